@@ -1,0 +1,36 @@
+"""Decides how a PyTorch model is trained, and applies it in one call.
+
+The names here are loaded when first used; importing the package imports no torch and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from atorch_ns._version import __version__
+
+if TYPE_CHECKING:
+    from atorch_ns.api import auto_accelerate
+    from atorch_ns.job import Result
+    from atorch_ns.strategy import Strategy
+
+__all__ = ["Result", "Strategy", "__version__", "auto_accelerate"]
+
+_HOMES = {
+    "auto_accelerate": "atorch_ns.api",
+    "Result": "atorch_ns.job",
+    "Strategy": "atorch_ns.strategy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in ("checkpoint", "cluster", "errors", "job", "method", "profile", "strategy", "testing"):
+        return importlib.import_module(f"atorch_ns.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

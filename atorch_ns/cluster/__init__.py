@@ -1,0 +1,35 @@
+"""What a job runs on: processes, devices, axes and groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atorch_ns.cluster._agreement import agree, same_everywhere
+from atorch_ns.cluster._cluster import OPTIONAL_PACKAGES, Cluster
+from atorch_ns.cluster._launch import join_process_group
+from atorch_ns.cluster._layout import AXES, check_axes, fit, layout, mesh_ranks
+
+if TYPE_CHECKING:
+    from atorch_ns.cluster._mesh import Mesh
+
+__all__ = [
+    "AXES",
+    "OPTIONAL_PACKAGES",
+    "Cluster",
+    "Mesh",
+    "agree",
+    "check_axes",
+    "fit",
+    "join_process_group",
+    "layout",
+    "mesh_ranks",
+    "same_everywhere",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Mesh":  # the one name here that needs torch
+        from atorch_ns.cluster._mesh import Mesh
+
+        return Mesh
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""Ranks tell each other what went wrong, so that none waits for one that has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from atorch_ns.errors import RankError
+
+__all__ = ["agree", "same_everywhere"]
+
+T = TypeVar("T")
+
+
+def agree(action: Callable[[], T], *, what: str, distributed: bool) -> T:
+    """Runs ``action`` on every rank and lets all ranks fail if one does.
+
+    ``action`` must not communicate. The rank whose action failed raises its own exception; the others raise
+    :class:`RankError` naming that rank and its reason.
+
+    Args:
+        action: what each rank does by itself.
+        what: what it is, for the message: ``"reading the strategy"``.
+        distributed: whether there is a process group to ask.
+
+    Raises:
+        RankError: if another rank's action failed.
+    """
+    if not distributed:
+        return action()
+    result, error = _attempt(action)
+    reasons = _exchange(f"{type(error).__name__}: {error}" if error is not None else None)
+    if error is not None:
+        raise error
+    failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if failures:
+        raise RankError(_failed(what, failures), failures=failures)
+    assert result is not None
+    return result[0]
+
+
+def same_everywhere(value: str, *, what: str, distributed: bool) -> None:
+    """Checks that all ranks hold the same text.
+
+    Raises:
+        RankError: on every rank, naming who holds what.
+    """
+    if not distributed:
+        return
+    values = [text or "" for text in _exchange(value)]
+    if len(set(values)) > 1:
+        groups: dict[str, list[int]] = {}
+        for rank, text in enumerate(values):
+            groups.setdefault(text, []).append(rank)
+        shown = "; ".join(f"ranks {ranks}: {text[:400]}" for text, ranks in groups.items())
+        raise RankError(f"the ranks were given different {what}, so nothing was started. {shown}")
+
+
+def _attempt(action: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
+    try:
+        return (action(),), None
+    except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised
+        return None, error
+
+
+def _exchange(text: str | None) -> list[str | None]:
+    import torch.distributed as dist
+
+    gathered: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, text)
+    return gathered
+
+
+def _failed(what: str, failures: dict[int, str]) -> str:
+    shown = "\n".join(f"  rank {rank}: {reason}" for rank, reason in list(failures.items())[:8])
+    more = f"\n  and {len(failures) - 8} more" if len(failures) > 8 else ""
+    return f"{what} failed on {len(failures)} other rank(s), so all stopped:\n{shown}{more}"

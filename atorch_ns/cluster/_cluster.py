@@ -1,0 +1,125 @@
+"""What this job runs on: processes, nodes, devices, and the packages at hand."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["OPTIONAL_PACKAGES", "Cluster"]
+
+OPTIONAL_PACKAGES: Mapping[str, str] = {
+    "fairscale": "fairscale",
+    "deepspeed": "deepspeed",
+    "transformers": "transformers",
+    "torchao": "torchao",
+    "transformer_engine": "transformer-engine",
+    "flash_attn": "flash-attn",
+    "apex": "apex",
+    "liger_kernel": "liger-kernel",
+}
+"""Import name → distribution of every package that a built-in method can use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The setting of a job, as one rank sees it. Made by :meth:`detect`, or by hand for planning and tests.
+
+    Attributes:
+        world_size: number of processes.
+        rank: this process, 0 to ``world_size - 1``.
+        local_rank: this process within its node.
+        local_world_size: processes on this node.
+        distributed: whether the process was started as one of a group (by torchrun or by the caller), even
+            if the group has one member.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        device_name: the device's own name.
+        device_memory_bytes: memory of one device; 0 where unknown.
+        capability: CUDA compute capability, ``None`` on CPU.
+        packages: version of each optional package that is installed.
+        torch: version of torch.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    distributed: bool = False
+    device_type: str = "cpu"
+    device_name: str = "cpu"
+    device_memory_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch: str = ""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, assuming that all have as many processes as this one."""
+        return max(1, self.world_size // self.local_world_size)
+
+    @property
+    def device(self) -> str:
+        """The device of this process, as torch writes it."""
+        return f"cuda:{self.local_rank}" if self.device_type == "cuda" else self.device_type
+
+    @classmethod
+    def detect(cls) -> Cluster:
+        """Reads the process group if there is one, else the launcher's environment, and the devices here."""
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            ranks: dict[str, Any] = {
+                "world_size": dist.get_world_size(),
+                "rank": dist.get_rank(),
+                "distributed": True,
+            }
+        else:
+            ranks = {
+                "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+                "rank": int(os.environ.get("RANK", "0")),
+                "distributed": "WORLD_SIZE" in os.environ and "RANK" in os.environ,
+            }
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return cls(
+            **ranks,
+            local_rank=local_rank,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks["world_size"]))),
+            packages=_installed_packages(),
+            torch=torch.__version__,
+            **_device_facts(local_rank),
+        )
+
+
+def _device_facts(local_rank: int) -> dict[str, Any]:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(local_rank)
+        return {
+            "device_type": "cuda",
+            "device_name": properties.name,
+            "device_memory_bytes": properties.total_memory,
+            "capability": (properties.major, properties.minor),
+        }
+    return {
+        "device_type": "cpu",
+        "device_name": platform.processor() or platform.machine(),
+        "device_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _installed_packages() -> dict[str, str]:
+    found = {}
+    for module, distribution in OPTIONAL_PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        try:
+            found[module] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            found[module] = "unknown"
+    return found

@@ -1,0 +1,54 @@
+"""Joining the process group that a launcher such as torchrun describes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from atorch_ns.cluster._cluster import Cluster
+from atorch_ns.errors import BackendError
+
+__all__ = ["join_process_group"]
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_process_group(cluster: Cluster) -> None:
+    """Initialises ``torch.distributed`` if a launcher asked for it and nobody has done so yet.
+
+    Uses gloo for CPU tensors and NCCL for CUDA tensors. A process group that is made here is left in order
+    at the end of the interpreter; one that the caller made stays the caller's.
+
+    Raises:
+        BackendError: if the launcher's environment is incomplete or the other processes cannot be reached.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not cluster.distributed or dist.is_initialized():
+        return
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if missing:
+        raise BackendError(
+            f"the environment names a process group but lacks {', '.join(missing)}. Start the script with "
+            "torchrun, or unset RANK and WORLD_SIZE to run one process."
+        )
+    backend = "gloo"
+    if cluster.device_type == "cuda":
+        torch.cuda.set_device(cluster.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(
+            f"rank {cluster.rank} of {cluster.world_size} could not join the process group at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} with {backend}: {error}"
+        ) from error
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,35 @@
+"""A training job: what the user gave, what methods decide about it, and what comes out."""
+
+from __future__ import annotations
+
+from atorch_ns.job._build import build, make_user_optimizer, parameter_groups
+from atorch_ns.job._clip import clip_gradients, gradient_norm
+from atorch_ns.job._dry_run import dry_run
+from atorch_ns.job._inputs import Inputs
+from atorch_ns.job._job import Autocast, Job, LossScaling
+from atorch_ns.job._materialise import Materialiser, is_on_meta
+from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job._report import MethodRow, Report
+from atorch_ns.job._result import Result
+from atorch_ns.job._train_step import TrainStep
+
+__all__ = [
+    "Autocast",
+    "Inputs",
+    "Job",
+    "LossScaling",
+    "Materialiser",
+    "MethodRow",
+    "Report",
+    "Result",
+    "StepOptimizer",
+    "TrainStep",
+    "build",
+    "clip_gradients",
+    "dry_run",
+    "gradient_norm",
+    "inner_optimizer",
+    "is_on_meta",
+    "make_user_optimizer",
+    "parameter_groups",
+]

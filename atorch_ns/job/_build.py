@@ -1,0 +1,209 @@
+"""From a job that every method has been applied to, to the objects a user trains with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+from atorch_ns.job._job import Job, ParameterGroups
+from atorch_ns.job._loss import LossFunction, wrap_loss
+from atorch_ns.job._masters import MasterWeights
+from atorch_ns.job._optimizer import StepOptimizer
+from atorch_ns.job._precision import autocast_forward, cast_inputs
+from atorch_ns.job._report import MethodRow, Report
+from atorch_ns.job._result import Result
+from atorch_ns.job._scaling import LossScaler
+from atorch_ns.job._train_step import TrainStep
+from atorch_ns.job.data import build_dataloader
+from atorch_ns.job.inputs import default_prepare_input
+from atorch_ns.job.loader import TrainLoader
+from atorch_ns.method import Resolved
+
+__all__ = ["build"]
+
+
+def build(job: Job, resolved: Resolved) -> Result:
+    """Makes optimizer, data loader, loss function and step.
+
+    Raises:
+        InputError: if one of the user's functions does not give what it should.
+    """
+    if not job.placed and job.take_over is None:
+        job.place()
+    scaler = _scaler(job)
+    optimizer = _optimizer(job, scaler)
+    _wrap_forward(job)
+    loader = _loader(job)
+    loss_func = _loss(job, scaler)
+    prepare_input = job.inputs.prepare_input or default_prepare_input
+    step = TrainStep(
+        job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input
+    )
+    return Result.of(
+        model=job.model,
+        optim=optimizer,
+        dataloader=loader,
+        loss_func=loss_func,
+        prepare_input=prepare_input,
+        lr_scheduler=_scheduler(job, optimizer),
+        args={
+            "use_optim_backward": job.use_optim_backward,
+            "requires_set_gradient_accumulation_boundary": job.requires_boundary,
+        },
+        train_step=step,
+        report=_report(job, resolved),
+        job=job,
+    )
+
+
+def parameter_groups(job: Job) -> ParameterGroups:
+    """The user's parameter groups over the parameters that training will update.
+
+    Raises:
+        InputError: if ``optim_param_func`` gives something else than parameters or groups of them, or
+            tensors that are not parameters of the model.
+    """
+    if job.inputs.optim_param_func is None:
+        given: Iterable[Any] = [p for p in job.module.parameters() if p.requires_grad]
+    else:
+        given = job.inputs.optim_param_func(job.module)
+    groups = _as_groups(given)
+    own = {id(parameter) for parameter in job.module.parameters()}
+    for group in groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, torch.Tensor) or id(parameter) not in own:
+                raise InputError(
+                    f"optim_param_func gave {type(parameter).__name__} that is no parameter of the model it "
+                    "was called with. Build the groups from the model that is passed to the function: "
+                    "sharding replaces the parameters of the original one."
+                )
+    return groups
+
+
+def _as_groups(given: Iterable[Any]) -> ParameterGroups:
+    entries = list(given)
+    if all(isinstance(entry, dict) for entry in entries):
+        return [{**entry, "params": _listed(entry)} for entry in entries]
+    if all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries):
+        return [{"params": [parameter for _, parameter in entries]}]
+    return [{"params": entries}]
+
+
+def _listed(group: dict[str, Any]) -> list[Any]:
+    if "params" not in group:
+        raise InputError(f"optim_param_func gave a group without 'params'; it has {sorted(group)}.")
+    params = group["params"]
+    entries = [params] if isinstance(params, torch.Tensor) else list(params)
+    return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+
+
+def _scaler(job: Job) -> LossScaler | None:
+    if job.loss_scaling is None:
+        return None
+    group = job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
+    return LossScaler(
+        job.cluster.device_type,
+        init_scale=job.loss_scaling.init_scale,
+        growth_interval=job.loss_scaling.growth_interval,
+        group=group,
+    )
+
+
+def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | None:
+    if job.inputs.optim_func is None:
+        return None
+    groups = parameter_groups(job)
+    if job.take_over is not None:
+        model, optimizer = job.take_over(groups)
+        job.wrap(model)
+        return optimizer
+    masters = MasterWeights(job.module.parameters()) if job.plan.master_dtype else None
+    if masters is not None:
+        groups = masters.groups(groups)
+    make = job.make_optimizer or (lambda groups: make_user_optimizer(job, groups))
+    optimizer = make(groups)
+    if scaler is None and masters is None and not job.skip_if_nonfinite:
+        return optimizer
+    return StepOptimizer(
+        optimizer, scaler=scaler, masters=masters, skip_if_nonfinite=job.skip_if_nonfinite
+    )
+
+
+def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimizer:
+    """Calls the user's ``optim_func``.
+
+    Raises:
+        InputError: if it does not return a torch optimizer.
+    """
+    assert job.inputs.optim_func is not None
+    optimizer = job.inputs.optim_func(groups, **dict(job.inputs.optim_args or {}))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optim_func returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    return optimizer
+
+
+def _wrap_forward(job: Job) -> None:
+    if job.input_dtype is not None:
+        cast_inputs(job.model, job.input_dtype)
+    if job.autocast is not None:
+        autocast_forward(job.model, job.autocast.device_type, job.autocast.dtype)
+
+
+def _loader(job: Job) -> TrainLoader | None:
+    if job.inputs.dataset is None:
+        return None
+    group = job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
+    return build_dataloader(
+        job.inputs.dataset,
+        args=job.inputs.dataloader_args,
+        sampler_cls=job.inputs.distributed_sampler_cls,
+        seed=job.inputs.sampler_seed,
+        data_rank=job.data_rank,
+        num_data_ranks=job.num_data_ranks,
+        group=group,
+    )
+
+
+def _loss(job: Job, scaler: LossScaler | None) -> LossFunction | None:
+    if job.inputs.loss_func is None:
+        return None
+    return wrap_loss(
+        job.inputs.loss_func,
+        autocast=job.autocast,
+        scaler=scaler,
+        upcast=job.input_dtype is not None,
+    )
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
+    if job.inputs.lr_scheduler_cls is None:
+        return None
+    return job.inputs.lr_scheduler_cls(optimizer, **dict(job.inputs.lr_scheduler_args or {}))
+
+
+def _report(job: Job, resolved: Resolved) -> Report:
+    rows = []
+    for item, step in zip(resolved.chosen, resolved.strategy, strict=True):
+        done = job.explanations.get(item.method.name, [])
+        why = "; ".join([item.method.explain(item.config, job.cluster), *done])
+        settings = str(step).removeprefix(step.name).strip("()")
+        rows.append(MethodRow(name=item.method.name, settings=settings, why=why))
+    return Report(
+        strategy=resolved.strategy,
+        rows=tuple(rows),
+        notes=tuple(note.text for note in resolved.notes),
+        world_size=job.cluster.world_size,
+        axes=job.mesh.axes if job.mesh is not None else (),
+        device=job.cluster.device,
+        num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
+        parameter_bytes_per_rank=sum(_local_bytes(parameter) for parameter in job.module.parameters()),
+    )
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()

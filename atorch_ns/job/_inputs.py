@@ -1,0 +1,129 @@
+"""What the user gave, checked once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.job.inputs import check_model_input_format
+
+__all__ = ["Inputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The user's model, optimizer, data and loss, as handed to ``auto_accelerate``. Never changed.
+
+    Attributes:
+        model: the model; may be on the meta device.
+        optim_func: makes an optimizer from ``(parameters, **optim_args)``.
+        optim_args: its keyword arguments.
+        optim_param_func: makes parameter groups from the model.
+        dataset: a torch dataset, map-style or iterable.
+        loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss.
+        prepare_input: ``(batch, device) -> batch``.
+        model_input_format: how a batch is passed to the model.
+        dataloader_args: arguments of ``torch.utils.data.DataLoader``; the batch size is global.
+        distributed_sampler_cls: a class with the interface of ``DistributedSampler``.
+        lr_scheduler_cls: makes a scheduler from ``(optimizer, **lr_scheduler_args)``.
+        lr_scheduler_args: its keyword arguments.
+        find_unused_parameters: passed to DDP where it is used.
+        sampler_seed: seed of the default sampler.
+        gradient_accumulation_steps: micro-batches that ``train_step`` splits a batch into.
+        max_grad_norm: norm that ``train_step`` clips gradients to; ``None`` for no clipping.
+    """
+
+    model: nn.Module
+    optim_func: Callable[..., torch.optim.Optimizer] | None = None
+    optim_args: Mapping[str, Any] | None = None
+    optim_param_func: Callable[[nn.Module], Iterable[Any]] | None = None
+    dataset: Any = None
+    loss_func: Callable[[Any, Any], Any] | None = None
+    prepare_input: Callable[[Any, torch.device], Any] | None = None
+    model_input_format: str | None = None
+    dataloader_args: Mapping[str, Any] | None = None
+    distributed_sampler_cls: type | None = None
+    lr_scheduler_cls: Callable[..., Any] | None = None
+    lr_scheduler_args: Mapping[str, Any] | None = None
+    find_unused_parameters: bool = False
+    sampler_seed: int = 0
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+
+    def check(self) -> None:
+        """Checks every argument and reports all that is wrong at once.
+
+        Raises:
+            InputError: naming the arguments.
+        """
+        problems = [*self._type_problems(), *self._combination_problems()]
+        try:
+            check_model_input_format(self.model_input_format)
+        except InputError as error:
+            problems.append(str(error))
+        if problems:
+            raise InputError("\n".join(problems))
+
+    def _type_problems(self) -> list[str]:
+        problems = []
+        if not isinstance(self.model, nn.Module):
+            problems.append(f"model must be a torch.nn.Module; it is {_kind(self.model)}.")
+        for name in ("optim_func", "optim_param_func", "loss_func", "prepare_input", "lr_scheduler_cls"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                problems.append(f"{name} must be callable; it is {_kind(value)}.")
+        for name in ("optim_args", "dataloader_args", "lr_scheduler_args"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                problems.append(f"{name} must be a dictionary; it is {_kind(value)}.")
+        cls = self.distributed_sampler_cls
+        if cls is not None and not isinstance(cls, type):
+            problems.append(f"distributed_sampler_cls must be a class; it is {_kind(cls)}.")
+        steps = self.gradient_accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            problems.append(f"gradient_accumulation_steps must be a positive integer; it is {steps!r}.")
+        norm = self.max_grad_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or norm <= 0):
+            problems.append(f"max_grad_norm must be a positive number or None; it is {norm!r}.")
+        return problems
+
+    def _combination_problems(self) -> list[str]:
+        problems = []
+        if self.optim_func is None:
+            for name in ("optim_args", "optim_param_func", "lr_scheduler_cls"):
+                if getattr(self, name) is not None:
+                    problems.append(f"{name} is given without optim_func, so nothing would use it.")
+        if self.lr_scheduler_cls is None and self.lr_scheduler_args is not None:
+            problems.append("lr_scheduler_args is given without lr_scheduler_cls.")
+        if self.dataset is None and (self.dataloader_args or self.distributed_sampler_cls):
+            problems.append("dataloader_args and distributed_sampler_cls need dataset; it is None.")
+        if self.dataset is not None and not _is_dataset(self.dataset):
+            problems.append(
+                f"dataset must have __getitem__ and __len__, or __iter__; it is {_kind(self.dataset)}. "
+                "To bring a DataLoader of your own, pass dataset=None and iterate over yours."
+            )
+        return problems
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """The message for a keyword that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"unknown argument {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, torch.utils.data.DataLoader):
+        return False
+    return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}; make an instance"
+    return f"a {type(value).__name__}"

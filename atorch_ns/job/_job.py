@@ -1,0 +1,138 @@
+"""Job: what the user gave, and what methods have decided about it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.cluster import Cluster, Mesh
+from atorch_ns.job._clip import clip_gradients
+from atorch_ns.job._gradient_sync import SkipSync, never_synchronised
+from atorch_ns.job._inputs import Inputs
+from atorch_ns.job._materialise import Materialiser, is_on_meta
+from atorch_ns.strategy import Plan
+
+__all__ = ["Autocast", "Clip", "Job", "LossScaling", "MakeOptimizer", "TakeOver"]
+
+ParameterGroups = list[dict[str, Any]]
+MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
+"""Makes the optimizer from parameter groups."""
+
+TakeOver = Callable[[ParameterGroups], tuple[nn.Module, torch.optim.Optimizer]]
+"""A backend that owns model and optimizer together: makes both from parameter groups."""
+
+Clip = Callable[[Iterable[torch.Tensor], float, float], torch.Tensor]
+"""Clips gradients: ``(parameters, max_norm, norm_type) -> norm before``."""
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast around forward passes and the loss."""
+
+    device_type: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Dynamic loss scaling: the first scale and the steps between doublings."""
+
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A training job under construction. Methods write its fields; none reaches into another's wrapper.
+
+    Attributes:
+        inputs: what the user gave.
+        cluster: what the job runs on.
+        plan: what all methods decide together; known before the first is applied.
+        model: the model as it stands, wrappers included: what the user will call.
+        module: the model inside outer wrappers, with the user's attribute names.
+        mesh: the arrangement of ranks; ``None`` in a process without a group.
+        seed: seed for initial values, the same on every rank.
+        placed: whether a method has put the model on its device.
+        skip_sync: keeps gradients local while micro-batches accumulate.
+        clip: clips gradients.
+        autocast: autocast around the step, if any.
+        loss_scaling: dynamic loss scaling, if any.
+        skip_if_nonfinite: whether steps with bad gradients are skipped without a scaler.
+        input_dtype: dtype that floating inputs are cast to, if any.
+        make_optimizer: a method's way to make the optimizer; ``None`` for the user's own.
+        take_over: a backend that makes model and optimizer together, if any.
+        use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
+        requires_boundary: whether the optimizer must be told which micro-batch is the last.
+        local_optimizers: from an optimizer to the one that holds this rank's states, where they differ.
+        explanations: what each method did, by its name, for the report.
+    """
+
+    inputs: Inputs
+    cluster: Cluster
+    plan: Plan
+    model: nn.Module
+    module: nn.Module
+    seed: int
+    mesh: Mesh | None = None
+    placed: bool = False
+    skip_sync: SkipSync = never_synchronised
+    clip: Clip = clip_gradients
+    autocast: Autocast | None = None
+    loss_scaling: LossScaling | None = None
+    skip_if_nonfinite: bool = False
+    input_dtype: torch.dtype | None = None
+    make_optimizer: MakeOptimizer | None = None
+    take_over: TakeOver | None = None
+    use_optim_backward: bool = False
+    requires_boundary: bool = False
+    explanations: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int) -> Job:
+        """A job to which nothing has been done yet."""
+        return cls(
+            inputs=inputs, cluster=cluster, plan=plan, model=inputs.model, module=inputs.model, seed=seed
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return torch.device(self.cluster.device)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks see different data."""
+        return 1 if self.mesh is None else self.mesh.data.size()
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.mesh is None else self.mesh.data.get_local_rank()
+
+    def replace_model(self, model: nn.Module) -> None:
+        """Puts ``model`` in the place of the user's, before any outer wrapper."""
+        self.model = self.module = model
+
+    def wrap(self, model: nn.Module) -> None:
+        """Puts an outer wrapper around the model; :attr:`module` stays what it was."""
+        self.model = model
+
+    def materialiser(self, init: Callable[[nn.Module], object] | None = None) -> Materialiser:
+        """Gives values to parts of the model that are on the meta device."""
+        return Materialiser(self.module, self.device, seed=self.seed, init=init)
+
+    def place(self) -> None:
+        """Materialises what is on meta and moves the whole model to this rank's device."""
+        if is_on_meta(self.module):
+            self.materialiser().materialise([self.module])
+        self.module.to(self.device)
+        self.placed = True
+
+    def explain(self, method: str, text: str) -> None:
+        """Records what a method did or chose, for the report."""
+        self.explanations.setdefault(method, []).append(text)

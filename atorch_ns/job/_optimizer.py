@@ -1,0 +1,159 @@
+"""The optimizer that a user steps when more than the bare step has to happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from atorch_ns.errors import StepError
+from atorch_ns.job._clip import gradient_norm
+from atorch_ns.job._masters import MasterWeights
+from atorch_ns.job._scaling import LossScaler
+
+__all__ = ["StepOptimizer", "inner_optimizer"]
+
+
+class StepOptimizer(torch.optim.Optimizer):
+    """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
+
+    Everything but :meth:`step` and :meth:`zero_grad` is the inner optimizer's, so schedulers, hooks and
+    ``state_dict`` see that one.
+
+    Args:
+        inner: the user's optimizer, already on the master weights if there are any.
+        scaler: dynamic loss scaling, or ``None``.
+        masters: fp32 copies, or ``None``.
+        skip_if_nonfinite: without a scaler, skip a step whose gradients are infinite or NaN.
+
+    Attributes:
+        num_skipped: steps skipped so far.
+        skipped: whether the last step was skipped.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None,
+        skip_if_nonfinite: bool = False,
+    ) -> None:
+        # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
+        self.inner = inner
+        self.scaler = scaler
+        self.masters = masters
+        self.num_skipped = 0
+        self.skipped = False
+        self._skip_if_nonfinite = skip_if_nonfinite
+        self._prepared = False
+        self._overflow = False
+
+    def prepare_gradients(self) -> None:
+        """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
+
+        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective.
+
+        Raises:
+            StepError: if the loss was scaled nowhere, because it did not come from the result's loss function.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        if self.masters is not None:
+            self.masters.take_gradients()
+        if self.scaler is None:
+            return
+        if self.scaler.num_backwards == 0 and self._has_gradients():
+            raise StepError(
+                "fp16 needs a scaled loss, but no backward pass since the last step came from the loss "
+                "function that auto_accelerate returned. Use result.loss_func(batch, output), or "
+                "result.train_step(batch)."
+            )
+        self._overflow = self._has_gradients() and self.scaler.unscale(self.inner)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
+        if closure is not None:
+            with torch.enable_grad():
+                loss: float | None = closure()
+        else:
+            loss = None
+        self.prepare_gradients()
+        self.skipped = self._overflow or (self._skip_if_nonfinite and self._nonfinite())
+        if self.scaler is not None and self._has_gradients():
+            self.scaler.step(self.inner)
+        elif not self.skipped:
+            self.inner.step()
+        if self.skipped:
+            self.num_skipped += 1
+        elif self.masters is not None:
+            self.masters.give_weights()
+        self._prepared = self._overflow = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the weights and of their masters."""
+        self.inner.zero_grad(set_to_none)
+        if self.masters is not None:
+            for parameter, _ in self.masters.pairs():
+                parameter.grad = None
+        if self.scaler is not None:
+            self.scaler.num_backwards = 0
+        self._prepared = self._overflow = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups; changing a learning rate here changes it there."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the inner optimizer's state."""
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer.
+
+        Raises:
+            StepError: with master weights, which exist for the first groups only.
+        """
+        if self.masters is not None:
+            raise StepError("parameters cannot be added after fp32 master weights were made")
+        self.inner.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def _has_gradients(self) -> bool:
+        return any(
+            parameter.grad is not None for group in self.inner.param_groups for parameter in group["params"]
+        )
+
+    def _nonfinite(self) -> bool:
+        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        return not bool(torch.isfinite(gradient_norm(parameters)))
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's optimizer inside a :class:`StepOptimizer`; any other as it is."""
+    return optimizer.inner if isinstance(optimizer, StepOptimizer) else optimizer

@@ -1,0 +1,64 @@
+"""Result: what auto_accelerate returns to train with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch_ns.job._job import Job
+    from atorch_ns.job._loss import LossFunction
+    from atorch_ns.job._report import Report
+    from atorch_ns.job._train_step import TrainStep
+    from atorch_ns.job.loader import TrainLoader
+
+__all__ = ["Result"]
+
+
+class _Fields(NamedTuple):
+    model: nn.Module
+    optim: torch.optim.Optimizer | None
+    dataloader: TrainLoader | None
+    loss_func: LossFunction | None
+    prepare_input: Any
+    lr_scheduler: Any
+    args: dict[str, bool]
+
+
+class Result(_Fields):
+    """The objects to train with; a named tuple of seven, with the step and the report as attributes.
+
+    Attributes:
+        model: call it as before.
+        optim: the optimizer, or ``None`` if no ``optim_func`` was given.
+        dataloader: gives this rank's part of every global batch, or ``None`` if no ``dataset`` was given.
+        loss_func: ``(batch, output) -> loss``.
+        prepare_input: ``(batch, device) -> batch``; moves the batch to the device by default.
+        lr_scheduler: the scheduler, or ``None``. Stepping it is the user's.
+        args: ``use_optim_backward`` and ``requires_set_gradient_accumulation_boundary``.
+        train_step: ``batch -> loss``: the whole step, right for every strategy.
+        report: what was applied, and why.
+    """
+
+    train_step: TrainStep
+    report: Report
+    job: Job
+
+    @classmethod
+    def of(cls, *, train_step: TrainStep, report: Report, job: Job, **fields: Any) -> Result:
+        """Makes a result from its seven fields and its three attributes."""
+        result = cls(**fields)
+        result.train_step = train_step
+        result.report = report
+        result.job = job
+        return result
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of all ranks together to ``max_norm``; returns the norm before, 0-d.
+
+        Call it between the backward pass and ``optim.step()``. Collective where gradients are sharded.
+        """
+        return self.train_step.clip_grad_norm_(max_norm, norm_type)

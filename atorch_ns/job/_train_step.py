@@ -1,0 +1,139 @@
+"""One training step, right for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.errors import StepError
+from atorch_ns.job._loss import LossFunction, first_loss
+from atorch_ns.job._optimizer import StepOptimizer
+from atorch_ns.job.inputs import call_model, split_batch
+
+if TYPE_CHECKING:
+    from atorch_ns.job._job import Job
+
+__all__ = ["TrainStep"]
+
+
+class TrainStep:
+    """Runs forward, backward, clipping and the optimizer on one batch, as the strategy needs it.
+
+    A batch is this rank's part of a global batch, as the data loader gives it. It is split into
+    ``gradient_accumulation_steps`` micro-batches; gradients are synchronised with the last one only. The
+    loss is taken to be a mean over the batch.
+
+    Attributes:
+        num_steps: batches trained on.
+        grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
+        skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        optimizer: torch.optim.Optimizer | None,
+        loss_func: LossFunction | None,
+        prepare_input: Callable[[Any, torch.device], Any],
+    ) -> None:
+        self.num_steps = 0
+        self.grad_norm: torch.Tensor | None = None
+        self._job = job
+        self._optimizer = optimizer
+        self._loss_func = loss_func
+        self._prepare_input = prepare_input
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return isinstance(self._optimizer, StepOptimizer) and self._optimizer.skipped
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Trains on ``batch``.
+
+        Args:
+            batch: as the data loader gives it, before ``prepare_input``.
+
+        Returns:
+            The loss, 0-d and detached, averaged over all data-parallel ranks.
+
+        Raises:
+            StepError: if the job has no optimizer or no loss function.
+            BatchSizeError: if the micro-batches do not divide the batch.
+        """
+        optimizer, _ = self._require()
+        optimizer.zero_grad()
+        loss = self.forward_backward(batch)
+        if self._job.inputs.max_grad_norm is not None:
+            self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
+        optimizer.step()
+        self.num_steps += 1
+        return loss
+
+    def forward_backward(self, batch: Any) -> torch.Tensor:
+        """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
+        optimizer, _ = self._require()
+        job = self._job
+        micro_batches = self._micro_batches(batch)
+        total = torch.zeros((), device=job.device)
+        for position, micro_batch in enumerate(micro_batches):
+            last = position == len(micro_batches) - 1
+            if job.requires_boundary:
+                optimizer.set_gradient_accumulation_boundary(last)  # type: ignore[attr-defined]
+            with nullcontext() if last else job.skip_sync():
+                total += self._forward_backward(micro_batch) / len(micro_batches)
+        return self._mean_over_ranks(total)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of all ranks together; call it between the backward pass and the step.
+
+        Returns:
+            The norm before clipping, 0-d, the same on every rank.
+
+        Raises:
+            StepError: if the job has no optimizer.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
+        if isinstance(optimizer, StepOptimizer):
+            optimizer.prepare_gradients()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return self._job.clip(parameters, max_norm, norm_type)
+
+    def _require(self) -> tuple[torch.optim.Optimizer, LossFunction]:
+        if self._optimizer is None or self._loss_func is None:
+            missing = "optim_func" if self._optimizer is None else "loss_func"
+            raise StepError(f"train_step needs {missing}; pass it to auto_accelerate.")
+        return self._optimizer, self._loss_func
+
+    def _micro_batches(self, batch: Any) -> list[Any]:
+        data = self._prepare_input(batch, self._job.device)
+        count = self._job.inputs.gradient_accumulation_steps
+        return [data] if count == 1 else split_batch(data, count)
+
+    def _forward_backward(self, micro_batch: Any) -> torch.Tensor:
+        job = self._job
+        optimizer, loss_func = self._require()
+        output = call_model(job.model, micro_batch, job.inputs.model_input_format)
+        loss = first_loss(loss_func(micro_batch, output))
+        count = job.inputs.gradient_accumulation_steps
+        if job.use_optim_backward:
+            optimizer.backward(loss)  # type: ignore[attr-defined]
+        elif count == 1:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            (loss / count).backward()  # type: ignore[no-untyped-call]
+        return loss.detach().to(torch.float32).reshape(())
+
+    def _mean_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        job = self._job
+        if job.mesh is not None and job.num_data_ranks > 1:
+            dist.all_reduce(loss, group=job.mesh.data_group)
+            loss /= job.num_data_ranks
+        return loss

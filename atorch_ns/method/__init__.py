@@ -1,0 +1,30 @@
+"""Methods: their contract, the order they are applied in, and the registry."""
+
+from __future__ import annotations
+
+from atorch_ns.method._config import Flag, MethodConfig, ModuleSelectors, dtype_name
+from atorch_ns.method._method import Conflict, Method, Need
+from atorch_ns.method._phase import ORDER, Phase
+from atorch_ns.method._registry import ENTRY_POINT_GROUP, Registry, load_registry
+from atorch_ns.method._resolve import Chosen, Note, Resolved, clash, fold_plan, resolve
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "ORDER",
+    "Chosen",
+    "Conflict",
+    "Flag",
+    "Method",
+    "MethodConfig",
+    "ModuleSelectors",
+    "Need",
+    "Note",
+    "Phase",
+    "Registry",
+    "Resolved",
+    "clash",
+    "dtype_name",
+    "fold_plan",
+    "load_registry",
+    "resolve",
+]

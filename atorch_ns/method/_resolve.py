@@ -1,0 +1,231 @@
+"""From the strategy a user wrote to the methods that will be applied, in order, with everything filled in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import AtorchError, MethodNotFoundError, Problem, StrategyError
+from atorch_ns.method._config import MethodConfig
+from atorch_ns.method._method import Method, Need
+from atorch_ns.method._phase import ORDER
+from atorch_ns.method._registry import Registry
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan, Requires, Strategy
+
+__all__ = ["Chosen", "Note", "Resolved", "resolve"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something decided for the user: a method added or left out, a size fitted.
+
+    Attributes:
+        kind: what was decided.
+        method: the method concerned.
+        text: what and why, as a sentence.
+    """
+
+    kind: Literal["added", "left out", "fitted"]
+    method: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A method with its validated config."""
+
+    method: Method
+    config: MethodConfig
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A strategy that is ready to be applied.
+
+    Attributes:
+        chosen: methods and configs in order of application.
+        plan: what they decide together.
+        strategy: the same as a strategy to be saved, defaults left out.
+        notes: what was decided for the user.
+    """
+
+    chosen: tuple[Chosen, ...]
+    plan: Plan
+    strategy: Strategy
+    notes: tuple[Note, ...]
+
+
+def resolve(
+    strategy: Strategy, cluster: Cluster, registry: Registry, *, profile: Profile | None = None
+) -> Resolved:
+    """Validates, completes and orders a strategy for a cluster and, where given, a model.
+
+    Pure: nothing is started, read or changed.
+
+    Raises:
+        MethodNotFoundError: if the only problems are unknown names.
+        StrategyError: with every problem found.
+    """
+    chosen, problems = _validate(strategy, registry)
+    if problems:
+        raise _error(problems)
+    chosen, notes = _leave_out(chosen, cluster)
+    chosen, fitted, problems = _fit(chosen, cluster)
+    chosen, added, unfilled = _complete(chosen, cluster, registry)
+    problems += unfilled + _clashes(chosen)
+    if not problems:
+        for item in chosen:
+            problems += item.method.check(item.config, cluster, profile)
+    if problems:
+        raise _error(problems)
+    ordered = tuple(sorted(chosen, key=lambda item: ORDER.index(item.method.phase)))
+    return Resolved(ordered, fold_plan(ordered), _as_strategy(ordered, cluster), (*notes, *fitted, *added))
+
+
+def fold_plan(chosen: Iterable[Chosen]) -> Plan:
+    """What methods decide together, each adding its part in order."""
+    plan = Plan()
+    for item in chosen:
+        plan = item.method.plan(plan, item.config)
+    return plan
+
+
+def _validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list[Problem]]:
+    chosen: list[Chosen] = []
+    problems: list[Problem] = []
+    for step in strategy:
+        if step.name not in registry:
+            problems.append(registry.unknown(step.name))
+            continue
+        method = registry.get(step.name)
+        if any(item.method is method for item in chosen):
+            problems.append(Problem(message=f"named twice, once as {step.name!r}", method=method.name))
+        try:
+            chosen.append(Chosen(method, method.Config.model_validate(step.config)))
+        except ValidationError as error:
+            problems += [_config_problem(method, issue) for issue in error.errors()]
+    return chosen, problems
+
+
+def _config_problem(method: Method, issue: Any) -> Problem:
+    path = [str(part) for part in issue["loc"]]
+    fields = list(method.Config.model_fields)
+    key = ".".join(path) or None
+    if issue["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(path[0], fields, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return Problem(
+            message=f"unknown key.{hint}", method=method.name, key=key, accepted=", ".join(fields) or "no keys"
+        )
+    message = issue["msg"].removeprefix("Value error, ")
+    shown = None if not path else _short(issue["input"])
+    return Problem(message=message, method=method.name, key=key, value=shown)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note]]:
+    kept: list[Chosen] = []
+    notes: list[Note] = []
+    for item in chosen:
+        reason = item.method.unavailable(item.config, cluster)
+        if item.method.needs_process_group and not cluster.distributed:
+            reason = "there is one process and no process group; start it with torchrun to use it"
+        if reason is None:
+            kept.append(item)
+            notes += [Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)]
+        else:
+            notes.append(Note("left out", item.method.name, f"{item.method.name} is left out: {reason}"))
+    return kept, notes
+
+
+def _fit(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:
+    fitted: list[Chosen] = []
+    notes: list[Note] = []
+    problems: list[Problem] = []
+    for item in chosen:
+        try:
+            config = item.method.fit(item.config, cluster)
+        except AtorchError as error:
+            problems.append(Problem(message=str(error), method=item.method.name))
+            continue
+        if config != item.config and item.config.as_json():
+            text = f"{item.method.name}: {item.config.as_json()} became {config.as_json()}"
+            notes.append(Note("fitted", item.method.name, f"{text} to fit {cluster.world_size} processes"))
+        fitted.append(replace(item, config=config))
+    return fitted, notes, problems
+
+
+def _complete(
+    chosen: list[Chosen], cluster: Cluster, registry: Registry
+) -> tuple[list[Chosen], list[Note], list[Problem]]:
+    """Adds the default method for every role that is needed and not filled."""
+    complete, notes, problems = list(chosen), [], []
+    tried: set[str] = set()
+    while True:
+        need = next((need for need in _unfilled(complete, cluster) if need.role not in tried), None)
+        if need is None:
+            return complete, notes, problems
+        tried.add(need.role)
+        method = registry.default_for(need.role)
+        if method is None:
+            providers = [other.name for other in registry if need.role in other.provides]
+            hint = f"Add {' or '.join(providers)}" if providers else "No installed method does that"
+            problems.append(Problem(message=f"nothing fills the role {need.role!r}: {need.reason}. {hint}."))
+            continue
+        config = method.fit(method.Config(), cluster)
+        complete.append(Chosen(method, config))
+        notes.append(Note("added", method.name, f"{method.name} is added because {need.reason}"))
+
+
+def _unfilled(chosen: list[Chosen], cluster: Cluster) -> list[Need]:
+    filled = {role for item in chosen for role in item.method.roles(item.config)}
+    needs = [need for item in chosen for need in item.method.needs(item.config, cluster)]
+    if cluster.distributed:
+        needs.insert(0, Need("mesh", f"there are {cluster.world_size} processes"))
+    return [need for need in needs if need.role not in filled]
+
+
+def _clashes(chosen: list[Chosen]) -> list[Problem]:
+    problems: list[Problem] = []
+    for position, first in enumerate(chosen):
+        for second in chosen[position + 1 :]:
+            reason = clash(first, second)
+            if reason is not None:
+                names = f"{first.method.name} and {second.method.name}"
+                problems.append(Problem(message=f"{names} cannot stand together: {reason}"))
+    return problems
+
+
+def clash(first: Chosen, second: Chosen) -> str | None:
+    """Why two methods cannot stand together; ``None`` if they can."""
+    shared = sorted(set(first.method.roles(first.config)) & set(second.method.roles(second.config)))
+    for mine, theirs in ((first, second), (second, first)):
+        for conflict in mine.method.conflicts:
+            if conflict.other == theirs.method.name and conflict.holds(mine.config, theirs.config):
+                return conflict.reason
+    if shared:
+        return f"both fill the role {shared[0]!r}. Keep one of them."
+    return None
+
+
+def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster) -> Strategy:
+    steps = [(item.method.name, item.config.as_json() or None) for item in ordered]
+    version = ".".join(cluster.torch.split(".")[:2]) or None
+    requires = Requires(world_size=cluster.world_size, device=cluster.device_type, torch=version)
+    return Strategy(steps, requires=requires)
+
+
+def _error(problems: list[Problem]) -> StrategyError:
+    if all(problem.message.startswith("unknown method") for problem in problems):
+        return MethodNotFoundError(problems)
+    return StrategyError(problems)

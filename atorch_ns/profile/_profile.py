@@ -1,0 +1,73 @@
+"""Profile: what is known of a model without running it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from atorch_ns.profile._blocks import repeated_blocks
+from atorch_ns.profile._select import class_names
+
+__all__ = ["Profile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The structure of a model.
+
+    Attributes:
+        model_class: qualified name of the model's class.
+        module_classes: for every module path, its class names, bare and qualified, bases included.
+        blocks: paths of the repeated blocks.
+        block_class: bare class name of the repeated blocks, empty if there are none or several.
+        num_parameters: number of parameter elements, tied ones once.
+        num_trainable: those that require gradients.
+        parameter_dtypes: names of the parameters' dtypes.
+        on_meta: whether any parameter or buffer is on the meta device.
+    """
+
+    model_class: str
+    module_classes: dict[str, tuple[str, ...]]
+    blocks: tuple[str, ...]
+    block_class: str
+    num_parameters: int
+    num_trainable: int
+    parameter_dtypes: tuple[str, ...]
+    on_meta: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Profile:
+        """Reads the structure of ``model``; nothing is run or changed."""
+        parameters = list(model.parameters())
+        blocks = repeated_blocks(model)
+        kinds = {type(block.module).__name__ for block in blocks}
+        return cls(
+            model_class=f"{type(model).__module__}.{type(model).__qualname__}",
+            module_classes={
+                name: tuple(sorted(class_names(module))) for name, module in model.named_modules() if name
+            },
+            blocks=tuple(block.name for block in blocks),
+            block_class=kinds.pop() if len(kinds) == 1 else "",
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            parameter_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            on_meta=any(tensor.is_meta for tensor in (*parameters, *model.buffers())),
+        )
+
+    def unmatched(self, selectors: Iterable[str]) -> list[str]:
+        """The selectors that match no module."""
+        return [selector for selector in selectors if not self._matched(selector)]
+
+    def own_class_names(self) -> list[str]:
+        """Bare class names of the model's modules that have a name of their own in torch or the user's code."""
+        names = {name for classes in self.module_classes.values() for name in classes if "." not in name}
+        return sorted(names)
+
+    def _matched(self, selector: str) -> bool:
+        return any(
+            selector in classes or fnmatch.fnmatchcase(path, selector)
+            for path, classes in self.module_classes.items()
+        )

@@ -1,0 +1,60 @@
+"""Choosing modules of a model by class or by name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from torch import nn
+
+from atorch_ns.profile._blocks import NamedModule
+from atorch_ns.torch_compat import unwrap_checkpoint
+
+__all__ = ["class_names", "matches", "select_modules"]
+
+
+def select_modules(
+    model: nn.Module, selectors: Iterable[str], *, outermost: bool = False
+) -> list[NamedModule]:
+    """The modules that any selector matches, in the order of ``model.named_modules()``, the root excluded.
+
+    Args:
+        model: where to look. Wrapped modules are matched by what is inside; the wrapper is returned.
+        selectors: class names (``"LlamaDecoderLayer"``), qualified class names, or dotted paths, which may
+            hold ``*`` (``"layers.*"``). A base class selects its subclasses.
+        outermost: leave out what lies inside a module already selected.
+    """
+    wanted = tuple(selectors)
+    found: list[NamedModule] = []
+    for name, module in model.named_modules():
+        if not name or name.endswith("_checkpoint_wrapped_module"):
+            continue
+        if outermost and any(name.startswith(f"{chosen.name}.") for chosen in found):
+            continue
+        if matches(name.replace("_checkpoint_wrapped_module.", ""), unwrap_checkpoint(module), wanted):
+            found.append(NamedModule(name, module))
+    return found
+
+
+def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
+    """Whether one of the selectors means this module."""
+    classes = class_names(module)
+    return any(
+        selector in classes or fnmatch.fnmatchcase(name, selector) and not _is_class_like(selector, name)
+        for selector in selectors
+    )
+
+
+def class_names(module: nn.Module) -> set[str]:
+    """Bare and qualified names of a module's class and its bases below ``nn.Module``."""
+    names: set[str] = set()
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+    return names
+
+
+def _is_class_like(selector: str, name: str) -> bool:
+    """A bare ``*`` would select everything, which nobody means."""
+    return selector.strip("*") == "" and name != selector

@@ -1,0 +1,30 @@
+"""Strategies: what they are, the forms they take, their file, and the plan they amount to."""
+
+from __future__ import annotations
+
+from atorch_ns.strategy._diff import Difference, StrategyDiff, diff
+from atorch_ns.strategy._pickle import convert_pickle
+from atorch_ns.strategy._plan import DATA_AXES, AxisSize, Plan
+from atorch_ns.strategy._requires import Requires
+from atorch_ns.strategy._schema import json_schema
+from atorch_ns.strategy._step import Step
+from atorch_ns.strategy._strategy import Strategy
+from atorch_ns.strategy._values import JSON, canonical, canonical_text, qualified_name
+
+__all__ = [
+    "DATA_AXES",
+    "JSON",
+    "AxisSize",
+    "Difference",
+    "Plan",
+    "Requires",
+    "Step",
+    "Strategy",
+    "StrategyDiff",
+    "canonical",
+    "canonical_text",
+    "convert_pickle",
+    "diff",
+    "json_schema",
+    "qualified_name",
+]

@@ -1,0 +1,141 @@
+"""The strategy file: reading it safely, writing it whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from atorch_ns.errors import Problem, StrategyError, StrategyFileError
+from atorch_ns.strategy._schema import StrategyDocument
+from atorch_ns.strategy._values import JSON
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
+    """Reads and checks the file at ``path``.
+
+    Raises:
+        StrategyFileError: naming the file and what is wrong with it.
+    """
+    place = Path(path)
+    try:
+        content = place.read_bytes()
+    except FileNotFoundError:
+        raise StrategyFileError(
+            f"no such strategy file: {place}. To use methods by name give a list, as ['{place}'] or "
+            "['fsdp', ('amp_native', 'bf16')]",
+            source=str(path),
+        ) from None
+    except OSError as error:
+        raise StrategyFileError(f"cannot read the strategy file {place}: {error}", source=str(path)) from error
+    return read_strategy_bytes(content, name=str(place))
+
+
+def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
+    """Reads and checks a strategy document in JSON or YAML.
+
+    Raises:
+        StrategyFileError: for a pickle, for text that is neither, and for another schema.
+    """
+    if content[:1] == b"\x80":
+        raise StrategyFileError(
+            "this is a pickle, which could run code when read, so it was not read. Convert it once with "
+            "atorch_ns.strategy.convert_pickle(path), which reads a list of known names only",
+            source=name,
+        )
+    document = _parse(content, name)
+    if isinstance(document, list):
+        document = {"schema": 1, "steps": _entries(document)}
+    return _check(document, name)
+
+
+def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
+    """The one form of a document: JSON, or YAML where the suffix asks for it."""
+    if suffix.lower() in YAML_SUFFIXES:
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100).encode()
+    return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> None:
+    """Writes ``document`` beside ``path`` and renames it, so that a reader sees the old file or the new.
+
+    Raises:
+        StrategyFileError: if the folder is missing or cannot be written.
+    """
+    place = Path(path)
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(strategy_bytes(document, place.suffix))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(place)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise StrategyFileError(f"cannot write the strategy to {place}: {error}", source=str(path)) from error
+
+
+def _parse(content: bytes, name: str) -> Any:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StrategyFileError(f"not a text file ({error})", source=name) from error
+    if not text.strip():
+        raise StrategyFileError("the file is empty", source=name)
+    as_yaml = Path(name).suffix.lower() in YAML_SUFFIXES
+    try:
+        return yaml.safe_load(text) if as_yaml else json.loads(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        kind = "YAML" if as_yaml else "JSON"
+        shown = " ".join(str(error).split())
+        raise StrategyFileError(f"not readable as {kind}, truncated or damaged: {shown}", source=name) from error
+
+
+def _entries(items: list[Any]) -> list[Any]:
+    """A bare list of names and pairs, as in code, becomes the file's own form."""
+    entries = []
+    for item in items:
+        if isinstance(item, str):
+            entries.append({"name": item})
+        elif isinstance(item, list) and len(item) == 2:
+            entries.append({"name": item[0], "config": item[1]})
+        else:
+            entries.append(item)
+    return entries
+
+
+def _check(document: Any, name: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise StrategyFileError(
+            f"holds a {type(document).__name__}; a strategy is a list of methods or a mapping with 'schema' "
+            "and 'steps'",
+            source=name,
+        )
+    if document.get("schema") != 1:
+        raise StrategyFileError(
+            f"has schema {document.get('schema')!r}; this version reads schema 1", source=name
+        )
+    try:
+        checked = StrategyDocument.model_validate(document, strict=True)
+    except ValidationError as error:
+        problems = [
+            Problem(message=issue["msg"], key=".".join(str(part) for part in issue["loc"]))
+            for issue in error.errors()
+        ]
+        raise StrategyFileError(problems, source=name) from error
+    except StrategyError:
+        raise
+    return checked.model_dump(by_alias=True, exclude_none=True) | {
+        "steps": [{"name": step.name, "config": step.config} for step in checked.steps]
+    }

@@ -1,0 +1,72 @@
+"""Plan: what a strategy decides, in the words that an estimate needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["AxisSize", "Plan"]
+
+AxisSize = tuple[str, int]
+
+DATA_AXES = ("data", "zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the methods of a strategy decide together, before anything is applied.
+
+    Each method adds its part by ``plan``; all methods read the whole. dtypes are named as in
+    ``torch.<name>``; ``None`` for a dtype means that of the parameters.
+
+    Attributes:
+        axes: the mesh, ``(name, size)``, innermost first.
+        rank_order: the ranks in mesh order; ``None`` for 0, 1, 2, ….
+        gradient_sync: how gradients of different data are combined.
+        parameters_over, gradients_over, optimizer_over: the axes over which each is sharded.
+        parameter_dtype: of the weights that the model computes with between steps.
+        master_dtype: of a second copy that the optimizer updates; ``None`` when there is none.
+        compute_dtype: of matrix products, where it differs (autocast, or FSDP's mixed precision).
+        loss_scaling: whether the loss is scaled dynamically.
+        recompute: what is recomputed in the backward pass.
+        recompute_every: every n-th block is recomputed.
+        offload: whether parameters, gradients and optimizer states stay in host memory.
+        compiled: whether blocks are compiled.
+        replaced: whether modules are replaced by fused ones.
+    """
+
+    axes: tuple[AxisSize, ...] = ()
+    rank_order: tuple[int, ...] | None = None
+    gradient_sync: Literal["none", "all_reduce", "reduce_scatter"] = "none"
+    parameters_over: tuple[str, ...] = ()
+    gradients_over: tuple[str, ...] = ()
+    optimizer_over: tuple[str, ...] = ()
+    parameter_dtype: str = "float32"
+    master_dtype: str | None = None
+    compute_dtype: str | None = None
+    loss_scaling: bool = False
+    recompute: Literal["none", "blocks", "selective"] = "none"
+    recompute_every: int = 1
+    offload: bool = False
+    compiled: bool = False
+    replaced: bool = False
+
+    def size(self, names: str | Iterable[str]) -> int:
+        """The product of the sizes of the named axes; an absent axis counts 1."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        product = 1
+        for name, size in self.axes:
+            if name in wanted:
+                product *= size
+        return product
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks see different data."""
+        return self.size(DATA_AXES)
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that sharded states are divided over: ``zero`` where there is one, else ``data``."""
+        return ("zero",) if self.size("zero") > 1 else ("data",)

@@ -1,0 +1,147 @@
+"""Two small networks written by hand, plain enough to check a strategy against.
+
+Legend: B batch, T tokens, F features, D width, H heads, V vocabulary.
+
+Neither holds a buffer, so either can be built on the meta device and initialised later.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["DecoderBlock", "ResidualBlock", "ResidualMlp", "TiedLlama"]
+
+
+class ResidualBlock(nn.Module):
+    """``x + down(gelu(up(norm(x))))`` with a LayerNorm; [B, D] to [B, D]."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class ResidualMlp(nn.Module):
+    """Features [B, F] to outputs [B, num_outputs] through residual blocks in a ModuleList."""
+
+    def __init__(
+        self,
+        *,
+        num_features: int = 16,
+        width: int = 32,
+        hidden: int = 64,
+        num_blocks: int = 4,
+        num_outputs: int = 8,
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Linear(num_features, width)
+        self.blocks = nn.ModuleList(ResidualBlock(width, hidden) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_outputs)
+
+    def forward(self, features: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict from ``features``; ``targets`` is accepted so that a (features, targets) pair unpacks."""
+        x = self.stem(features)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """Rotary position encoding of [B, H, T, D/H], positions 0..T-1."""
+    num_tokens, head_dim = x.shape[-2:]
+    half = head_dim // 2
+    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.arange(num_tokens, device=x.device, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class _Attention(nn.Module):
+    """Causal self-attention with rotary positions; [B, T, D] to [B, T, D]."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // num_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # -1 heads: under tensor parallelism a rank holds some of them.
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class _SwiGlu(nn.Module):
+    """``down(silu(gate(x)) * up(x))``; [B, T, D] to [B, T, D]."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm attention and SwiGLU, each with a residual; [B, T, D] to [B, T, D]."""
+
+    def __init__(self, width: int, num_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.attention = _Attention(width, num_heads)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = _SwiGlu(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class TiedLlama(nn.Module):
+    """A Llama-like decoder whose output head is its embedding; tokens [B, T] to logits [B, T, V]."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 64,
+        width: int = 32,
+        num_heads: int = 4,
+        num_layers: int = 4,
+        hidden: int = 64,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(DecoderBlock(width, num_heads, hidden) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        nn.init.normal_(self.embed_tokens.weight, std=width**-0.5)
+        self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Next-token logits."""
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.lm_head(self.norm(x))
+        return out

@@ -1,0 +1,327 @@
+"""Does a strategy train the same model? Every parameter is compared, not the loss.
+
+A lost gradient hides in the loss: dropping an embedding's gradient for a few steps moved the loss of a small
+decoder by 4e-5, and the embedding itself by all of its update. So the measure is, for every parameter,
+
+    error = max|p - p_ref| / max|p_ref - p_initial|
+
+the largest deviation in units of the largest update after a few AdamW steps. Where a parameter barely moves
+(its gradient is zero but for rounding) the quotient would only measure noise: the denominator is then
+``UPDATE_FLOOR`` of the largest update of any parameter.
+
+**Why eps = 5e-3.** AdamW divides a gradient by its own size. With a small eps the first steps are almost
+``lr * sign(gradient)``, which fails the measure twice: rounding decides the sign where a gradient should be
+zero (the key part of GPT-2's fused bias), and a gradient that is 1% or a factor of two off gives the very
+same step. With eps near the gradients' size the step is nearly linear in the gradient. Measured on the four
+cases over 5 steps, batch 8, learning rate 1e-2; "noise" is the largest error of DDP on 2 and 4 ranks and of
+``fully_shard`` on 2, "signal" the smallest over all parameters of the error seen when that one parameter's
+gradient is 1% too large:
+
+=======  ========  ========
+eps      noise     signal
+=======  ========  ========
+1e-8     3e-2      0
+1e-6     2e-4      3e-6
+1e-5     1e-4      5e-6
+1e-4     2e-5      4e-5
+1e-3     4e-6      3e-4
+5e-3     7e-6      8e-4
+1e-2     1e-5      1e-3
+=======  ========  ========
+
+The tolerance of 2e-4 lies 28 times above the noise and 4 times below the signal. One rank training alone is
+off by more than 1.
+
+**Why a batch of 128 for bf16.** As soon as two runs differ in the last bit, bf16 rounds their activations
+differently, and the mean loss of a batch carries that noise whatever the learning rate: plain DDP against one
+process, both under bf16 autocast, differs by up to 2e-3 with a global batch of 8 and by at most 4e-4 with 128.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+from atorch_ns.testing.models import Case, SyntheticDataset, map_tensors
+from atorch_ns.torch_compat import WRAPPER_PREFIXES
+
+__all__ = [
+    "ADAMW",
+    "BF16_GLOBAL_BATCH",
+    "UPDATE_FLOOR",
+    "ParityReport",
+    "Trajectory",
+    "assert_parity",
+    "assert_ranks_agree",
+    "canonical_name",
+    "compare",
+    "reference_run",
+    "snapshot",
+    "train",
+]
+
+ADAMW: Final[Mapping[str, Any]] = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1, "eps": 5e-3})
+"""The optimizer settings of the measure; the module's docstring says why eps is so large."""
+UPDATE_FLOOR: Final = 1e-3
+BF16_GLOBAL_BATCH: Final = 128
+"""The global batch for comparing losses in bf16; the module's docstring says why it is so large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What a run did.
+
+    Attributes:
+        losses: the mean loss over the global batch at each step, before the step's update.
+        initial: every parameter before the first step, whole, by canonical name.
+        final: the same after the last step.
+    """
+
+    losses: list[float]
+    initial: dict[str, Tensor]
+    final: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """How far a run is from its reference.
+
+    Attributes:
+        max_param_error: the largest entry of ``param_errors``; infinite when anything is not finite.
+        worst_param: its name.
+        max_loss_error: the largest absolute difference of two losses of the same step.
+        param_errors: for every parameter its deviation in units of its update.
+        initial_error: the largest absolute difference of the weights the runs began with.
+        missing: parameters that only the reference has.
+        unexpected: parameters that only the run has.
+    """
+
+    max_param_error: float
+    worst_param: str
+    max_loss_error: float
+    param_errors: Mapping[str, float] = field(repr=False)
+    initial_error: float = 0.0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Some lines for a person, the worst parameters first."""
+        worst = sorted(self.param_errors.items(), key=lambda item: -item[1])[:5]
+        lines = [f"loss off by {self.max_loss_error:.2e}, weights at the start by {self.initial_error:.2e}"]
+        lines += [f"missing: {', '.join(self.missing)}"] if self.missing else []
+        lines += [f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else []
+        lines += [f"{error:.2e} of its update: {name}" for name, error in worst]
+        return "\n  ".join(lines)
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name as the bare model has it, whatever wraps the model now."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Whole copies on the CPU of all parameters, under canonical names; tied ones under each of their names.
+
+    Collective where the model is sharded: every rank must call it.
+    """
+    with _whole_parameters(model):
+        named = model.named_parameters(remove_duplicate=False)
+        return {canonical_name(name): _whole(parameter) for name, parameter in named}
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Any],
+    case: Case,
+    *,
+    autocast_dtype: torch.dtype | None = None,
+    max_norm: float | None = None,
+    device: str = "cpu",
+) -> Trajectory:
+    """The plain loop, one optimizer step a batch. In a process group the losses are averaged over the ranks.
+
+    Args:
+        model: possibly wrapped; called as the case says.
+        optimizer: over the model's parameters.
+        batches: this rank's part of each global batch.
+        case: gives the loss.
+        autocast_dtype: run forward under ``torch.autocast`` with this dtype; None: do not.
+        max_norm: clip the gradients' norm; None: do not.
+        device: where the model is and the batches go, "cpu" or "cuda".
+    """
+    initial, losses = snapshot(model), []
+    for on_cpu in batches:
+        batch = map_tensors(lambda tensor: tensor.to(device), on_cpu)
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=autocast_dtype, enabled=autocast_dtype is not None):
+            loss = case.loss_func(batch, case.call(model, batch))
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(_mean_over_ranks(loss.detach()))
+    return Trajectory(losses=losses, initial=initial, final=snapshot(model))
+
+
+def reference_run(
+    case: Case,
+    *,
+    steps: int = 5,
+    global_batch: int = 8,
+    seed: int = 0,
+    optim_func: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    optim_args: Mapping[str, Any] = ADAMW,
+    optim_param_func: Callable[[nn.Module], Any] | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    max_norm: float | None = None,
+    device: str = "cpu",
+    prepare: Callable[[nn.Module], object] | None = None,
+) -> Trajectory:
+    """What one process with plain torch does with the case: the truth that strategies are held to.
+
+    The batches are those of ``SyntheticDataset(case, steps * global_batch, seed=seed)`` in order.
+
+    Args:
+        case: model, data and loss.
+        steps: optimizer steps.
+        global_batch: samples a step.
+        seed: of the data.
+        optim_func: makes the optimizer from parameters (or groups) and ``optim_args``.
+        optim_args: keyword arguments of ``optim_func``.
+        optim_param_func: makes parameter groups of the model; None: all parameters in one group.
+        autocast_dtype: see :func:`train`.
+        max_norm: see :func:`train`.
+        device: see :func:`train`.
+        prepare: changes the new model in place before training (a cast, a hook).
+    """
+    model = case.build().to(device)
+    if prepare is not None:
+        prepare(model)
+    parameters = model.parameters() if optim_param_func is None else optim_param_func(model)
+    optimizer = optim_func(parameters, **optim_args)
+    data = SyntheticDataset(case, steps * global_batch, seed=seed)
+    batches = (data.batch(step, global_batch) for step in range(steps))
+    return train(
+        model, optimizer, batches, case, autocast_dtype=autocast_dtype, max_norm=max_norm, device=device
+    )
+
+
+def compare(reference: Trajectory, actual: Trajectory) -> ParityReport:
+    """Measure ``actual`` against ``reference``, every parameter both have and every loss.
+
+    Raises:
+        InputError: the runs have different numbers of steps, or nothing moved in the reference.
+    """
+    if len(reference.losses) != len(actual.losses):
+        raise InputError(
+            f"the reference has {len(reference.losses)} steps and the run {len(actual.losses)}: "
+            "train both on the same batches."
+        )
+    updates = {name: _distance(value, reference.initial[name]) for name, value in reference.final.items()}
+    floor = UPDATE_FLOOR * max(updates.values(), default=0.0)
+    if not 0.0 < floor < math.inf:
+        raise InputError(f"the reference's largest update is {max(updates.values(), default=0.0)}: no run.")
+    shared = [name for name in reference.final if name in actual.final]
+    errors = {
+        name: _distance(actual.final[name], reference.final[name]) / max(updates[name], floor)
+        for name in shared
+    }
+    worst = max(errors, key=errors.__getitem__, default="")
+    losses = zip(reference.losses, actual.losses, strict=True)
+    starts = [
+        _distance(value, reference.initial[name])
+        for name, value in actual.initial.items()
+        if name in reference.initial
+    ]
+    return ParityReport(
+        max_param_error=errors.get(worst, math.inf),
+        worst_param=worst,
+        max_loss_error=max((_finite(abs(ours - theirs)) for theirs, ours in losses), default=0.0),
+        param_errors=errors,
+        initial_error=max(starts, default=0.0),
+        missing=tuple(name for name in reference.final if name not in actual.final),
+        unexpected=tuple(name for name in actual.final if name not in reference.final),
+    )
+
+
+def assert_parity(report: ParityReport, *, param_tol: float = 2e-4, loss_tol: float = 1e-5) -> None:
+    """Raise AssertionError unless every parameter is there and within tolerance, and every loss too."""
+    complete = not report.missing and not report.unexpected
+    if complete and report.max_param_error <= param_tol and report.max_loss_error <= loss_tol:
+        return
+    raise AssertionError(
+        f"no parity (tolerances: {param_tol:.0e} of a parameter's update, {loss_tol:.0e} in the loss):\n"
+        f"  {report.describe()}"
+    )
+
+
+def assert_ranks_agree(trajectories: list[Trajectory]) -> None:
+    """Raise AssertionError unless all ranks ended with the same bits in every parameter."""
+    first = trajectories[0].final
+    for rank, trajectory in enumerate(trajectories[1:], 1):
+        differing = [
+            name
+            for name in first.keys() | trajectory.final.keys()
+            if name not in first
+            or name not in trajectory.final
+            or not torch.equal(first[name], trajectory.final[name])
+        ]
+        if differing:
+            raise AssertionError(
+                f"ranks 0 and {rank} ended with different values in {len(differing)} parameters: "
+                f"{', '.join(sorted(differing)[:5])}"
+            )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference; infinite when shapes differ or a number is not finite."""
+    if one.shape != other.shape:
+        return math.inf
+    if one.numel() == 0:
+        return 0.0
+    return _finite((one.double() - other.double()).abs().max().item())
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.to("cpu", copy=True)
+
+
+@contextlib.contextmanager
+def _whole_parameters(model: nn.Module) -> Iterator[None]:
+    """FSDP1 keeps flat parameters: inside, the original ones are there."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            yield
+    else:
+        yield
+
+
+def _mean_over_ranks(loss: Tensor) -> float:
+    if dist.is_initialized():
+        loss = loss.clone()
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return float(loss.item())

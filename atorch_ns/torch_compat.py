@@ -1,0 +1,45 @@
+"""Every private name of torch that this package uses, each behind one function.
+
+``tests/test_torch_compat.py`` says when torch moves one of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All dimensions of ``mesh`` as one dimension called ``name`` (``DeviceMesh._flatten``)."""
+    return mesh._flatten(name)
+
+
+def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:
+    """``module`` in torch's wrapper that calls it through ``checkpoint_fn`` and keeps parameter names."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as implementation
+
+    return implementation.CheckpointWrapper(module, checkpoint_fn=checkpoint_fn)
+
+
+def unwrap_checkpoint(module: nn.Module) -> nn.Module:
+    """The module inside a checkpoint wrapper; any other module as it is."""
+    inner = module._modules.get("_checkpoint_wrapped_module")
+    return module if inner is None else inner
+
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+"""What torch's wrappers insert into the names of the parameters inside them."""
+
+
+def found_inf_tensors(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> list[torch.Tensor]:
+    """The flags, one per device, that ``scaler.unscale_(optimizer)`` has just set; 0-d or 1-element float."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    return list(state["found_inf_per_device"].values())

@@ -1,0 +1,63 @@
+"""Settings of the documentation; built by ``make docs`` with warnings as errors."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+project = "atorch_ns"
+copyright = "the atorch_ns authors"
+version = release = installed_version("atorch-ns")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"atorch_ns {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+# Docstrings name arguments in Google's style.
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# An "Attributes:" section and the attribute itself would otherwise describe one name twice.
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Class attributes", "Attributes")]
+
+
+def describe_fields(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Adds the fields of a config, each with its own description and default, to the class's text."""
+    if what != "class" or not issubclass(thing, BaseModel):
+        return
+    lines.append("")
+    for key, field in thing.model_fields.items():
+        required = field.default is PydanticUndefined
+        default = "Required." if required else f"Default: ``{field.default!r}``."
+        lines.append(f":ivar {key}: {field.description or ''} {default}")
+    lines.append("")
+
+
+def hide_signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, None] | None:
+    """Leaves out the constructor of a config: its fields are listed, and users write mappings."""
+    return ("", None) if what == "class" and issubclass(thing, BaseModel) else None
+
+
+def setup(app: Sphinx) -> None:
+    """Registers the two hooks above."""
+    app.connect("autodoc-process-docstring", describe_fields)
+    app.connect("autodoc-process-signature", hide_signature)

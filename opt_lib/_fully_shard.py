@@ -1,0 +1,244 @@
+"""Sharding a model with torch's ``fully_shard`` (FSDP2), shared by fsdp and zero2."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, Materialiser
+from atorch_ns.profile import repeated_blocks, select_modules
+from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
+
+__all__ = ["shard", "wrap_units"]
+
+
+def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
+    """Shards parameters, gradients and optimizer states over the mesh; collective.
+
+    A model on the meta device is materialised unit by unit, so that a rank never holds more than its shard
+    and one unit.
+
+    Args:
+        job: the job; its model is sharded in place.
+        method: the method's name, for the report.
+        config: the settings.
+        keep_gathered: whether parameters stay gathered from forward to backward.
+    """
+    assert job.mesh is not None
+    ignored = _ignored_parameters(job.module, config)
+    options = _options(job, config, ignored, keep_gathered)
+    units = wrap_units(job.module, config)
+    materialiser = job.materialiser(_init_function(config.param_init_fn))
+    if config.wrap_trainable_outmost:
+        _shard_trainable(job, config, options, materialiser)
+    # Children before parents: a unit manages what no unit inside it manages.
+    for module in reversed(units):
+        _prepare(job, config, materialiser, module)
+        fully_shard(module, **options)
+    _prepare(job, config, materialiser, job.module)
+    root = fully_shard(job.module, **options)
+    _place_ignored(job, ignored)
+    if config.forward_prefetch:
+        _prefetch_forward(units)
+    job.skip_sync = _skip_sync(root, _average_ignored(job, ignored))
+    job.placed = True
+    _explain(job, method, config, len(units), len(ignored), options)
+
+
+def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
+    """The modules that are gathered as one unit each, the root excluded, parents before children."""
+    if config.atorch_wrap_cls is not None:
+        return [found.module for found in select_modules(model, config.atorch_wrap_cls)]
+    if config.atorch_size_based_min_num_params is not None:
+        return _large_modules(model, config.atorch_size_based_min_num_params)
+    return [block.module for block in repeated_blocks(model)]
+
+
+def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules that have enough parameters left when the large ones inside them are taken out."""
+    units: list[nn.Module] = []
+
+    def remaining(module: nn.Module) -> int:
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        total = own + sum(remaining(child) for child in module.children())
+        if module is not model and total >= min_num_params and not isinstance(module, nn.ModuleList):
+            units.append(module)
+            return 0
+        return total
+
+    remaining(model)
+    return list(reversed(units))
+
+
+def _options(
+    job: Job, config: ShardConfig, ignored: set[nn.Parameter], keep_gathered: bool
+) -> dict[str, Any]:
+    assert job.mesh is not None
+    options: dict[str, Any] = {"mesh": job.mesh.replicate_and_shard, "ignored_params": ignored}
+    if config.reshard_after_forward is not None:
+        options["reshard_after_forward"] = config.reshard_after_forward
+    elif keep_gathered or config.keeps_gathered:
+        options["reshard_after_forward"] = False
+    policy = _mixed_precision(job, config)
+    if policy is not None:
+        options["mp_policy"] = policy
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
+    return options
+
+
+def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | None:
+    wanted = config.mixed_precision
+    if wanted == "auto":
+        if job.plan.compute_dtype is None:
+            return None
+        # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
+        # halves what is sent and held. Gradients are reduced in fp32. Inputs are left to autocast.
+        wanted = MixedPrecisionConfig(
+            param_dtype=job.plan.compute_dtype, reduce_dtype="float32", cast_forward_inputs=False
+        )
+    if wanted is None:
+        return None
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(wanted.param_dtype),
+        reduce_dtype=_dtype(wanted.reduce_dtype),
+        output_dtype=_dtype(wanted.output_dtype),
+        cast_forward_inputs=wanted.cast_forward_inputs,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _init_function(name: str | None) -> Callable[[nn.Module], object] | None:
+    if name is None:
+        return None
+    module, _, function = name.rpartition(".")
+    try:
+        found: Callable[[nn.Module], object] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"param_init_fn={name!r} cannot be imported: {error}") from error
+    return found
+
+
+def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
+    """Gives memory and equal values to what ``module`` holds and no unit inside it manages."""
+    materialiser.materialise([module])
+    if config.sync_module_states:
+        _broadcast(job, [p for p in module.parameters() if not _is_sharded(p)])
+        if module is job.module:
+            _broadcast(job, list(module.buffers()))
+
+
+@torch.no_grad()
+def _broadcast(job: Job, tensors: list[Any]) -> None:
+    assert job.mesh is not None
+    group = job.mesh.data_group
+    source = dist.get_process_group_ranks(group)[0]
+    for tensor in tensors:
+        local = tensor.data.to(job.device)
+        dist.broadcast(local, src=source, group=group)
+        tensor.data.copy_(local)
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, torch.distributed.tensor.DTensor)
+
+
+def _shard_trainable(job: Job, config: ShardConfig, options: dict[str, Any], materialiser: Materialiser) -> None:
+    """Makes one unit of all modules that own trainable parameters, gathered once a step."""
+    frozen = any(not parameter.requires_grad for parameter in job.module.parameters())
+    modules = [
+        module
+        for module in job.module.modules()
+        if module is not job.module and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    if not frozen or not modules:
+        raise InputError(
+            "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
+            "here " + ("nothing is frozen." if not frozen else "nothing is trainable.")
+        )
+    for module in modules:
+        _prepare(job, config, materialiser, module)
+    fully_shard(modules, **{**options, "reshard_after_forward": False})
+
+
+def _ignored_parameters(model: nn.Module, config: ShardConfig) -> set[nn.Parameter]:
+    if not config.ignored:
+        return set()
+    modules = [found.module for found in select_modules(model, config.ignored)]
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _place_ignored(job: Job, ignored: set[nn.Parameter]) -> None:
+    for parameter in ignored:
+        parameter.data = parameter.data.to(job.device)
+
+
+class _Switch:
+    """Whether gradients of replicated parameters are averaged in the present backward pass."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+
+def _average_ignored(job: Job, ignored: set[nn.Parameter]) -> _Switch:
+    """Averages the gradients of parameters that fully_shard leaves alone, or their ranks would diverge."""
+    assert job.mesh is not None
+    group, size, switch = job.mesh.data_group, job.mesh.data.size(), _Switch()
+
+    def average(parameter: torch.Tensor) -> None:
+        if switch.on and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= size
+
+    for parameter in ignored:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+    return switch
+
+
+def _skip_sync(root: FSDPModule, switch: _Switch) -> Any:
+    @contextmanager
+    def skip() -> Iterator[None]:
+        root.set_requires_gradient_sync(False)
+        switch.on = False
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            switch.on = True
+
+    return skip
+
+
+def _prefetch_forward(units: list[nn.Module]) -> None:
+    for current, following in zip(units, units[1:], strict=False):
+        assert isinstance(current, FSDPModule) and isinstance(following, FSDPModule)
+        current.set_modules_to_forward_prefetch([following])
+
+
+def _explain(
+    job: Job, method: str, config: ShardConfig, num_units: int, num_ignored: int, options: dict[str, Any]
+) -> None:
+    assert job.mesh is not None
+    ranks = job.mesh.shard.size()
+    copies = job.num_data_ranks // ranks
+    text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
+    if copies > 1:
+        text += f", {copies} replicas"
+    policy = options.get("mp_policy")
+    if policy is not None and policy.param_dtype is not None:
+        text += f", gathered in {str(policy.param_dtype).removeprefix('torch.')}"
+    if num_ignored:
+        text += f"; {num_ignored} parameter(s) replicated"
+    job.explain(method, text)

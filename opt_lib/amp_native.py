@@ -1,0 +1,92 @@
+"""amp_native: torch's automatic mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, final
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError, Problem
+from atorch_ns.job import Autocast, Job, LossScaling
+from atorch_ns.method import Flag, Method, MethodConfig, Phase, dtype_name
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan
+
+__all__ = ["AmpNative", "AmpNativeConfig"]
+
+
+def _reduced(name: str) -> str:
+    if name == "float32":
+        raise ValueError("float32 is full precision; leave amp_native out, or use fp16 or bf16")
+    return name
+
+
+class AmpNativeConfig(MethodConfig):
+    """dtype and what to do about gradients that overflow. A bare dtype is shorthand for ``dtype``."""
+
+    dtype: Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)] = Field(
+        default="float16", description="dtype of matrix products: fp16 or bf16."
+    )
+    skip_if_nonfinite: Flag = Field(
+        default=False,
+        description="With bf16, check the gradients and skip a step if one is infinite or NaN. "
+        "fp16 always does.",
+    )
+    init_scale: float = Field(default=2.0**16, gt=0, description="First loss scale, fp16 only.")
+    growth_interval: int = Field(
+        default=2000, ge=1, description="Steps without overflow after which the scale doubles, fp16 only."
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """``"bf16"``."""
+        return {"dtype": value}
+
+
+@final
+class AmpNative(Method[AmpNativeConfig]):
+    """Runs forward pass and loss under autocast; scales the loss for fp16."""
+
+    name = "amp_native"
+    phase = Phase.STEP
+    Config = AmpNativeConfig
+    provides = ("precision",)
+
+    def check(self, config: AmpNativeConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """bf16 needs a GPU that has it."""
+        if config.dtype == "bfloat16" and cluster.capability is not None and cluster.capability < (8, 0):
+            return [
+                Problem(
+                    message=f"{cluster.device_name} (sm {cluster.capability}) has no bf16 matrix units",
+                    method=self.name,
+                    key="dtype",
+                    value="bf16",
+                    accepted="fp16",
+                )
+            ]
+        return []
+
+    def plan(self, plan: Plan, config: AmpNativeConfig) -> Plan:
+        """Matrix products in the reduced dtype."""
+        return replace(plan, compute_dtype=config.dtype, loss_scaling=config.dtype == "float16")
+
+    def apply(self, job: Job, config: AmpNativeConfig) -> None:
+        """Asks for autocast, and for a scaler with fp16."""
+        job.autocast = Autocast(job.cluster.device_type, getattr(torch, config.dtype))
+        job.skip_if_nonfinite = job.skip_if_nonfinite or config.skip_if_nonfinite
+        if config.dtype != "float16":
+            return
+        if job.inputs.loss_func is None and job.inputs.optim_func is not None:
+            raise InputError("amp_native with fp16 scales the loss, so auto_accelerate needs loss_func.")
+        job.loss_scaling = LossScaling(config.init_scale, config.growth_interval)
+
+    def explain(self, config: AmpNativeConfig, cluster: Cluster) -> str:
+        """What the dtype means for scaling."""
+        if config.dtype == "float16":
+            return "autocast in fp16 with a dynamic loss scale; ranks skip bad steps together"
+        checked = "; steps with bad gradients are skipped" if config.skip_if_nonfinite else ""
+        return f"autocast in bf16, which needs no loss scale{checked}"

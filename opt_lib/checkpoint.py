@@ -1,0 +1,169 @@
+"""checkpoint: recompute activations in the backward pass instead of keeping them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from pydantic import Field, field_validator
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.profile import NamedModule, Profile, repeated_blocks, select_modules
+from atorch_ns.strategy import Plan
+from atorch_ns.torch_compat import checkpoint_wrapper
+from opt_lib._selectors import unmatched_problem
+
+__all__ = ["Checkpoint", "CheckpointConfig"]
+
+
+class CheckpointConfig(MethodConfig):
+    """Which modules are recomputed, and how. A tuple of classes or names is shorthand for ``wrap_class``."""
+
+    wrap_class: ModuleSelectors | None = Field(
+        default=None, description="Modules to recompute, by class or name; null for the repeated blocks."
+    )
+    no_reentrant: Flag = Field(
+        default=True,
+        description="Use the non-reentrant implementation; false only for models it fails on "
+        "(torch.jit.script).",
+    )
+    every_n: int = Field(default=1, ge=1, description="Recompute every n-th of the modules.")
+    save_operators: tuple[str, ...] = Field(
+        default=(),
+        description="Operators whose results are kept, as aten.mm or aten._scaled_dot_product_flash_attention; "
+        "everything else is recomputed.",
+    )
+    preserve_rng_state: Flag = Field(
+        default=True, description="Draw the same dropout masks in the recomputation."
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """``(GPT2Attention, "GPT2MLP")``."""
+        return {"wrap_class": value}
+
+    @field_validator("save_operators")
+    @classmethod
+    def _operators_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            _operator(name)
+        return names
+
+
+@final
+class Checkpoint(Method[CheckpointConfig]):
+    """Recomputes the activations of blocks in the backward pass instead of keeping them."""
+
+    name = "checkpoint"
+    phase = Phase.RECOMPUTE
+    Config = CheckpointConfig
+
+    def check(self, config: CheckpointConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """The modules must exist, and the reentrant implementation cannot select operators."""
+        problems = []
+        if config.save_operators and not config.no_reentrant:
+            problems.append(
+                Problem(
+                    message="needs the non-reentrant implementation",
+                    method=self.name,
+                    key="save_operators",
+                    accepted="no_reentrant=True",
+                )
+            )
+        if profile is None:
+            return problems
+        if config.wrap_class is None and not profile.blocks:
+            problems.append(
+                Problem(
+                    message="the model repeats no block, so say which modules to recompute",
+                    method=self.name,
+                    key="wrap_class",
+                    accepted=", ".join(profile.own_class_names()),
+                )
+            )
+        return problems + unmatched_problem(self.name, "wrap_class", config.wrap_class, profile)
+
+    def plan(self, plan: Plan, config: CheckpointConfig) -> Plan:
+        """Blocks are recomputed."""
+        kind = "selective" if config.save_operators else "blocks"
+        return replace(plan, recompute=kind, recompute_every=config.every_n)
+
+    def apply(self, job: Job, config: CheckpointConfig) -> None:
+        """Wraps the modules in place."""
+        wrapped = 0
+        for position, block in enumerate(_targets(job.module, config)):
+            if position % config.every_n == 0:
+                _replace(job.module, block, checkpoint_wrapper(block.module, _function(config)))
+                wrapped += 1
+        kept = f", results of {', '.join(config.save_operators)} kept" if config.save_operators else ""
+        job.explain(self.name, f"{wrapped} module(s) recomputed{kept}")
+
+
+def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
+    if config.wrap_class is None:
+        return repeated_blocks(model)
+    return select_modules(model, config.wrap_class, outermost=True)
+
+
+def _replace(model: nn.Module, block: NamedModule, new: nn.Module) -> None:
+    parent, _, child = block.name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _function(config: CheckpointConfig) -> Callable[..., Any]:
+    if not config.no_reentrant:
+        return functools.partial(_reentrant, preserve_rng_state=config.preserve_rng_state)
+    if config.save_operators:
+        operators = [_operator(name) for name in config.save_operators]
+        context = functools.partial(create_selective_checkpoint_contexts, operators)
+        return functools.partial(
+            recompute,
+            use_reentrant=False,
+            preserve_rng_state=config.preserve_rng_state,
+            context_fn=context,
+        )
+    return functools.partial(
+        recompute, use_reentrant=False, preserve_rng_state=config.preserve_rng_state
+    )
+
+
+def _reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:
+    """Reentrant recomputation that keeps gradients when no input requires one, and takes keywords.
+
+    The reentrant implementation sees only positional tensors and, if none of them requires a gradient,
+    silently gives the parameters none. A tensor that requires one is therefore passed along.
+    """
+    names = list(kwargs)
+    count = len(args)
+
+    def run(_: torch.Tensor, *values: Any) -> Any:
+        return module(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    anchor = torch.empty((), requires_grad=torch.is_grad_enabled())
+    return recompute(
+        run, anchor, *args, *kwargs.values(), use_reentrant=True, preserve_rng_state=preserve_rng_state
+    )
+
+
+def _operator(name: str) -> Any:
+    path = name.removeprefix("torch.ops.").split(".")
+    found: Any = torch.ops
+    try:
+        for part in path:
+            found = getattr(found, part)
+    except AttributeError:
+        found = None
+    if found is None or len(path) < 2:
+        raise ValueError(f"{name!r} is no torch operator; write it as aten.mm or aten.mm.default")
+    return found.default if len(path) == 2 else found
+
+

@@ -1,0 +1,91 @@
+"""ddp: every rank holds the whole model; gradients are averaged."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import final
+
+from pydantic import Field
+from torch.nn.parallel import DistributedDataParallel
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan
+
+__all__ = ["Ddp", "DdpConfig"]
+
+
+class DdpConfig(MethodConfig):
+    """Arguments of ``DistributedDataParallel``."""
+
+    find_unused_parameters: Flag | None = Field(
+        default=None,
+        description="Look for parameters without a gradient in every step; null for the argument of "
+        "auto_accelerate.",
+    )
+    bucket_cap_mb: float | None = Field(default=None, gt=0, description="Size of a gradient bucket, in MiB.")
+    static_graph: Flag = Field(default=False, description="The graph is the same in every step.")
+    gradient_as_bucket_view: Flag = Field(
+        default=True, description="Gradients are views of the buckets, which saves one copy of them."
+    )
+    broadcast_buffers: Flag = Field(
+        default=True, description="Buffers follow rank 0 at the start of every forward pass."
+    )
+
+
+@final
+class Ddp(Method[DdpConfig]):
+    """Replicates the model and averages gradients over the ranks that see different data."""
+
+    name = "ddp"
+    aliases = ("auto_ddp",)
+    phase = Phase.SHARD_DATA
+    Config = DdpConfig
+    provides = ("gradient_sync",)
+    default_for = "gradient_sync"
+    needs_process_group = True
+
+    def needs(self, config: DdpConfig, cluster: Cluster) -> Iterable[Need]:
+        """A mesh to average over."""
+        return (Need("mesh", "ddp averages gradients over a group of ranks"),)
+
+    def check(self, config: DdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """There must be a gradient to average."""
+        if profile is not None and profile.num_trainable == 0:
+            return [Problem(message="no parameter of the model requires a gradient", method=self.name)]
+        return []
+
+    def plan(self, plan: Plan, config: DdpConfig) -> Plan:
+        """Gradients are all-reduced."""
+        return replace(plan, gradient_sync="all_reduce")
+
+    def apply(self, job: Job, config: DdpConfig) -> None:
+        """Wraps the model; collective."""
+        assert job.mesh is not None
+        job.place()
+        find_unused = config.find_unused_parameters
+        model = DistributedDataParallel(
+            job.model,
+            device_ids=[job.device] if job.device.type == "cuda" else None,
+            process_group=job.mesh.data_group,
+            find_unused_parameters=(
+                job.inputs.find_unused_parameters if find_unused is None else find_unused
+            ),
+            bucket_cap_mb=config.bucket_cap_mb,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            **_buffer_option(config.broadcast_buffers),
+        )
+        job.wrap(model)
+        job.skip_sync = model.no_sync
+
+
+def _buffer_option(wanted: bool) -> dict[str, bool]:
+    """The argument for buffers, which torch renamed; the old name warns."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": wanted}

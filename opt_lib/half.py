@@ -1,0 +1,107 @@
+"""half: the whole model in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, final
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from torch import nn
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, LossScaling
+from atorch_ns.method import Flag, Method, MethodConfig, Phase, dtype_name
+from atorch_ns.strategy import Plan
+
+__all__ = ["Half", "HalfConfig"]
+
+KEPT_IN_FP32 = ("inv_freq",)
+"""Buffers that stay in fp32: rotary frequencies lose whole positions when rounded to half precision."""
+
+
+def _reduced(name: str) -> str:
+    if name == "float32":
+        raise ValueError("float32 is full precision; leave half out, or use fp16 or bf16")
+    return name
+
+
+class HalfConfig(MethodConfig):
+    """dtype of the weights. A bare dtype is shorthand for ``dtype``."""
+
+    dtype: Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)] = Field(
+        default="float16", description="dtype of weights and activations: fp16 or bf16."
+    )
+    master_weights: Flag | None = Field(
+        default=None,
+        description="Keep fp32 copies that the optimizer updates; null for yes with fp16 and no with bf16.",
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """``"bf16"``."""
+        return {"dtype": value}
+
+    @model_validator(mode="after")
+    def _fp16_needs_masters(self) -> HalfConfig:
+        if self.dtype == "float16" and self.master_weights is False:
+            raise ValueError(
+                "fp16 without master_weights ends in NaN: Adam's epsilon of 1e-8 is 0 in fp16. "
+                "Leave master_weights out, or use bf16"
+            )
+        return self
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer updates fp32 copies."""
+        return self.dtype == "float16" if self.master_weights is None else self.master_weights
+
+
+@final
+class Half(Method[HalfConfig]):
+    """Holds weights and activations in half precision, with fp32 master weights for fp16."""
+
+    name = "half"
+    phase = Phase.CAST
+    Config = HalfConfig
+    provides = ("precision",)
+
+
+    def plan(self, plan: Plan, config: HalfConfig) -> Plan:
+        """Weights in half precision; masters in fp32."""
+        return replace(
+            plan,
+            parameter_dtype=config.dtype,
+            master_dtype="float32" if config.keeps_masters else None,
+            loss_scaling=config.dtype == "float16",
+        )
+
+    def apply(self, job: Job, config: HalfConfig) -> None:
+        """Casts the model; inputs follow by themselves."""
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        _cast(job.module, dtype)
+        job.input_dtype = dtype
+        if dtype == torch.float16:
+            if job.inputs.loss_func is None and job.inputs.optim_func is not None:
+                raise InputError("half with fp16 scales the loss, so auto_accelerate needs loss_func.")
+            job.loss_scaling = LossScaling()
+
+    def explain(self, config: HalfConfig, cluster: Cluster) -> str:
+        """What the dtype means for the optimizer."""
+        masters = "fp32 master weights" if config.keeps_masters else "no master weights"
+        scale = ", dynamic loss scale" if config.dtype == "float16" else ""
+        return f"weights and activations in {config.dtype}, {masters}{scale}; the loss is computed in fp32"
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in KEPT_IN_FP32
+    ]
+    model.to(dtype)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer

@@ -1,0 +1,1 @@
+"""module_replace: placeholder while being written."""

@@ -1,0 +1,83 @@
+"""parallel_mode: which ranks work together, along which axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+from pydantic import Field
+
+from atorch_ns.cluster import AXES, Cluster, Mesh, check_axes, fit, mesh_ranks
+from atorch_ns.job import Job
+from atorch_ns.method import Method, MethodConfig, Need, Phase
+from atorch_ns.strategy import DATA_AXES, Plan
+
+__all__ = ["ParallelMode", "ParallelModeConfig"]
+
+
+class ParallelModeConfig(MethodConfig):
+    """The mesh of the job."""
+
+    axes: tuple[tuple[str, int], ...] = Field(
+        default=(("data", 1),),
+        description=f"(name, size) of each axis, innermost first; names are {', '.join(AXES)}. "
+        "The size of data is fitted to the number of processes.",
+    )
+    rank_order: tuple[int, ...] | None = Field(
+        default=None, description="The rank at each position of the mesh; null for 0, 1, 2, ….", min_length=1
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """``([("tensor", 4), ("data", 2)], None)``, or the list of axes alone."""
+        if not isinstance(value, (list, tuple)):
+            raise ValueError("write its config as ([(name, size), ...], rank_order or None)")
+        pairs_alone = all(isinstance(item, (list, tuple)) and item and isinstance(item[0], str) for item in value)
+        if pairs_alone:
+            return {"axes": value}
+        if len(value) == 2:
+            return {"axes": value[0], "rank_order": value[1]}
+        raise ValueError("write its config as ([(name, size), ...], rank_order or None)")
+
+
+@final
+class ParallelMode(Method[ParallelModeConfig]):
+    """Arranges the ranks along named axes."""
+
+    name = "parallel_mode"
+    phase = Phase.MESH
+    Config = ParallelModeConfig
+    provides = ("mesh",)
+    default_for = "mesh"
+    needs_process_group = True
+
+    def fit(self, config: ParallelModeConfig, cluster: Cluster) -> ParallelModeConfig:
+        """Sets the size of ``data`` and checks the rank order."""
+        axes = fit(check_axes(config.axes), cluster.world_size)
+        mesh_ranks(axes, cluster.world_size, config.rank_order)
+        return config.model_copy(update={"axes": axes})
+
+    def needs(self, config: ParallelModeConfig, cluster: Cluster) -> Iterable[Need]:
+        """Somebody must synchronise gradients, and somebody must use every other axis."""
+        ranks = 1
+        for name, size in config.axes:
+            if name in DATA_AXES:
+                ranks *= size
+            elif size > 1:
+                yield Need(f"axis:{name}", f"parallel_mode has {name}={size}, which divides nothing by itself")
+        if ranks > 1:
+            yield Need("gradient_sync", f"{ranks} ranks see different data and must agree on gradients")
+
+    def plan(self, plan: Plan, config: ParallelModeConfig) -> Plan:
+        """The mesh."""
+        return replace(plan, axes=config.axes, rank_order=config.rank_order)
+
+    def apply(self, job: Job, config: ParallelModeConfig) -> None:
+        """Makes the mesh; collective."""
+        job.mesh = Mesh(config.axes, device_type=job.cluster.device_type, rank_order=config.rank_order)
+
+    def explain(self, config: ParallelModeConfig, cluster: Cluster) -> str:
+        """The mesh in a few words."""
+        shown = " × ".join(f"{name}={size}" for name, size in config.axes)
+        return f"{cluster.world_size} process(es) as {shown}"

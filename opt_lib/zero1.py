@@ -1,0 +1,100 @@
+"""zero1: optimizer states are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal, final
+
+from pydantic import Field, model_validator
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan
+from opt_lib import _deepspeed, _fairscale
+
+__all__ = ["Zero1", "Zero1Config"]
+
+
+class Zero1Config(MethodConfig):
+    """The backend."""
+
+    backend: Literal["native", "fairscale", "deepspeed"] = Field(
+        default="native", description="native is torch's ZeroRedundancyOptimizer under DDP."
+    )
+    use_ds_zero: Flag = Field(default=False, description="Short for backend: deepspeed.")
+
+    @model_validator(mode="after")
+    def _one_backend(self) -> Zero1Config:
+        if self.use_ds_zero and self.backend == "fairscale":
+            raise ValueError("backend=fairscale and use_ds_zero name two backends; choose one")
+        return self
+
+    @property
+    def deepspeed(self) -> bool:
+        """Whether DeepSpeed does it."""
+        return self.use_ds_zero or self.backend == "deepspeed"
+
+
+@final
+class Zero1(Method[Zero1Config]):
+    """Shards optimizer states: each rank updates its part of the parameters and sends it to the others."""
+
+    name = "zero1"
+    phase = Phase.OPTIMIZER
+    Config = Zero1Config
+    provides = ("optimizer_sharding",)
+    conflicts = _deepspeed.conflicts(lambda config: config.deepspeed)
+    needs_process_group = True
+
+    def roles(self, config: Zero1Config) -> tuple[str, ...]:
+        """DeepSpeed also synchronises gradients."""
+        return ("gradient_sync", *self.provides) if config.deepspeed else self.provides
+
+    def needs(self, config: Zero1Config, cluster: Cluster) -> Iterable[Need]:
+        """Ranks to shard over, and gradients that agree on them."""
+        yield Need("mesh", "zero1 shards over a group of ranks")
+        yield Need("gradient_sync", "zero1 shards the optimizer only; gradients must agree")
+
+    def check(self, config: Zero1Config, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """The backend must be there."""
+        if config.deepspeed:
+            return _deepspeed.check(self.name, cluster)
+        if config.backend == "fairscale":
+            return _fairscale.check(self.name, cluster)
+        return []
+
+    def plan(self, plan: Plan, config: Zero1Config) -> Plan:
+        """Optimizer states are sharded."""
+        plan = replace(plan, optimizer_over=plan.shard_axes)
+        return replace(plan, gradient_sync="all_reduce") if config.deepspeed else plan
+
+    def apply(self, job: Job, config: Zero1Config) -> None:
+        """Chooses how the optimizer is made."""
+        if config.deepspeed:
+            _deepspeed.shard(job, self.name, stage=1)
+        elif config.backend == "fairscale":
+            _fairscale.shard_optimizer(job, self.name)
+        else:
+            _shard_optimizer(job)
+            job.explain(self.name, "ZeroRedundancyOptimizer of torch")
+
+
+def _shard_optimizer(job: Job) -> None:
+    assert job.mesh is not None
+    group = job.mesh.shard.get_group()
+
+    def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
+        assert job.inputs.optim_func is not None
+        return ZeroRedundancyOptimizer(
+            groups,
+            optimizer_class=job.inputs.optim_func,
+            process_group=group,
+            **dict(job.inputs.optim_args or {}),
+        )
+
+    job.make_optimizer = make

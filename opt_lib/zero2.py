@@ -1,0 +1,95 @@
+"""zero2: gradients and optimizer states are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import final
+
+from pydantic import Field, model_validator
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Conflict, Flag, Method, Need, Phase
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan
+from opt_lib import _deepspeed, _fairscale, _fsdp1
+from opt_lib._fully_shard import shard
+from opt_lib._selectors import unmatched_problem
+from opt_lib._shard_config import ShardConfig
+
+__all__ = ["Zero2", "Zero2Config"]
+
+
+class Zero2Config(ShardConfig):
+    """The backend, and with the default backend every setting of fsdp."""
+
+    not_use_fsdp: Flag = Field(default=False, description="Use fairscale instead of torch.")
+    use_ds_zero: Flag = Field(default=False, description="Use DeepSpeed instead of torch.")
+
+    @model_validator(mode="after")
+    def _one_backend(self) -> Zero2Config:
+        if self.not_use_fsdp and self.use_ds_zero:
+            raise ValueError("not_use_fsdp and use_ds_zero name two backends; choose one")
+        return self
+
+
+@final
+class Zero2(Method[Zero2Config]):
+    """Shards gradients and optimizer states; parameters stay gathered between forward and backward."""
+
+    name = "zero2"
+    phase = Phase.SHARD_DATA
+    Config = Zero2Config
+    provides = ("gradient_sync", "optimizer_sharding")
+    conflicts = (
+        Conflict("half", _fsdp1.WHY_NOT_HALF, when=lambda mine, _: mine.version == 1),
+        Conflict("compile", _fsdp1.WHY_NOT_COMPILE, when=lambda mine, _: mine.version == 1),
+        *_deepspeed.conflicts(lambda config: config.use_ds_zero),
+        *_fairscale.conflicts(lambda config: config.not_use_fsdp),
+    )
+    needs_process_group = True
+
+    def needs(self, config: Zero2Config, cluster: Cluster) -> Iterable[Need]:
+        """A mesh to shard over."""
+        return (Need("mesh", "zero2 shards over a group of ranks"),)
+
+    def notices(self, config: Zero2Config, cluster: Cluster) -> Iterable[str]:
+        """FSDP1 arguments without a counterpart."""
+        return (f"zero2: {text}" for text in config.without_counterpart())
+
+    def check(self, config: Zero2Config, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """The backend and the selected modules must exist."""
+        if config.use_ds_zero:
+            return _deepspeed.check(self.name, cluster)
+        if config.not_use_fsdp:
+            return _fairscale.check(self.name, cluster)
+        if profile is None:
+            return []
+        return [
+            *unmatched_problem(self.name, "atorch_wrap_cls", config.atorch_wrap_cls, profile),
+            *unmatched_problem(self.name, "atorch_ignored_cls", config.ignored, profile),
+        ]
+
+    def plan(self, plan: Plan, config: Zero2Config) -> Plan:
+        """Gradients and optimizer states are sharded."""
+        axes = plan.shard_axes
+        return replace(
+            plan,
+            gradient_sync="reduce_scatter",
+            gradients_over=axes,
+            optimizer_over=axes,
+            offload=config.cpu_offload,
+        )
+
+    def apply(self, job: Job, config: Zero2Config) -> None:
+        """Shards through the chosen backend; collective."""
+        if config.use_ds_zero:
+            _deepspeed.shard(job, self.name, stage=2)
+        elif config.not_use_fsdp:
+            _fairscale.shard_gradients(job, self.name)
+        elif config.version == 1:
+            _fsdp1.shard(job, self.name, config, keep_gathered=True)
+        else:
+            shard(job, self.name, config, keep_gathered=True)

@@ -1,0 +1,123 @@
+"""One thread, no network, and a check after every test that it left nothing behind."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: ranks are forked from this process, which is safe with one thread only.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+
+_ENDING_S = 3.0
+# Helpers that Python and torch start once and keep for the life of the process.
+_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "compile_worker")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from tests that do not ask for one.
+
+    Where a GPU is seen, the first backward starts a thread for it, and a rank forked later has no backward.
+    """
+    if "gpu" not in str(config.getoption("markexpr", "")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Environment, process group, threads, processes and default dtype are as before; else the test fails.
+
+    What can be put right is put right, so that one leak fails one test.
+    """
+    environment, threads, processes = dict(os.environ), _threads(), _processes()
+    dtype = torch.get_default_dtype()
+    yield
+    leaks = [
+        *_environment_leaks(environment),
+        *_process_group_leaks(),
+        *_dtype_leaks(dtype),
+        *_lasting("thread", threads, _threads, str),
+        *_lasting("process", processes, _processes, _end_process),
+    ]
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _environment_leaks(before: dict[str, str]) -> list[str]:
+    now = dict(os.environ)
+    names = (before.keys() | now.keys()) - {"PYTEST_CURRENT_TEST"}
+    changed = sorted(name for name in names if before.get(name) != now.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}: {before.get(name)!r} became {now.get(name)!r}" for name in changed]
+
+
+def _process_group_leaks() -> list[str]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    dist.destroy_process_group()
+    return ["a live process group"]
+
+
+def _dtype_leaks(before: torch.dtype) -> list[str]:
+    now = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    return [] if now == before else [f"default dtype {before} became {now}"]
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def _processes() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children(recursive=True) if _counts(child)}
+
+
+def _counts(process: psutil.Process) -> bool:
+    """Whether it still runs and is not one of the helpers; a zombie nobody waited for counts."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.ZombieProcess:
+        return True
+    except psutil.NoSuchProcess:
+        return False
+    return not any(name in command for name in _KEPT_PROCESSES)
+
+
+def _lasting(
+    what: str, before: set[Any], now: Callable[[], set[Any]], describe: Callable[[Any], str]
+) -> list[str]:
+    """New threads or processes that are still there after a moment in which they may end by themselves."""
+    limit = time.monotonic() + _ENDING_S
+    if now() - before:
+        gc.collect()  # a data loader ends its workers when it is collected
+    while (new := now() - before) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return [f"a {what}: {describe(one)}" for one in new]
+
+
+def _end_process(process: psutil.Process) -> str:
+    text = str(process)
+    try:
+        process.kill()
+        process.wait(timeout=_ENDING_S)
+    except psutil.Error:
+        pass
+    return text
