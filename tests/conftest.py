@@ -24,6 +24,8 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 _ENDING_S = 3.0
+# What pytest and imports of torch set.
+_OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 # Helpers that Python and torch start once and keep for the life of the process.
 _KEPT_PROCESSES = ("multiprocessing.resource_tracker", "compile_worker")
 
@@ -59,7 +61,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 def _environment_leaks(before: dict[str, str]) -> list[str]:
     now = dict(os.environ)
-    names = (before.keys() | now.keys()) - {"PYTEST_CURRENT_TEST"}
+    names = (before.keys() | now.keys()) - _OTHERS_VARIABLES
     changed = sorted(name for name in names if before.get(name) != now.get(name))
     for name in changed:
         if name in before:

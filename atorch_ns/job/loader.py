@@ -37,7 +37,9 @@ class TrainLoader(DataLoader[Any]):
 
     **Position.** :meth:`state_dict` counts the batches handed out, in global batches, so that a state
     saved with one number of ranks loads with another. It does not count what workers have loaded ahead.
-    With ``in_order=False`` the count says how many batches, but not which ones.
+    With ``in_order=False`` the count says how many batches, but not which ones. The place in an order is
+    found by drawing the order again, so a user's sampler that draws from a generator rather than from the
+    epoch resumes rightly only if that generator is back in the state it had when the epoch began.
 
     ``len`` is the number of batches in a whole epoch, also where the next iteration is a resumed one.
     All ranks iterate together: with a sampler whose order is broadcast, the first batch of an

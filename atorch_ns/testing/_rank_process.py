@@ -8,6 +8,7 @@ collective.
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import pickle
 import random
@@ -24,6 +25,8 @@ from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 __all__ = ["RankFiles", "Report", "Setup", "rank_main"]
 
@@ -162,14 +165,25 @@ def _arm_stack_dumps(files: RankFiles, setup: Setup) -> None:
     faulthandler.dump_traceback_later(setup.timeout_s + _ORPHAN_GRACE_S, exit=True, file=stacks)
 
 
+class _Pickler(pickle.Pickler):
+    """Refuses what would be rebuilt without its ranks."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (DTensor, DeviceMesh)):
+            raise pickle.PicklingError(f"a {type(value).__name__} belongs to its ranks")
+        return NotImplemented
+
+
 def _pickled(value: Any) -> bytes:
+    data = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        _Pickler(data).dump(value)
     except Exception as error:
         raise TypeError(
             f"the rank's return value of type {type(value).__name__} cannot be sent back: {error}. "
             "Return CPU tensors (full_tensor() of a DTensor) and plain Python values."
         ) from error
+    return data.getvalue()
 
 
 def _error_report(error: BaseException) -> Report:

@@ -28,7 +28,7 @@ class Sample:
 
 
 class TestDefaultPrepareInput:
-    def test_every_tensor_of_a_nest_moves_and_types_stay(self):
+    def test_every_tensor_of_a_nest_moves_and_types_stay(self) -> None:
         data = {
             "pair": Pair(torch.ones(2), [torch.ones(3), "text"]),
             "sample": Sample(torch.ones(1), "a"),
@@ -48,7 +48,7 @@ class TestDefaultPrepareInput:
         assert moved["tuple"][0].device == META
         assert moved["tuple"][1:] == (5, None)
 
-    def test_the_batch_given_stays_where_it_was(self):
+    def test_the_batch_given_stays_where_it_was(self) -> None:
         transformers = pytest.importorskip("transformers")
         encoding = transformers.BatchEncoding({"input_ids": torch.ones(2, 3)})
         sample = Sample(torch.ones(1), "a")
@@ -58,21 +58,21 @@ class TestDefaultPrepareInput:
         assert type(moved[0]) is type(encoding)
         assert moved[0]["input_ids"].device == META
 
-    def test_a_packed_sequence_moves_by_its_own_method(self):
+    def test_a_packed_sequence_moves_by_its_own_method(self) -> None:
         packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
         moved = default_prepare_input(packed, torch.device("cpu"))
         assert torch.equal(moved.data, packed.data)
         assert isinstance(moved, type(packed))
 
-    def test_other_data_is_returned_as_it_is(self):
+    def test_other_data_is_returned_as_it_is(self) -> None:
         marker = object()
         assert default_prepare_input(marker, META) is marker
         assert default_prepare_input("text", META) == "text"
 
 
 class TestCallModel:
-    def test_each_format(self):
-        def model(*args, **kwargs):
+    def test_each_format(self) -> None:
+        def model(*args: Any, **kwargs: Any) -> Any:
             return args, kwargs
 
         assert call_model(model, (1, 2), None) == (((1, 2),), {})
@@ -89,11 +89,11 @@ class TestCallModel:
             ({1: 2}, "unpack_dict", "strings as keys"),
         ],
     )
-    def test_data_that_does_not_fit_is_described(self, data, model_input_format, said):
+    def test_data_that_does_not_fit_is_described(self, data: Any, model_input_format: str, said: str) -> None:
         with pytest.raises(InputError, match=said):
             call_model(print, data, model_input_format)
 
-    def test_an_unknown_format_is_refused_with_the_nearest(self):
+    def test_an_unknown_format_is_refused_with_the_nearest(self) -> None:
         with pytest.raises(InputError, match="Did you mean 'unpack_dict'"):
             check_model_input_format("unpack_dicts")
         with pytest.raises(InputError, match="7"):
@@ -104,14 +104,14 @@ class TestCallModel:
 
 class TestSplitBatch:
     @given(num=st.integers(1, 5), rows=st.integers(1, 4))
-    def test_the_parts_joined_are_the_batch(self, num, rows):
+    def test_the_parts_joined_are_the_batch(self, num: int, rows: int) -> None:
         batch = {"x": torch.arange(num * rows * 2).view(-1, 2), "y": (torch.arange(num * rows),)}
         parts = split_batch(batch, num)
         assert len(parts) == num
         assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
         assert torch.equal(torch.cat([part["y"][0] for part in parts]), batch["y"][0])
 
-    def test_what_is_split_and_what_is_repeated(self):
+    def test_what_is_split_and_what_is_repeated(self) -> None:
         batch = {
             "x": torch.arange(4),
             "names": ["a", "b", "c", "d"],
@@ -127,12 +127,12 @@ class TestSplitBatch:
         assert second["scale"].item() == 2.0
         assert second["flag"] is True
 
-    def test_a_list_of_tensors_is_structure_even_if_it_is_as_long_as_the_batch(self):
+    def test_a_list_of_tensors_is_structure_even_if_it_is_as_long_as_the_batch(self) -> None:
         first, second = split_batch([torch.arange(2), torch.arange(2) + 10], 2)
         assert [part.tolist() for part in first] == [[0], [10]]
         assert [part.tolist() for part in second] == [[1], [11]]
 
-    def test_a_batch_encoding_keeps_its_type(self):
+    def test_a_batch_encoding_keeps_its_type(self) -> None:
         transformers = pytest.importorskip("transformers")
         encoding = transformers.BatchEncoding({"input_ids": torch.arange(4).view(4, 1)})
         parts = split_batch(encoding, 2)
@@ -140,7 +140,7 @@ class TestSplitBatch:
         assert parts[1]["input_ids"].tolist() == [[2], [3]]
         assert len(encoding["input_ids"]) == 4
 
-    def test_one_part_is_the_batch_itself(self):
+    def test_one_part_is_the_batch_itself(self) -> None:
         batch = object()
         assert split_batch(batch, 1) == [batch]
 
@@ -160,11 +160,13 @@ class TestSplitBatch:
             (torch.ones(4), True, InputError, "positive integer; it is True"),
         ],
     )
-    def test_what_cannot_be_split_says_why(self, batch, num, error, said):
+    def test_what_cannot_be_split_says_why(
+        self, batch: Any, num: int, error: type[Exception], said: str
+    ) -> None:
         with pytest.raises(error, match=said):
             split_batch(batch, num)
 
-    def test_a_packed_sequence_cannot_be_split(self):
+    def test_a_packed_sequence_cannot_be_split(self) -> None:
         packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(2)])
         with pytest.raises(InputError, match="PackedSequence"):
             split_batch([torch.ones(2), packed], 2)

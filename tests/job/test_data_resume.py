@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class Hidden(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         self.told.append(epoch)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         return iter(range(3))
 
 
@@ -53,7 +54,7 @@ class EpochStream(IterableDataset[int]):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         return iter(range(100 * self.epoch, 100 * self.epoch + 12))
 
 
@@ -83,17 +84,17 @@ def epochs(num_epochs: int, length: int = 12, **args: Any) -> list[list[list[int
 
 
 class TestEpochs:
-    def test_iterations_advance_without_a_call(self):
+    def test_iterations_advance_without_a_call(self) -> None:
         expected = epochs(3, batch_size=4)
         assert len({str(order) for order in expected}) == 3
         loader = build(range(12), shuffle=True, batch_size=4)
         assert [listed(loader) for _ in range(3)] == expected
 
-    def test_they_do_so_with_persistent_workers(self):
+    def test_they_do_so_with_persistent_workers(self) -> None:
         loader = build(range(12), shuffle=True, batch_size=4, num_workers=1, persistent_workers=True)
         assert [listed(loader) for _ in range(3)] == epochs(3, batch_size=4)
 
-    def test_an_iteration_left_early_counts(self):
+    def test_an_iteration_left_early_counts(self) -> None:
         expected = epochs(3, batch_size=4)
         loader = build(range(12), shuffle=True, batch_size=4)
         assert taken(loader, 1) == expected[0][:1]
@@ -101,12 +102,12 @@ class TestEpochs:
         assert next(held).tolist() == expected[1][0]
         assert listed(loader) == expected[2]
 
-    def test_an_iterator_that_gave_nothing_does_not_count(self):
+    def test_an_iterator_that_gave_nothing_does_not_count(self) -> None:
         loader = build(range(12), shuffle=True, batch_size=4)
         iter(loader)
         assert listed(loader) == epochs(1, batch_size=4)[0]
 
-    def test_the_last_batch_asked_for_by_count_ends_the_epoch(self):
+    def test_the_last_batch_asked_for_by_count_ends_the_epoch(self) -> None:
         expected = epochs(2, batch_size=4)
         loader = build(range(12), shuffle=True, batch_size=4)
         iterator = iter(loader)
@@ -114,14 +115,14 @@ class TestEpochs:
         assert listed(loader) == expected[1]
 
     @pytest.mark.parametrize("epoch", [0, 1, 2, 7])
-    def test_the_samplers_own_set_epoch_is_respected(self, epoch):
+    def test_the_samplers_own_set_epoch_is_respected(self, epoch: Any) -> None:
         loader = build(range(12), shuffle=True, batch_size=4)
         listed(loader)
         loader.sampler.set_epoch(epoch)
         assert listed(loader) == epochs(8, batch_size=4)[epoch]
         assert loader.sampler.epoch == epoch + 1
 
-    def test_during_an_iteration_too(self):
+    def test_during_an_iteration_too(self) -> None:
         loader = build(range(12), shuffle=True, batch_size=4)
         for _ in loader:
             loader.sampler.set_epoch(5)
@@ -130,17 +131,17 @@ class TestEpochs:
             loader.set_epoch(5)
         assert loader.state_dict()["epoch"] == 5
 
-    def test_a_users_distributed_sampler_advances(self):
+    def test_a_users_distributed_sampler_advances(self) -> None:
         sampler = DistributedSampler(range(12), num_replicas=1, rank=0, seed=5)
         loader = build(range(12), sampler=sampler, batch_size=4)
         assert [listed(loader) for _ in range(2)] == epochs(2, batch_size=4)
 
-    def test_so_does_one_inside_a_batch_sampler(self):
+    def test_so_does_one_inside_a_batch_sampler(self) -> None:
         sampler = DistributedSampler(range(12), num_replicas=1, rank=0, seed=5)
         loader = build(range(12), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
         assert [listed(loader) for _ in range(2)] == epochs(2, batch_size=4)
 
-    def test_a_sampler_that_shows_no_epoch_hears_only_what_is_said(self):
+    def test_a_sampler_that_shows_no_epoch_hears_only_what_is_said(self) -> None:
         sampler = Hidden()
         loader = build(range(3), sampler=sampler)
         listed(loader)
@@ -150,7 +151,7 @@ class TestEpochs:
         loader.set_epoch(4)
         assert sampler.told == [4]
 
-    def test_a_stream_advances_and_listens(self):
+    def test_a_stream_advances_and_listens(self) -> None:
         dataset = EpochStream()
         loader = build(dataset, batch_size=12)
         assert [listed(loader)[0][0], listed(loader)[0][0]] == [0, 100]
@@ -160,20 +161,20 @@ class TestEpochs:
         assert dataset.epoch == 3
 
     @pytest.mark.parametrize("epoch", [-1, 1.0, True, "1"])
-    def test_an_epoch_is_a_count(self, epoch):
-        with pytest.raises(InputError, match="epoch .* integer from 0"):
+    def test_an_epoch_is_a_count(self, epoch: Any) -> None:
+        with pytest.raises(InputError, match=r"epoch .* integer from 0"):
             build(range(3)).set_epoch(epoch)
 
 
 class TestPosition:
-    def test_it_counts_what_was_handed_out(self):
+    def test_it_counts_what_was_handed_out(self) -> None:
         loader = build(range(24), batch_size=4, num_workers=1)
         assert loader.state_dict() == {"epoch": 0, "batches": 0, "global_batch_size": 4}
         for number, _ in enumerate(loader):
             assert loader.state_dict()["batches"] == number + 1
         assert loader.state_dict() == {"epoch": 1, "batches": 0, "global_batch_size": 4}
 
-    def test_it_stays_when_an_iteration_is_left(self):
+    def test_it_stays_when_an_iteration_is_left(self) -> None:
         loader = build(range(24), batch_size=4)
         taken(loader, 2)
         assert loader.state_dict()["batches"] == 2
@@ -189,7 +190,9 @@ class TestPosition:
         ],
     )
     @pytest.mark.parametrize("num_batches", [1, 4])
-    def test_the_rest_and_the_epochs_after_it_are_those_of_an_unbroken_run(self, args, num_batches):
+    def test_the_rest_and_the_epochs_after_it_are_those_of_an_unbroken_run(
+        self, args: dict[str, Any], num_batches: int
+    ) -> None:
         whole = build(range(24), **args)
         whole.set_epoch(1)
         expected = [listed(whole), listed(whole)]
@@ -206,14 +209,14 @@ class TestPosition:
         assert listed(loader) == expected[0][num_batches:]
         assert listed(loader) == expected[1]
 
-    def test_skipped_samples_are_never_loaded(self):
+    def test_skipped_samples_are_never_loaded(self) -> None:
         dataset = Recorder(12)
         loader = build(dataset, batch_size=4)
         loader.load_state_dict({"epoch": 0, "batches": 2, "global_batch_size": 4})
         assert listed(loader) == [[8, 9, 10, 11]]
         assert dataset.loaded == [8, 9, 10, 11]
 
-    def test_a_resumed_epoch_counts_on(self):
+    def test_a_resumed_epoch_counts_on(self) -> None:
         loader = build(range(16), batch_size=4)
         loader.load_state_dict({"epoch": 3, "batches": 1, "global_batch_size": 4})
         taken(loader, 2)
@@ -221,13 +224,13 @@ class TestPosition:
         assert len(listed(loader)) == 4
         assert loader.state_dict()["epoch"] == 5
 
-    def test_the_usual_call_of_set_epoch_keeps_the_position(self):
+    def test_the_usual_call_of_set_epoch_keeps_the_position(self) -> None:
         loader = build(range(12), batch_size=4)
         loader.load_state_dict({"epoch": 3, "batches": 2, "global_batch_size": 4})
         loader.set_epoch(3)
         assert len(listed(loader)) == 1
 
-    def test_another_epoch_drops_it(self):
+    def test_another_epoch_drops_it(self) -> None:
         loader = build(range(12), batch_size=4)
         loader.load_state_dict({"epoch": 3, "batches": 2, "global_batch_size": 4})
         loader.sampler.set_epoch(4)
@@ -235,17 +238,17 @@ class TestPosition:
         loader.set_epoch(3)
         assert len(listed(loader)) == 3
 
-    def test_the_end_of_an_epoch_is_one_empty_iteration(self):
+    def test_the_end_of_an_epoch_is_one_empty_iteration(self) -> None:
         loader = build(range(12), batch_size=4)
         loader.load_state_dict({"epoch": 0, "batches": 3, "global_batch_size": 4})
         assert listed(loader) == []
         assert len(listed(loader)) == 3
 
-    def test_a_first_batch_that_fails_is_still_to_come(self):
+    def test_a_first_batch_that_fails_is_still_to_come(self) -> None:
         class Flaky(Recorder):
             broken = True
 
-            def __getitem__(self, index):
+            def __getitem__(self, index: int) -> int:
                 if self.broken:
                     raise OSError("disk")
                 return index
@@ -259,7 +262,7 @@ class TestPosition:
         dataset.broken = False
         assert listed(loader) == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
-    def test_it_can_be_rewound_after_a_peek(self):
+    def test_it_can_be_rewound_after_a_peek(self) -> None:
         loader = build(range(12), batch_size=4, shuffle=True)
         state = loader.state_dict()
         first = next(iter(loader)).tolist()
@@ -267,7 +270,7 @@ class TestPosition:
         assert listed(loader)[0] == first
 
     @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-    def test_it_carries_over_to_another_number_of_ranks(self, num_ranks):
+    def test_it_carries_over_to_another_number_of_ranks(self, num_ranks: int) -> None:
         state = {"epoch": 1, "batches": 2, "global_batch_size": 4}
         expected = sorted(index for batch in epochs(2, batch_size=4, length=16)[1][2:] for index in batch)
         found = []
@@ -278,7 +281,7 @@ class TestPosition:
         assert sorted(found) == expected
 
     @pytest.mark.parametrize("num_workers", [0, 1])
-    def test_a_stream_is_read_up_to_it(self, num_workers):
+    def test_a_stream_is_read_up_to_it(self, num_workers: int) -> None:
         parts = []
         for rank in range(2):
             loader = build(EpochStream(), batch_size=4, rank=rank, num_ranks=2, num_workers=num_workers)
@@ -286,8 +289,8 @@ class TestPosition:
             parts.append(listed(loader))
         assert parts == [[[108, 110]], [[109, 111]]]
 
-    def test_a_plain_sampler_resumes_in_the_order_it_draws(self):
-        def sampler():
+    def test_a_plain_sampler_resumes_in_the_order_it_draws(self) -> None:
+        def sampler() -> RandomSampler:
             return RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
 
         expected = listed(build(range(12), sampler=sampler(), batch_size=4))
@@ -304,7 +307,7 @@ class TestPosition:
             ({"epoch": "0", "batches": 1, "global_batch_size": 4}, "epoch .* it is '0'"),
         ],
     )
-    def test_a_state_that_cannot_be_used(self, state, said):
+    def test_a_state_that_cannot_be_used(self, state: dict[str, Any], said: str) -> None:
         loader = build(range(12), batch_size=4)
         with pytest.raises(InputError, match=said):
             loader.load_state_dict(state)

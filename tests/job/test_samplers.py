@@ -24,7 +24,9 @@ RANKS = st.integers(min_value=1, max_value=6)
 PER_RANK = st.integers(min_value=1, max_value=5)
 
 
-def batches_of(length: int, num_ranks: int, batch_size: int, *, shuffle: bool, drop_last: bool, epoch: int):
+def batches_of(
+    length: int, num_ranks: int, batch_size: int, *, shuffle: bool, drop_last: bool, epoch: int
+) -> list[list[int]]:
     """For each step, the indices that all ranks load together, rank by rank."""
     loaders: list[TrainLoader] = [
         build_dataloader(
@@ -47,7 +49,9 @@ def batches_of(length: int, num_ranks: int, batch_size: int, *, shuffle: bool, d
 
 @settings(deadline=None, max_examples=80)
 @given(length=SIZES, num_ranks=RANKS, per_rank=PER_RANK, shuffle=st.booleans(), epoch=st.integers(0, 3))
-def test_the_ranks_load_the_batches_of_one_process(length, num_ranks, per_rank, shuffle, epoch):
+def test_the_ranks_load_the_batches_of_one_process(
+    length: int, num_ranks: int, per_rank: int, shuffle: bool, epoch: int
+) -> None:
     size = num_ranks * per_rank
     one = batches_of(length, 1, size, shuffle=shuffle, drop_last=False, epoch=epoch)
     many = batches_of(length, num_ranks, size, shuffle=shuffle, drop_last=False, epoch=epoch)
@@ -64,7 +68,9 @@ def test_the_ranks_load_the_batches_of_one_process(length, num_ranks, per_rank, 
 
 @settings(deadline=None, max_examples=60)
 @given(length=SIZES, num_ranks=RANKS, per_rank=PER_RANK, shuffle=st.booleans())
-def test_with_drop_last_every_batch_is_that_of_one_process(length, num_ranks, per_rank, shuffle):
+def test_with_drop_last_every_batch_is_that_of_one_process(
+    length: int, num_ranks: int, per_rank: int, shuffle: bool
+) -> None:
     size = num_ranks * per_rank
     one = batches_of(length, 1, size, shuffle=shuffle, drop_last=True, epoch=1)
     many = batches_of(length, num_ranks, size, shuffle=shuffle, drop_last=True, epoch=1)
@@ -73,7 +79,7 @@ def test_with_drop_last_every_batch_is_that_of_one_process(length, num_ranks, pe
 
 
 @given(length=SIZES, num_ranks=RANKS, drop_last=st.booleans())
-def test_evening_out_does_what_torch_does(length, num_ranks, drop_last):
+def test_evening_out_does_what_torch_does(length: int, num_ranks: int, drop_last: bool) -> None:
     evened = even_out(range(length), num_ranks, drop_last=drop_last)
     samplers = [
         DistributedSampler(range(length), num_ranks, rank, shuffle=False, drop_last=drop_last)
@@ -84,7 +90,7 @@ def test_evening_out_does_what_torch_does(length, num_ranks, drop_last):
 
 
 @given(batches=st.lists(st.lists(st.integers(), max_size=5), max_size=5), num_ranks=RANKS)
-def test_the_shares_of_a_batch_are_the_batch(batches, num_ranks):
+def test_the_shares_of_a_batch_are_the_batch(batches: list[list[int]], num_ranks: int) -> None:
     whole = [batch * num_ranks for batch in batches]
     shares = [split_batches(whole, rank, num_ranks) for rank in range(num_ranks)]
     for step, batch in enumerate(whole):
@@ -93,27 +99,27 @@ def test_the_shares_of_a_batch_are_the_batch(batches, num_ranks):
         assert sorted(entry for part in parts for entry in part) == sorted(batch)
 
 
-def test_a_batch_that_cannot_be_shared_is_named():
+def test_a_batch_that_cannot_be_shared_is_named() -> None:
     with pytest.raises(BatchSizeError, match=r"batch 1 .* has 5 entries.* 2 data-parallel.* are 4 and 6"):
         split_batches([[0, 1], [1, 2, 3, 4, 5]], 0, 2)
 
 
 @given(length=SIZES, num_ranks=RANKS)
-def test_a_stream_is_shared_in_complete_rounds(length, num_ranks):
+def test_a_stream_is_shared_in_complete_rounds(length: int, num_ranks: int) -> None:
     shares = [list(every_nth(iter(range(length)), rank, num_ranks)) for rank in range(num_ranks)]
     assert {len(share) for share in shares} == {length // num_ranks}
     taken = sorted(entry for share in shares for entry in share)
     assert taken == list(range(length // num_ranks * num_ranks))
 
 
-def test_skipped_steps_are_counted_in_the_length():
+def test_skipped_steps_are_counted_in_the_length() -> None:
     steps = StepSampler([[0], [1], [2]])
     steps.skip = 2
     assert list(steps) == [[2]]
     assert len(steps) == 3
 
 
-def test_the_sampler_inside_is_found():
+def test_the_sampler_inside_is_found() -> None:
     inner = DistributedSampler(range(8), num_replicas=2, rank=1)
     wrapped = StepSampler(BatchSampler(inner, 2, drop_last=False))
     assert epoch_source(wrapped) is inner
@@ -121,7 +127,7 @@ def test_the_sampler_inside_is_found():
     assert distributed_position(wrapped) == (2, 1)
 
 
-def test_a_plain_sampler_has_neither_epoch_nor_position():
+def test_a_plain_sampler_has_neither_epoch_nor_position() -> None:
     sampler = BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
     assert epoch_source(sampler) is None
     assert readable_epoch(None) is None

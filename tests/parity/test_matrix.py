@@ -1,0 +1,77 @@
+"""Every method alone, every legal pair and some triples, on 2 ranks, against plain torch in one process."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+
+from atorch_ns.method import load_registry
+from atorch_ns.testing.models import get_case
+from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare
+from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.workers import run_ranks
+from tests.parity.variants import (
+    CASES,
+    TOLERANCES,
+    TRIPLES,
+    VARIANTS,
+    Variant,
+    global_batch,
+    pairs_from,
+    precision_of,
+    reference,
+)
+
+REGISTRY = load_registry()
+
+
+def _train_all(case_name: str, combinations: list[tuple[Variant, ...]]) -> list[Trajectory | str]:
+    """One after the other in the same process, so each is also a test that the earlier ones left nothing."""
+    results: list[Trajectory | str] = []
+    for variants in combinations:
+        strategy: list[Any] = [(variant.name, variant.config) for variant in variants]
+        batch = global_batch(precision_of(variants))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                results.append(accelerated_run(get_case(case_name), strategy, global_batch=batch))
+            except Exception:
+                # Reported per combination. A failure on one rank only would leave the ranks out of step, and
+                # the time limit would say so.
+                results.append(traceback.format_exc())
+    return results
+
+
+def _check(case_name: str, combinations: list[tuple[Variant, ...]], num_ranks: int = 2) -> None:
+    ranks = run_ranks(_train_all, num_ranks, args=(case_name, combinations), timeout_s=300)
+    failures = []
+    for position, variants in enumerate(combinations):
+        label = " + ".join(variant.label for variant in variants)
+        runs = [rank[position] for rank in ranks]
+        precision = precision_of(variants)
+        try:
+            trajectories = [run for run in runs if isinstance(run, Trajectory)]
+            assert len(trajectories) == num_ranks, next(run for run in runs if isinstance(run, str))
+            param_tol, loss_tol = TOLERANCES[precision]
+            report = compare(reference(case_name, precision), trajectories[0])
+            assert_parity(report, param_tol=param_tol, loss_tol=loss_tol)
+            assert_ranks_agree(trajectories)
+        except AssertionError as error:
+            failures.append(f"{label}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("first", VARIANTS, ids=lambda variant: variant.label)
+@pytest.mark.parametrize("case_name", CASES)
+def test_alone_and_in_every_legal_pair(case_name: str, first: Variant) -> None:
+    _check(case_name, list(pairs_from(REGISTRY, first)))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case_name", CASES)
+def test_triples(case_name: str) -> None:
+    _check(case_name, list(TRIPLES))
