@@ -2,27 +2,194 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import Problem
-from atorch_ns.job import Job
+from atorch_ns.errors import BackendError, Problem
+from atorch_ns.job import Job, make_user_optimizer
 from atorch_ns.method import Conflict
+from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
+from opt_lib._flat_shards import require_elementwise
+from opt_lib._optional import missing_problem, require
+
+__all__ = ["INSTALL", "check", "conflicts", "shard"]
+
+INSTALL = "pip install --no-build-isolation deepspeed"
+"""Without isolation: its build reads the installed torch."""
+
+_WHY_NOT_HALF = (
+    "DeepSpeed keeps the fp32 copies of half-precision weights itself and leaves the optimizer's steps to none "
+    "but its own. Use amp_native with bf16, or another backend."
+)
+_WHY_NOT_FP16 = (
+    "DeepSpeed scales fp16 losses by a scheme of its own, and refuses fp16 on the CPU. Use bf16, or another "
+    "backend."
+)
+_WHY_NOT_PART = (
+    "DeepSpeed shards over all processes at once, so the mesh must have one axis larger than 1, data or zero. "
+    "Use another backend for this mesh."
+)
+_BUCKET_ELEMENTS = 500_000_000
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with it."""
-    return ()
+    """Methods that cannot stand with it.
+
+    Args:
+        used: whether a config of the method that these are for chooses DeepSpeed.
+    """
+    return (
+        Conflict("half", _WHY_NOT_HALF, when=lambda mine, _: used(mine)),
+        Conflict(
+            "amp_native", _WHY_NOT_FP16, when=lambda mine, amp: used(mine) and amp.dtype == "float16"
+        ),
+        Conflict(
+            "parallel_mode", _WHY_NOT_PART, when=lambda mine, mesh: used(mine) and not _one_axis(mesh.axes)
+        ),
+    )
 
 
 def check(method: str, cluster: Cluster) -> list[Problem]:
-    """The package must be there."""
-    raise NotImplementedError
+    """The package must be there, and use the device that the job uses."""
+    with _accelerator(cluster.device_type):
+        problems = missing_problem(method, "deepspeed", install=INSTALL)
+    if problems:
+        return problems
+    found = _import(cluster.device_type).accelerator.get_accelerator().device_name()
+    if found == cluster.device_type:
+        return []
+    return [
+        Problem(
+            message=f"DeepSpeed was imported for the device {found!r}, but this job runs on "
+            f"{cluster.device_type!r}. Set DS_ACCELERATOR={cluster.device_type} before DeepSpeed is imported",
+            method=method,
+        )
+    ]
 
 
 def shard(job: Job, method: str, *, stage: int) -> None:
-    """DeepSpeed ZeRO."""
-    raise NotImplementedError
+    """Lets DeepSpeed make model and optimizer together.
+
+    Args:
+        job: the job.
+        method: the method's name, for the report.
+        stage: 1 shards optimizer states, 2 gradients as well.
+    """
+    require_elementwise(job, "DeepSpeed")
+    job.place()
+    job.use_optim_backward = True
+    job.requires_boundary = True
+    # On a GPU the engine switches off any autocast that surrounds it, so it has to begin inside.
+    job.hooked = job.module
+
+    def take_over(groups: list[dict[str, Any]]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        assert job.mesh is not None
+        engine = _engine(job, groups, stage)
+        optimizer = DeepSpeedOptimizer(
+            engine, group=job.mesh.data_group, skip_if_nonfinite=job.skip_if_nonfinite
+        )
+        job.clip = optimizer.clip_gradients
+        return engine, optimizer
+
+    job.take_over = take_over
+    job.explain(method, f"DeepSpeed ZeRO stage {stage}, which clips nothing by itself")
 
 
+def _one_axis(axes: Any) -> bool:
+    large = [name for name, size in axes if size > 1]
+    return len(large) <= 1 and set(large) <= {"data", "zero"}
+
+
+def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
+    deepspeed = _import(job.cluster.device_type)
+    optimizer = make_user_optimizer(job, groups)
+    if optimizer.state:
+        raise BackendError(
+            f"{type(optimizer).__name__} keeps state from the moment it is made, which DeepSpeed does not carry "
+            "over to the flat partitions it updates. Use another optimizer or another backend."
+        )
+    with _without_shared_memory_build(deepspeed):
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    _broadcast_buffers(job)
+    num_elements = sum(parameter.numel() for parameter in job.module.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=job.module,
+        optimizer=optimizer,
+        config=_config(stage, num_elements),
+        dist_init_required=False,
+    )
+    return engine
+
+
+def _config(stage: int, num_elements: int) -> dict[str, Any]:
+    bucket = min(_BUCKET_ELEMENTS, num_elements + num_elements % 2)
+    return {
+        # Sizes of batches only count samples here. Dividing by the number of micro-batches is the caller's,
+        # and the step, not a counter of backward passes, ends an accumulation.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,  # the default is 1.0
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "compute_grad_norm": False,  # with it, steps with infinite gradients are skipped unasked
+        },
+        "timers": {"throughput": {"enabled": False}},
+    }
+
+
+def _broadcast_buffers(job: Job) -> None:
+    """DeepSpeed sends rank 0's parameters to all ranks, but not its buffers."""
+    assert job.mesh is not None
+    source = dist.get_process_group_ranks(job.mesh.data_group)[0]
+    for buffer in job.module.buffers():
+        dist.broadcast(buffer, src=source, group=job.mesh.data_group)
+
+
+def _import(device_type: str) -> ModuleType:
+    with _accelerator(device_type):
+        return require("deepspeed", needed_by="ZeRO by DeepSpeed", install=INSTALL)
+
+
+@contextmanager
+def _accelerator(device_type: str) -> Iterator[None]:
+    """Tells DeepSpeed, which looks when it is imported, the device to use, unless the user did."""
+    name = "DS_ACCELERATOR"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = device_type
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _without_shared_memory_build(deepspeed: ModuleType) -> Iterator[None]:
+    """Inside, DeepSpeed starts without compiling its shared-memory collectives.
+
+    The compilation takes minutes, and one that is killed leaves a lock on which every later run hangs. gloo
+    does the collectives instead. The table that says what can be compiled is put back afterwards.
+    """
+    table, name = vars(deepspeed.ops), "__compatible_ops__"
+    before = table.get(name)
+    table[name] = {}
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[name]
+        else:
+            table[name] = before

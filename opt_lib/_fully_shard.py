@@ -101,10 +101,9 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | No
         if job.plan.compute_dtype is None:
             return None
         # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
-        # halves what is sent and held. Gradients are reduced in fp32. Inputs are left to autocast.
-        wanted = MixedPrecisionConfig(
-            param_dtype=job.plan.compute_dtype, reduce_dtype="float32", cast_forward_inputs=False
-        )
+        # halves what is sent and held. Gradients are reduced in fp32. The inputs of a unit are cast too:
+        # on CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights.
+        wanted = MixedPrecisionConfig(param_dtype=job.plan.compute_dtype, reduce_dtype="float32")
     if wanted is None:
         return None
     return MixedPrecisionPolicy(

@@ -147,10 +147,11 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
 
 
 def _wrap_forward(job: Job) -> None:
+    module = job.model if job.hooked is None else job.hooked
     if job.input_dtype is not None:
-        cast_inputs(job.model, job.input_dtype)
+        cast_inputs(module, job.input_dtype)
     if job.autocast is not None:
-        autocast_forward(job.model, job.autocast.device_type, job.autocast.dtype)
+        autocast_forward(module, job.autocast.device_type, job.autocast.dtype)
 
 
 def _loader(job: Job) -> TrainLoader | None:

@@ -64,6 +64,7 @@ class Job:
         loss_scaling: dynamic loss scaling, if any.
         skip_if_nonfinite: whether steps with bad gradients are skipped without a scaler.
         input_dtype: dtype that floating inputs are cast to, if any.
+        hooked: the module whose forward pass autocast and casts surround; ``None`` for :attr:`model`.
         make_optimizer: a method's way to make the optimizer; ``None`` for the user's own.
         take_over: a backend that makes model and optimizer together, if any.
         use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
@@ -86,6 +87,7 @@ class Job:
     loss_scaling: LossScaling | None = None
     skip_if_nonfinite: bool = False
     input_dtype: torch.dtype | None = None
+    hooked: nn.Module | None = None
     make_optimizer: MakeOptimizer | None = None
     take_over: TakeOver | None = None
     use_optim_backward: bool = False

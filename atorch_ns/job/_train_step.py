@@ -51,7 +51,7 @@ class TrainStep:
     @property
     def skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return isinstance(self._optimizer, StepOptimizer) and self._optimizer.skipped
+        return bool(getattr(self._optimizer, "skipped", False))
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Trains on ``batch``.
@@ -123,12 +123,11 @@ class TrainStep:
         output = call_model(job.model, micro_batch, job.inputs.model_input_format)
         loss = first_loss(loss_func(micro_batch, output))
         count = job.inputs.gradient_accumulation_steps
+        share = loss if count == 1 else loss / count
         if job.use_optim_backward:
-            optimizer.backward(loss)  # type: ignore[attr-defined]
-        elif count == 1:
-            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.backward(share)  # type: ignore[attr-defined]
         else:
-            (loss / count).backward()  # type: ignore[no-untyped-call]
+            share.backward()  # type: ignore[no-untyped-call]
         return loss.detach().to(torch.float32).reshape(())
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:

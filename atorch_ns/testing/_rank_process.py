@@ -15,6 +15,7 @@ import random
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -133,6 +134,8 @@ def _enter(setup: Setup, rank: int) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(rank_environment(setup, rank))
+    # A rank leaves without cleaning up: its temporary files go when the run's folder goes.
+    tempfile.tempdir = str(setup.folder)
     # Ranks that a launcher starts share no random state: a test must not pass because they do here.
     random.seed(rank)
     torch.manual_seed(rank)

@@ -118,6 +118,7 @@ class TestSplitBatch:
             "other_length": ["a", "b"],
             "tuple": ("a", "b", "c", "d"),
             "scale": torch.tensor(2.0),
+            "word": "abcd",
             "flag": True,
         }
         first, second = split_batch(batch, 2)
@@ -125,6 +126,7 @@ class TestSplitBatch:
         assert second["other_length"] == ["a", "b"]
         assert second["tuple"] == ("a", "b", "c", "d")
         assert second["scale"].item() == 2.0
+        assert second["word"] == "abcd"
         assert second["flag"] is True
 
     def test_a_list_of_tensors_is_structure_even_if_it_is_as_long_as_the_batch(self) -> None:

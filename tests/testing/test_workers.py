@@ -241,13 +241,15 @@ def _keep_a_data_loader() -> tuple[int, list[int]]:
     return os.getpid(), [worker.pid for worker in psutil.Process().children()]
 
 
-def test_what_a_rank_started_ends_with_it() -> None:
+def test_what_a_rank_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ((rank, workers),) = run_ranks(_keep_a_data_loader, 1)
     assert len(workers) == 2
     deadline = time.monotonic() + 2
     while any(map(_is_running, [rank, *workers])):
         assert time.monotonic() < deadline, "a data-loading worker outlived its rank"
         time.sleep(0.01)
+    assert not list(tmp_path.iterdir())
 
 
 def _is_running(pid: int) -> bool:

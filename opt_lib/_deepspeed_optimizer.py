@@ -1,0 +1,184 @@
+"""DeepSpeed's ZeRO optimizer as a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.errors import StepError
+
+__all__ = ["DeepSpeedOptimizer"]
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """What a user steps when DeepSpeed owns model and optimizer.
+
+    Groups and state are those of the user's optimizer, which DeepSpeed has put on this rank's flat partition
+    of each group: schedulers work as usual. Gradients add up over backward passes until :meth:`step`, which
+    alone ends an accumulation.
+
+    Args:
+        engine: DeepSpeed's engine, with ``managed_gradient_accumulation`` off.
+        group: the ranks that partitions are spread over.
+        skip_if_nonfinite: skip a step, on all ranks, whose gradients are infinite or NaN.
+
+    Attributes:
+        engine: DeepSpeed's engine.
+        num_skipped: steps skipped so far.
+        skipped: whether the last step was skipped.
+    """
+
+    def __init__(self, engine: Any, *, group: dist.ProcessGroup, skip_if_nonfinite: bool = False) -> None:
+        # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
+        self.engine = engine
+        self.num_skipped = 0
+        self.skipped = False
+        self._zero = engine.optimizer
+        self._group = group
+        self._skip_if_nonfinite = skip_if_nonfinite
+        self._boundary = True
+        self._reduced = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of ``loss``; divide it first if micro-batches accumulate."""
+        if self._reduced:
+            raise StepError(
+                "backward() was called after the gradients were clipped and before step(): they are already "
+                "averaged over the ranks. Clip after the last micro-batch."
+            )
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the next backward pass is the last before a step.
+
+        Nothing depends on it but a check: a step right after ``False`` is an error.
+        """
+        self._boundary = bool(is_boundary)
+
+    @torch.no_grad()
+    def clip_gradients(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``; collective.
+
+        Args:
+            parameters: not looked at: gradients are in partitions that only DeepSpeed knows.
+            max_norm: the largest norm to leave.
+            norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
+
+        Returns:
+            The norm before, 0-d float32, the same on every rank.
+        """
+        self._reduce()
+        norm = self._norm(norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for gradient in self._gradients():
+            gradient.mul_(scale.to(gradient.device))
+        return norm
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the weights and clears the gradients; does nothing if there are none. Collective.
+
+        Raises:
+            StepError: after ``set_gradient_accumulation_boundary(False)``.
+        """
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._boundary:
+            raise StepError(
+                "step() was called although set_gradient_accumulation_boundary(False) said that more "
+                "micro-batches follow. Call set_gradient_accumulation_boundary(True) before the last one."
+            )
+        self._reduce()
+        self.skipped = self._skip_if_nonfinite and not bool(torch.isfinite(self._norm(2.0)))
+        if self.skipped:
+            self.num_skipped += 1
+        elif self._reduced:
+            self._zero.step()
+        self.zero_grad()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those already averaged included."""
+        self._zero.zero_grad(set_to_none=True)
+        for held in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
+            held.update(dict.fromkeys(held))
+        self._reduced = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's groups, each with one flat partition; changing a learning rate here has effect."""
+        groups: list[dict[str, Any]] = self._zero.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:
+        """The state of this rank's partitions."""
+        return self._zero.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The user's optimizer's defaults."""
+        defaults: dict[str, Any] = self._zero.optimizer.defaults
+        return defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, as DeepSpeed writes it; for this world size and strategy only."""
+        state: dict[str, Any] = self._zero.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` of the same rank gave."""
+        self._zero.load_state_dict([state_dict] * dist.get_world_size(self._group))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible.
+
+        Raises:
+            StepError: always: the partitions are made once.
+        """
+        raise StepError("parameters cannot be added after DeepSpeed has partitioned the model")
+
+    def __repr__(self) -> str:
+        return repr(self._zero.optimizer)
+
+    def _reduce(self) -> None:
+        """Averages what has accumulated over the ranks, into partitions; once a step."""
+        if self._reduced or not self._has_gradients():
+            return
+        if self._zero.partition_gradients:
+            self._zero.finalize_gradient_accumulation_boundary()
+        else:
+            self._zero.set_gradient_accumulation_boundary(True)
+            self._zero.reduce_gradients()
+        self._reduced = True
+
+    def _has_gradients(self) -> bool:
+        if self._zero.partition_gradients:
+            return any(held is not None for held in self._zero.all_grad_tensors.values())
+        return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for partition in self._zero.averaged_gradients.values():
+            yield from partition or ()
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
+        norms = [
+            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
+            for gradient in self._gradients()
+            if gradient.numel()
+        ]
+        device = torch.device(self._zero.device)
+        local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+        if norm_type == float("inf"):
+            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=self._group)
+            return local
+        total = local**norm_type
+        dist.all_reduce(total, group=self._group)
+        result: torch.Tensor = total ** (1.0 / norm_type)
+        return result
