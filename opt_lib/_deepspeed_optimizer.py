@@ -117,12 +117,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The state of this rank's partitions."""
         return self._zero.state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The user's optimizer's defaults."""
         defaults: dict[str, Any] = self._zero.optimizer.defaults
         return defaults

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.errors import BackendError
@@ -67,3 +70,28 @@ def _error(job: Job, backend: str, why: str) -> BackendError:
         f"{backend} updates flat pieces of parameters, but {name} looks at each parameter as a whole: {why}. "
         "Use an optimizer that works element by element, or a backend that keeps parameters whole (zero1, ddp)."
     )
+
+
+def require_share(job: Job, backend: str, parameters: Iterable[torch.Tensor]) -> None:
+    """Checks that every rank holds a part of the trainable parameters; collective.
+
+    Dynamic loss scaling decides by each rank's own gradients, so a rank without any cannot take part.
+
+    Args:
+        job: gives the ranks.
+        backend: its name, for the message.
+        parameters: this rank's.
+
+    Raises:
+        BackendError: on all ranks, naming those with nothing.
+    """
+    assert job.mesh is not None
+    here = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    counts: list[int] = [0] * job.num_data_ranks
+    dist.all_gather_object(counts, here, group=job.mesh.data_group)
+    empty = [rank for rank, count in enumerate(counts) if count == 0]
+    if empty:
+        raise BackendError(
+            f"{backend} leaves data ranks {empty} of {len(counts)} without any trainable parameter, and fp16's "
+            "loss scaling needs a gradient on every rank. Use fewer processes, bf16, or another backend."
+        )

@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
-from atorch_ns.job import Job
-from opt_lib._shard_config import ShardConfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, Materialiser
+from opt_lib._flat_shards import require_elementwise, require_share
+from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
+from opt_lib._shard_parts import (
+    Switch,
+    average_ignored,
+    broadcast_from_first,
+    dtype_of,
+    ignored_parameters,
+    init_function,
+    place_ignored,
+    wrap_units,
+)
 
 __all__ = ["WHY_NOT_COMPILE", "WHY_NOT_HALF", "shard"]
 
@@ -12,5 +39,175 @@ WHY_NOT_COMPILE = "version 1 flattens parameters, which the compiler cannot foll
 
 
 def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
-    """Shards the model; collective."""
-    raise NotImplementedError
+    """Shards the model; collective.
+
+    Args:
+        job: the job; its model's modules are wrapped in place.
+        method: the method's name, for the report.
+        config: the settings.
+        keep_gathered: whether parameters stay gathered from forward to backward.
+
+    Raises:
+        InputError: for settings that cannot be used with this model.
+    """
+    assert job.mesh is not None
+    _check(job, config)
+    require_elementwise(job, "FullyShardedDataParallel")
+    materialiser = job.materialiser(init_function(config.param_init_fn))
+    ignored = ignored_parameters(job.module, config, materialiser)
+    if config.sync_module_states:
+        tensors = [*job.module.parameters(), *job.module.buffers()]
+        broadcast_from_first(job, (tensor for tensor in tensors if not tensor.is_meta))
+    place_ignored(job, ignored)
+    units = wrap_units(job.module, config)
+    options = _options(job, config, materialiser, keep_gathered)
+    if config.wrap_trainable_outmost:
+        root = _wrap_trainable_outmost(job.module, units, ignored, options)
+    else:
+        policy = _policy(units)
+        root = FullyShardedDataParallel(
+            job.module, auto_wrap_policy=policy, ignored_states=list(ignored), **options
+        )
+    job.wrap(root)
+    job.placed = True
+    job.clip = _clip(root)
+    job.skip_sync = _skip_sync(root, average_ignored(job, ignored))
+    if job.plan.loss_scaling:
+        require_share(job, "FullyShardedDataParallel", root.parameters())
+    _explain(job, method, options, len(units), len(ignored))
+
+
+def _check(job: Job, config: ShardConfig) -> None:
+    if not config.use_orig_params and job.inputs.optim_param_func is not None:
+        raise InputError(
+            "use_orig_params=False leaves one flat parameter per unit, of which optim_param_func cannot make "
+            "groups. Use use_orig_params=True."
+        )
+    units = wrap_units(job.module, config)
+    owner: dict[nn.Parameter, int] = {}
+    for position, unit in enumerate(units):
+        inside = {id(module) for other in units if other is not unit for module in _below(unit, other)}
+        for module in unit.modules():
+            if id(module) in inside:
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                if owner.setdefault(parameter, position) != position:
+                    raise InputError(
+                        f"two of the units to shard share a parameter, {name!r} of shape "
+                        f"{tuple(parameter.shape)}, which version 1 of fsdp cannot keep tied. Leave both modules "
+                        "out of atorch_wrap_cls, or use version 2."
+                    )
+
+
+def _below(unit: nn.Module, other: nn.Module) -> Iterable[nn.Module]:
+    """The modules of ``other`` if it lies inside ``unit``."""
+    return other.modules() if any(module is other for module in unit.modules()) else ()
+
+
+def _options(
+    job: Job, config: ShardConfig, materialiser: Materialiser, keep_gathered: bool
+) -> dict[str, Any]:
+    assert job.mesh is not None
+    keep = keep_gathered or config.keeps_gathered
+    hybrid = job.mesh.size("data") > 1 and job.mesh.size("zero") > 1
+    if hybrid:
+        strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if keep else ShardingStrategy.HYBRID_SHARD
+        group: Any = (job.mesh.axis("zero").get_group(), job.mesh.axis("data").get_group())
+    else:
+        strategy = ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD
+        group = job.mesh.shard.get_group()
+    prefetch = config.backward_prefetch
+    return {
+        "process_group": group,
+        "sharding_strategy": strategy,
+        "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
+        "backward_prefetch": None if prefetch is None else BackwardPrefetch[prefetch],
+        "mixed_precision": _mixed_precision(job, config),
+        "param_init_fn": lambda module: materialiser.materialise([module]),
+        "device_id": job.device,
+        "forward_prefetch": config.forward_prefetch,
+        "limit_all_gathers": config.limit_all_gathers,
+        "use_orig_params": config.use_orig_params,
+    }
+
+
+def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecision | None:
+    wanted = config.mixed_precision
+    if wanted == "auto":
+        if job.plan.compute_dtype is None:
+            return None
+        # As in version 2: what autocast would do to each gathered weight is done before it is sent.
+        wanted = MixedPrecisionConfig(param_dtype=job.plan.compute_dtype, reduce_dtype="float32")
+    if wanted is None:
+        return None
+    return MixedPrecision(
+        param_dtype=dtype_of(wanted.param_dtype),
+        reduce_dtype=dtype_of(wanted.reduce_dtype),
+        buffer_dtype=dtype_of(wanted.buffer_dtype),
+        cast_forward_inputs=wanted.cast_forward_inputs,
+        cast_root_forward_inputs=wanted.cast_forward_inputs,
+    )
+
+
+def _policy(units: list[nn.Module]) -> CustomPolicy:
+    chosen = {id(unit) for unit in units}
+    return CustomPolicy(lambda module: id(module) in chosen)
+
+
+def _wrap_trainable_outmost(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter], options: dict[str, Any]
+) -> FullyShardedDataParallel:
+    """Leaves the trainable parameters inside units to the outermost wrapper, which gathers them together."""
+    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    if not trainable or len(trainable) == sum(1 for _ in model.parameters()):
+        raise InputError(
+            "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
+            "here " + ("nothing is frozen." if trainable else "nothing is trainable.")
+        )
+    parents = {
+        id(child): (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+    }
+    for unit in reversed(units):  # children before parents
+        parent, name = parents[id(unit)]
+        wrapped = FullyShardedDataParallel(unit, ignored_states=list(trainable | ignored), **options)
+        setattr(parent, name, wrapped)
+    return FullyShardedDataParallel(model, ignored_states=list(ignored), **options)
+
+
+def _clip(root: FullyShardedDataParallel) -> Any:
+    def clip(_: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        return root.clip_grad_norm_(max_norm, norm_type).float()
+
+    return clip
+
+
+def _skip_sync(root: FullyShardedDataParallel, switch: Switch) -> Any:
+    @contextmanager
+    def skip() -> Iterator[None]:
+        switch.on = False
+        try:
+            with root.no_sync():
+                yield
+        finally:
+            switch.on = True
+
+    return skip
+
+
+def _explain(job: Job, method: str, options: dict[str, Any], num_units: int, num_ignored: int) -> None:
+    assert job.mesh is not None
+    ranks = job.mesh.shard.size()
+    text = (
+        f"FSDP1 {options['sharding_strategy'].name}: {num_units} unit(s) and the rest, each sharded over "
+        f"{ranks} rank(s)"
+    )
+    if job.num_data_ranks > ranks:
+        text += f", {job.num_data_ranks // ranks} replicas"
+    precision = options["mixed_precision"]
+    if precision is not None and precision.param_dtype is not None:
+        text += f", gathered in {str(precision.param_dtype).removeprefix('torch.')}"
+    if num_ignored:
+        text += f"; {num_ignored} parameter(s) replicated"
+    job.explain(method, text)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
-from atorch_ns.profile import repeated_blocks, select_modules
 from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
+from opt_lib._shard_parts import (
+    Switch,
+    average_ignored,
+    broadcast_from_first,
+    dtype_of,
+    ignored_parameters,
+    init_function,
+    place_ignored,
+    wrap_units,
+)
 
-__all__ = ["shard", "wrap_units"]
+__all__ = ["shard"]
 
 
 def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
@@ -33,10 +41,10 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
         keep_gathered: whether parameters stay gathered from forward to backward.
     """
     assert job.mesh is not None
-    ignored = _ignored_parameters(job.module, config)
+    materialiser = job.materialiser(init_function(config.param_init_fn))
+    ignored = ignored_parameters(job.module, config, materialiser)
     options = _options(job, config, ignored, keep_gathered)
     units = wrap_units(job.module, config)
-    materialiser = job.materialiser(_init_function(config.param_init_fn))
     if config.wrap_trainable_outmost:
         _shard_trainable(job, config, options, materialiser)
     # Children before parents: a unit manages what no unit inside it manages.
@@ -45,37 +53,12 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
         fully_shard(module, **options)
     _prepare(job, config, materialiser, job.module)
     root = fully_shard(job.module, **options)
-    _place_ignored(job, ignored)
+    place_ignored(job, ignored)
     if config.forward_prefetch:
         _prefetch_forward(units)
-    job.skip_sync = _skip_sync(root, _average_ignored(job, ignored))
+    job.skip_sync = _skip_sync(root, average_ignored(job, ignored))
     job.placed = True
     _explain(job, method, config, len(units), len(ignored), options)
-
-
-def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
-    """The modules that are gathered as one unit each, the root excluded, parents before children."""
-    if config.atorch_wrap_cls is not None:
-        return [found.module for found in select_modules(model, config.atorch_wrap_cls)]
-    if config.atorch_size_based_min_num_params is not None:
-        return _large_modules(model, config.atorch_size_based_min_num_params)
-    return [block.module for block in repeated_blocks(model)]
-
-
-def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Modules that have enough parameters left when the large ones inside them are taken out."""
-    units: list[nn.Module] = []
-
-    def remaining(module: nn.Module) -> int:
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        total = own + sum(remaining(child) for child in module.children())
-        if module is not model and total >= min_num_params and not isinstance(module, nn.ModuleList):
-            units.append(module)
-            return 0
-        return total
-
-    remaining(model)
-    return list(reversed(units))
 
 
 def _options(
@@ -107,46 +90,20 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | No
     if wanted is None:
         return None
     return MixedPrecisionPolicy(
-        param_dtype=_dtype(wanted.param_dtype),
-        reduce_dtype=_dtype(wanted.reduce_dtype),
-        output_dtype=_dtype(wanted.output_dtype),
+        param_dtype=dtype_of(wanted.param_dtype),
+        reduce_dtype=dtype_of(wanted.reduce_dtype),
+        output_dtype=dtype_of(wanted.output_dtype),
         cast_forward_inputs=wanted.cast_forward_inputs,
     )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
-
-
-def _init_function(name: str | None) -> Callable[[nn.Module], object] | None:
-    if name is None:
-        return None
-    module, _, function = name.rpartition(".")
-    try:
-        found: Callable[[nn.Module], object] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"param_init_fn={name!r} cannot be imported: {error}") from error
-    return found
 
 
 def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
     """Gives memory and equal values to what ``module`` holds and no unit inside it manages."""
     materialiser.materialise([module])
     if config.sync_module_states:
-        _broadcast(job, [p for p in module.parameters() if not _is_sharded(p)])
+        broadcast_from_first(job, [p for p in module.parameters() if not _is_sharded(p)])
         if module is job.module:
-            _broadcast(job, list(module.buffers()))
-
-
-@torch.no_grad()
-def _broadcast(job: Job, tensors: list[Any]) -> None:
-    assert job.mesh is not None
-    group = job.mesh.data_group
-    source = dist.get_process_group_ranks(group)[0]
-    for tensor in tensors:
-        local = tensor.data.to(job.device)
-        dist.broadcast(local, src=source, group=group)
-        tensor.data.copy_(local)
+            broadcast_from_first(job, list(module.buffers()))
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
@@ -171,42 +128,7 @@ def _shard_trainable(job: Job, config: ShardConfig, options: dict[str, Any], mat
     fully_shard(modules, **{**options, "reshard_after_forward": False})
 
 
-def _ignored_parameters(model: nn.Module, config: ShardConfig) -> set[nn.Parameter]:
-    if not config.ignored:
-        return set()
-    modules = [found.module for found in select_modules(model, config.ignored)]
-    return {parameter for module in modules for parameter in module.parameters()}
-
-
-def _place_ignored(job: Job, ignored: set[nn.Parameter]) -> None:
-    for parameter in ignored:
-        parameter.data = parameter.data.to(job.device)
-
-
-class _Switch:
-    """Whether gradients of replicated parameters are averaged in the present backward pass."""
-
-    def __init__(self) -> None:
-        self.on = True
-
-
-def _average_ignored(job: Job, ignored: set[nn.Parameter]) -> _Switch:
-    """Averages the gradients of parameters that fully_shard leaves alone, or their ranks would diverge."""
-    assert job.mesh is not None
-    group, size, switch = job.mesh.data_group, job.mesh.data.size(), _Switch()
-
-    def average(parameter: torch.Tensor) -> None:
-        if switch.on and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= size
-
-    for parameter in ignored:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)
-    return switch
-
-
-def _skip_sync(root: FSDPModule, switch: _Switch) -> Any:
+def _skip_sync(root: FSDPModule, switch: Switch) -> Any:
     @contextmanager
     def skip() -> Iterator[None]:
         root.set_requires_gradient_sync(False)
@@ -221,8 +143,9 @@ def _skip_sync(root: FSDPModule, switch: _Switch) -> Any:
 
 
 def _prefetch_forward(units: list[nn.Module]) -> None:
-    for current, following in zip(units, units[1:], strict=False):
-        assert isinstance(current, FSDPModule) and isinstance(following, FSDPModule)
+    for current, following in itertools.pairwise(units):
+        assert isinstance(current, FSDPModule)
+        assert isinstance(following, FSDPModule)
         current.set_modules_to_forward_prefetch([following])
 
 

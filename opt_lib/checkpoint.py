@@ -94,8 +94,11 @@ class Checkpoint(Method[CheckpointConfig]):
 
     def plan(self, plan: Plan, config: CheckpointConfig) -> Plan:
         """Blocks are recomputed."""
-        kind = "selective" if config.save_operators else "blocks"
-        return replace(plan, recompute=kind, recompute_every=config.every_n)
+        return replace(
+            plan,
+            recompute="selective" if config.save_operators else "blocks",
+            recompute_every=config.every_n,
+        )
 
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
@@ -85,7 +85,7 @@ class Ddp(Method[DdpConfig]):
         job.skip_sync = model.no_sync
 
 
-def _buffer_option(wanted: bool) -> dict[str, bool]:
+def _buffer_option(wanted: bool) -> dict[str, Any]:
     """The argument for buffers, which torch renamed; the old name warns."""
     names = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": wanted}

@@ -20,8 +20,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# The machine is shared: how long an example takes says nothing.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 _ENDING_S = 3.0
 # What pytest and imports of torch set.

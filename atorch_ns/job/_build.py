@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
+from atorch_ns.job._bare import bare
 from atorch_ns.job._job import Job, ParameterGroups
 from atorch_ns.job._loss import LossFunction, wrap_loss
 from atorch_ns.job._masters import MasterWeights
@@ -68,10 +71,10 @@ def parameter_groups(job: Job) -> ParameterGroups:
             tensors that are not parameters of the model.
     """
     if job.inputs.optim_param_func is None:
-        given: Iterable[Any] = [p for p in job.module.parameters() if p.requires_grad]
+        groups = _as_groups(p for p in job.module.parameters() if p.requires_grad)
     else:
-        given = job.inputs.optim_param_func(job.module)
-    groups = _as_groups(given)
+        with bare(job.module) as model:  # what the function gives may be lazy: it is read inside
+            groups = _as_groups(job.inputs.optim_param_func(model))
     own = {id(parameter) for parameter in job.module.parameters()}
     for group in groups:
         for parameter in group["params"]:
@@ -104,12 +107,11 @@ def _listed(group: dict[str, Any]) -> list[Any]:
 def _scaler(job: Job) -> LossScaler | None:
     if job.loss_scaling is None:
         return None
-    group = job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
     return LossScaler(
         job.cluster.device_type,
         init_scale=job.loss_scaling.init_scale,
         growth_interval=job.loss_scaling.growth_interval,
-        group=group,
+        group=_data_group(job),
     )
 
 
@@ -117,20 +119,28 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
     if job.inputs.optim_func is None:
         return None
     groups = parameter_groups(job)
-    if job.take_over is not None:
-        model, optimizer = job.take_over(groups)
-        job.wrap(model)
-        return optimizer
     masters = MasterWeights(job.module.parameters()) if job.plan.master_dtype else None
     if masters is not None:
         groups = masters.groups(groups)
-    make = job.make_optimizer or (lambda groups: make_user_optimizer(job, groups))
-    optimizer = make(groups)
-    if scaler is None and masters is None and not job.skip_if_nonfinite:
+    if job.take_over is not None:
+        model, optimizer = job.take_over(groups)
+        job.wrap(model)
+    else:
+        optimizer = (job.make_optimizer or partial(make_user_optimizer, job))(groups)
+    steps_alone = scaler is None and masters is None and not job.skip_if_nonfinite
+    if steps_alone or job.use_optim_backward:  # a backward pass of its own goes with a step of its own
         return optimizer
     return StepOptimizer(
-        optimizer, scaler=scaler, masters=masters, skip_if_nonfinite=job.skip_if_nonfinite
+        optimizer,
+        scaler=scaler,
+        masters=masters,
+        skip_if_nonfinite=job.skip_if_nonfinite,
+        group=_data_group(job),
     )
+
+
+def _data_group(job: Job) -> dist.ProcessGroup | None:
+    return job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
 
 
 def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimizer:
@@ -157,7 +167,6 @@ def _wrap_forward(job: Job) -> None:
 def _loader(job: Job) -> TrainLoader | None:
     if job.inputs.dataset is None:
         return None
-    group = job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
     return build_dataloader(
         job.inputs.dataset,
         args=job.inputs.dataloader_args,
@@ -165,7 +174,7 @@ def _loader(job: Job) -> TrainLoader | None:
         seed=job.inputs.sampler_seed,
         data_rank=job.data_rank,
         num_data_ranks=job.num_data_ranks,
-        group=group,
+        group=_data_group(job),
     )
 
 
@@ -200,7 +209,7 @@ def _report(job: Job, resolved: Resolved) -> Report:
         world_size=job.cluster.world_size,
         axes=job.mesh.axes if job.mesh is not None else (),
         device=job.cluster.device,
-        num_parameters=sum(parameter.numel() for parameter in job.module.parameters()),
+        num_parameters=job.num_parameters,
         parameter_bytes_per_rank=sum(_local_bytes(parameter) for parameter in job.module.parameters()),
     )
 

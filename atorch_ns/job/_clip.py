@@ -27,8 +27,8 @@ def gradient_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) ->
     norms = [_full(torch.nn.utils.get_total_norm(_grads(group), norm_type)) for group in groups]
     if not norms:
         return torch.zeros(())
-    stacked = torch.stack([norm.float() for norm in norms])
-    return torch.linalg.vector_norm(stacked, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
+    return total
 
 
 @torch.no_grad()

@@ -96,9 +96,12 @@ class Inputs:
     def _combination_problems(self) -> list[str]:
         problems = []
         if self.optim_func is None:
-            for name in ("optim_args", "optim_param_func", "lr_scheduler_cls"):
-                if getattr(self, name) is not None:
-                    problems.append(f"{name} is given without optim_func, so nothing would use it.")
+            names = ("optim_args", "optim_param_func", "lr_scheduler_cls")
+            problems += [
+                f"{name} is given without optim_func, so nothing would use it."
+                for name in names
+                if getattr(self, name) is not None
+            ]
         if self.lr_scheduler_cls is None and self.lr_scheduler_args is not None:
             problems.append("lr_scheduler_args is given without lr_scheduler_cls.")
         if self.dataset is None and (self.dataloader_args or self.distributed_sampler_cls):

@@ -57,6 +57,7 @@ class Job:
         module: the model inside outer wrappers, with the user's attribute names.
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         seed: seed for initial values, the same on every rank.
+        num_parameters: elements of the user's model, before any sharding.
         placed: whether a method has put the model on its device.
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
@@ -79,6 +80,7 @@ class Job:
     model: nn.Module
     module: nn.Module
     seed: int
+    num_parameters: int = 0
     mesh: Mesh | None = None
     placed: bool = False
     skip_sync: SkipSync = never_synchronised
@@ -97,8 +99,15 @@ class Job:
     @classmethod
     def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int) -> Job:
         """A job to which nothing has been done yet."""
+        model = inputs.model
         return cls(
-            inputs=inputs, cluster=cluster, plan=plan, model=inputs.model, module=inputs.model, seed=seed
+            inputs=inputs,
+            cluster=cluster,
+            plan=plan,
+            model=model,
+            module=model,
+            seed=seed,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
 
     @property

@@ -98,7 +98,8 @@ class Materialiser:
 def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
     from_model = getattr(model, "_init_weights", None)
     if callable(from_model):
-        return lambda module: torch.no_grad()(from_model)(module)
+        without_grad: Callable[[nn.Module], object] = torch.no_grad()(from_model)
+        return without_grad
 
     def reset(module: nn.Module) -> object:
         for name in ("reset_parameters", "_reset_parameters"):

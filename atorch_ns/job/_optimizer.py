@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from atorch_ns.errors import StepError
 from atorch_ns.job._clip import gradient_norm
@@ -26,6 +27,7 @@ class StepOptimizer(torch.optim.Optimizer):
         scaler: dynamic loss scaling, or ``None``.
         masters: fp32 copies, or ``None``.
         skip_if_nonfinite: without a scaler, skip a step whose gradients are infinite or NaN.
+        group: the ranks that must skip a step together; ``None`` for one rank.
 
     Attributes:
         num_skipped: steps skipped so far.
@@ -39,6 +41,7 @@ class StepOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None = None,
         masters: MasterWeights | None = None,
         skip_if_nonfinite: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
         self.inner = inner
@@ -47,6 +50,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self.num_skipped = 0
         self.skipped = False
         self._skip_if_nonfinite = skip_if_nonfinite
+        self._group = group
         self._prepared = False
         self._overflow = False
 
@@ -109,12 +113,12 @@ class StepOptimizer(torch.optim.Optimizer):
         return self.inner.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state."""
         return self.inner.state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's defaults."""
         return self.inner.defaults
 
@@ -150,8 +154,13 @@ class StepOptimizer(torch.optim.Optimizer):
         )
 
     def _nonfinite(self) -> bool:
+        """Whether any rank sees a bad gradient: a rank may hold only a part of them."""
         parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        return not bool(torch.isfinite(gradient_norm(parameters)))
+        flag = (~torch.isfinite(gradient_norm(parameters))).float()
+        if self._group is not None:
+            flag = flag.to(parameters[0].device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -127,7 +127,7 @@ class TrainStep:
         if job.use_optim_backward:
             optimizer.backward(share)  # type: ignore[attr-defined]
         else:
-            share.backward()  # type: ignore[no-untyped-call]
+            share.backward()
         return loss.detach().to(torch.float32).reshape(())
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import difflib
 import importlib.metadata
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from atorch_ns.errors import MethodNotFoundError, Problem, RegistrationError
 from atorch_ns.method._method import Method
@@ -25,14 +26,14 @@ class Registry:
         RegistrationError: if a name is taken or a class is no finished method.
     """
 
-    def __init__(self, methods: Iterable[type[Method]] = ()) -> None:
-        self._methods: dict[str, Method] = {}
+    def __init__(self, methods: Iterable[type[Method[Any]]] = ()) -> None:
+        self._methods: dict[str, Method[Any]] = {}
         self._names: dict[str, str] = {}
         self._origins: dict[str, str] = {}
         for method in methods:
             self.add(method)
 
-    def add(self, kind: type[Method], *, origin: str = "atorch_ns") -> None:
+    def add(self, kind: type[Method[Any]], *, origin: str = "atorch_ns") -> None:
         """Registers a method class; ``origin`` is the distribution it comes from."""
         if not (isinstance(kind, type) and issubclass(kind, Method)):
             raise RegistrationError(f"{kind!r} is not a subclass of atorch_ns.method.Method")
@@ -52,7 +53,7 @@ class Registry:
         for name in (method.name, *method.aliases):
             self._names[name] = method.name
 
-    def get(self, name: str) -> Method:
+    def get(self, name: str) -> Method[Any]:
         """The method of this name or alias.
 
         Raises:
@@ -68,7 +69,7 @@ class Registry:
         hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(self._methods))}."
         return Problem(message=f"unknown method {name!r}. {hint}")
 
-    def default_for(self, role: str) -> Method | None:
+    def default_for(self, role: str) -> Method[Any] | None:
         """The method that is added where nothing in a strategy fills ``role``."""
         return next((method for method in self if method.default_for == role), None)
 
@@ -79,7 +80,7 @@ class Registry:
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    def __iter__(self) -> Iterator[Method]:
+    def __iter__(self) -> Iterator[Method[Any]]:
         return iter(self._methods.values())
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ class Note:
 class Chosen:
     """A method with its validated config."""
 
-    method: Method
+    method: Method[Any]
     config: MethodConfig
 
 
@@ -113,7 +113,7 @@ def _validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], lis
     return chosen, problems
 
 
-def _config_problem(method: Method, issue: Any) -> Problem:
+def _config_problem(method: Method[Any], issue: Any) -> Problem:
     path = [str(part) for part in issue["loc"]]
     fields = list(method.Config.model_fields)
     key = ".".join(path) or None
@@ -169,7 +169,9 @@ def _complete(
     chosen: list[Chosen], cluster: Cluster, registry: Registry
 ) -> tuple[list[Chosen], list[Note], list[Problem]]:
     """Adds the default method for every role that is needed and not filled."""
-    complete, notes, problems = list(chosen), [], []
+    complete = list(chosen)
+    notes: list[Note] = []
+    problems: list[Problem] = []
     tried: set[str] = set()
     while True:
         need = next((need for need in _unfilled(complete, cluster) if need.role not in tried), None)

@@ -40,7 +40,7 @@ def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
     """Whether one of the selectors means this module."""
     classes = class_names(module)
     return any(
-        selector in classes or fnmatch.fnmatchcase(name, selector) and not _is_class_like(selector, name)
+        selector in classes or (fnmatch.fnmatchcase(name, selector) and not _selects_all(selector))
         for selector in selectors
     )
 
@@ -55,6 +55,6 @@ def class_names(module: nn.Module) -> set[str]:
     return names
 
 
-def _is_class_like(selector: str, name: str) -> bool:
-    """A bare ``*`` would select everything, which nobody means."""
-    return selector.strip("*") == "" and name != selector
+def _selects_all(selector: str) -> bool:
+    """A bare ``*`` would select every module inside every other, which nobody means."""
+    return selector.strip("*") == ""

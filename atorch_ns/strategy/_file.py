@@ -17,6 +17,8 @@ from atorch_ns.strategy._schema import StrategyDocument
 from atorch_ns.strategy._values import JSON
 
 YAML_SUFFIXES = (".yaml", ".yml")
+_YAML_LINE_BREAKS = "\x85\u2028\u2029\ufeff"
+"""Characters that PyYAML writes as they are and reads as line breaks."""
 
 
 def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
@@ -59,9 +61,11 @@ def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
 
 def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
     """The one form of a document: JSON, or YAML where the suffix asks for it."""
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     if suffix.lower() in YAML_SUFFIXES:
-        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100).encode()
-    return (json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        readable = not set(_YAML_LINE_BREAKS) & set(text)
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=readable, width=100).encode()
+    return (text + "\n").encode()
 
 
 def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> None:
@@ -93,7 +97,8 @@ def _parse(content: bytes, name: str) -> Any:
         raise StrategyFileError(f"not a text file ({error})", source=name) from error
     if not text.strip():
         raise StrategyFileError("the file is empty", source=name)
-    as_yaml = Path(name).suffix.lower() in YAML_SUFFIXES
+    # YAML in bytes has no suffix to tell it by; its documents, unlike JSON's, begin with a word or a dash.
+    as_yaml = Path(name).suffix.lower() in YAML_SUFFIXES or text.lstrip()[:1] not in ("[", "{")
     try:
         return yaml.safe_load(text) if as_yaml else json.loads(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any, TypeAlias
 
-JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 
 class UnwritableValueError(ValueError):
@@ -29,12 +29,12 @@ def canonical(value: Any) -> JSON:
     Raises:
         UnwritableValueError: for lambdas, tensors, modules and other objects without a name.
     """
-    if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return _finite(value)
-    if isinstance(value, enum.Enum):
-        return value.name
     if isinstance(value, Mapping):
         return _canonical_mapping(value)
     if isinstance(value, (list, tuple)):
@@ -83,7 +83,7 @@ def _canonical_set(value: Set[Any]) -> JSON:
     names = [item for item in value if isinstance(item, str)]
     if len(value) == 2 and len(names) == 1 and any(item is True for item in value):
         return {names[0]: True}
-    return sorted((canonical(item) for item in value), key=lambda item: canonical_text(item))
+    return sorted((canonical(item) for item in value), key=canonical_text)
 
 
 def _canonical_object(value: Any) -> JSON:

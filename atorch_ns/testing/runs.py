@@ -84,7 +84,8 @@ def plain_loop_step(result: Result, batch: Any) -> torch.Tensor:
     """One step written out as the specification shows it, with the model called by the case's format."""
     from atorch_ns.job.inputs import call_model
 
-    assert result.optim is not None and result.loss_func is not None
+    assert result.optim is not None
+    assert result.loss_func is not None
     device = result.job.device
     data = result.prepare_input(batch, device)
     result.optim.zero_grad()

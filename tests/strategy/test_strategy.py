@@ -116,7 +116,7 @@ def test_round_trip_and_same_bytes(steps: Any, world: Any, provenance: Any, suff
     strategy = Strategy(steps, requires=Requires(world_size=world), provenance=provenance)
     again = Strategy(list(strategy), requires=strategy.requires, provenance=strategy.provenance)
     assert again.to_bytes(suffix=suffix) == strategy.to_bytes(suffix=suffix)
-    assert Strategy.load(strategy.to_bytes()) == strategy
+    assert Strategy.load(strategy.to_bytes(suffix=suffix)) == strategy
 
 
 def test_equal_content_in_another_order_of_keys_is_equal() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -241,15 +242,21 @@ def _keep_a_data_loader() -> tuple[int, list[int]]:
     return os.getpid(), [worker.pid for worker in psutil.Process().children()]
 
 
-def test_what_a_rank_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_what_a_rank_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not tmp_path: its long name would not leave room for the workers' sockets in it.
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        _check_what_a_rank_started()
+        assert not list(Path(folder).iterdir())
+
+
+def _check_what_a_rank_started() -> None:
     ((rank, workers),) = run_ranks(_keep_a_data_loader, 1)
     assert len(workers) == 2
     deadline = time.monotonic() + 2
     while any(map(_is_running, [rank, *workers])):
         assert time.monotonic() < deadline, "a data-loading worker outlived its rank"
         time.sleep(0.01)
-    assert not list(tmp_path.iterdir())
 
 
 def _is_running(pid: int) -> bool:

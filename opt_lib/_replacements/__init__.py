@@ -1,0 +1,24 @@
+"""What ``module_replace`` can put in the place of a model's own modules.
+
+A replacement says by itself what it requires (package, device, dtypes). Those that want the same modules
+stand in order of preference: each works on what the earlier ones left, so that torch's own fused kernel,
+last, takes over wherever a faster package is absent.
+"""
+
+from __future__ import annotations
+
+from opt_lib._replacements._base import Outcome, Replacement, Requirements
+from opt_lib._replacements._registry import (
+    known_replacements,
+    register_replace_pair,
+    unregister_replace_pair,
+)
+
+__all__ = [
+    "Outcome",
+    "Replacement",
+    "Requirements",
+    "known_replacements",
+    "register_replace_pair",
+    "unregister_replace_pair",
+]

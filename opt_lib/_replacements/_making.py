@@ -1,0 +1,133 @@
+"""Making a new module from an old one: its settings are read off, its parameters are moved, never copied."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import RegistrationError
+
+__all__ = ["Convert", "converter", "move_state"]
+
+Convert = Callable[[nn.Module], nn.Module]
+"""Makes the new module from the old one."""
+
+_ABSENT = object()
+
+
+def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
+    """How a ``target`` is made from a ``source``; the first of these that applies.
+
+    1. ``target.from_module(module)``, a class method.
+    2. A subclass of the source: it takes over all attributes. Its ``__init__`` is not called.
+    3. The constructor, each parameter read off the attribute of that name. A parameter that is True or
+       False where the attribute is a tensor or None (as ``bias`` of Linear) asks whether there is one.
+    """
+    if callable(getattr(target, "from_module", None)):
+        return target.from_module  # type: ignore[attr-defined,no-any-return]
+    if issubclass(target, source):
+        return lambda module: take_over(module, target)
+    return lambda module: _construct(module, target)
+
+
+def take_over(module: nn.Module, target: type[nn.Module]) -> nn.Module:
+    """A ``target`` with the attributes of ``module``; they share everything."""
+    new: nn.Module = target.__new__(target)
+    vars(new).update(vars(module))
+    return new
+
+
+def move_state(old: nn.Module, new: nn.Module) -> None:
+    """Gives the parameters and buffers of ``old`` to ``new``, the same objects, by name; and its mode.
+
+    Raises:
+        RegistrationError: if the two do not have the same ones, of the same shapes.
+    """
+    theirs, ours = old.state_dict(keep_vars=True), new.state_dict(keep_vars=True)
+    missing, added = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+    if missing or added:
+        parts = [f"lacks {', '.join(missing)}"] if missing else []
+        parts += [f"adds {', '.join(added)}"] if added else []
+        raise RegistrationError(
+            f"the new {type(new).__qualname__} {' and '.join(parts)}. It must have the parameters and "
+            f"buffers of {type(old).__qualname__} under the same names, or checkpoints would not fit."
+        )
+    for path, part in old.named_modules(remove_duplicate=False):
+        _move_own(part, new, path)
+    modes = {path: part.training for path, part in old.named_modules(remove_duplicate=False)}
+    for path, part in new.named_modules():
+        part.training = modes.get(path, old.training)
+
+
+def _move_own(part: nn.Module, new: nn.Module, path: str) -> None:
+    """Moves what ``part``, found at ``path`` in the old module, owns itself."""
+    for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is None:
+            continue
+        place = _submodule(new, path)
+        there = getattr(place, name, None)
+        if isinstance(there, torch.Tensor) and _same_kind(there, tensor):
+            setattr(place, name, tensor)
+        elif name not in part._non_persistent_buffers_set:  # the new module may work without those
+            raise RegistrationError(
+                f"{f'{path}.{name}'.lstrip('.')} is {_kind(there)} in the new {type(new).__qualname__} and "
+                f"{_kind(tensor)} in the {type(part).__qualname__} it replaces."
+            )
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return isinstance(one, nn.Parameter) == isinstance(other, nn.Parameter) and one.shape == other.shape
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "absent"
+    what = "a parameter" if isinstance(value, nn.Parameter) else "a buffer"
+    return f"{what} of shape {tuple(value.shape)}"
+
+
+def _construct(module: nn.Module, target: type[nn.Module]) -> nn.Module:
+    arguments, missing = _arguments(module, target)
+    if missing:
+        raise RegistrationError(
+            f"{target.__qualname__} needs {', '.join(missing)}, and {type(module).__qualname__} has no such "
+            f"attribute. Add a class method from_module(module) to {target.__qualname__}, or pass convert=."
+        )
+    tensor = next((t for t in (*module.parameters(), *module.buffers())), None)
+    device = torch.device("cpu") if tensor is None else tensor.device
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), device:
+        return target(**arguments)
+
+
+def _arguments(module: nn.Module, target: type[nn.Module]) -> tuple[dict[str, Any], list[str]]:
+    """The constructor's arguments that the module's attributes answer, and the names they do not."""
+    arguments: dict[str, Any] = {}
+    missing: list[str] = []
+    for name, parameter in inspect.signature(target).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        value = getattr(module, name, _ABSENT)
+        if _is_yes_or_no(parameter) and (value is None or isinstance(value, torch.Tensor)):
+            value = value is not None
+        if value is _ABSENT or inspect.isroutine(value) or isinstance(value, torch.Tensor):
+            if parameter.default is parameter.empty:
+                missing.append(name)
+        else:
+            arguments[name] = value
+    return arguments, missing
+
+
+def _is_yes_or_no(parameter: inspect.Parameter) -> bool:
+    return isinstance(parameter.default, bool) or parameter.annotation in (bool, "bool")

@@ -1,0 +1,137 @@
+"""What both versions of fully sharded training need: units, replicated parameters, equal beginnings."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, Materialiser
+from atorch_ns.profile import repeated_blocks, select_modules
+from opt_lib._shard_config import ShardConfig
+
+__all__ = [
+    "Switch",
+    "average_ignored",
+    "broadcast_from_first",
+    "dtype_of",
+    "ignored_parameters",
+    "init_function",
+    "place_ignored",
+    "wrap_units",
+]
+
+
+def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
+    """The modules that are gathered as one unit each, the root excluded, parents before children.
+
+    A module that shares a parameter with another outside it stays with the root: a shared parameter can
+    belong to one unit only.
+    """
+    if config.atorch_wrap_cls is not None:
+        units = [found.module for found in select_modules(model, config.atorch_wrap_cls)]
+    elif config.atorch_size_based_min_num_params is not None:
+        units = _large_modules(model, config.atorch_size_based_min_num_params)
+    else:
+        units = [block.module for block in repeated_blocks(model)]
+    uses = _uses(model)
+    return [unit for unit in units if all(uses[key] == count for key, count in _uses(unit).items())]
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """How many modules inside ``module`` hold each parameter, by identity."""
+    return Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
+
+
+def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules that have enough parameters left when the large ones inside them are taken out."""
+    units: list[nn.Module] = []
+
+    def remaining(module: nn.Module) -> int:
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        total = own + sum(remaining(child) for child in module.children())
+        if module is not model and total >= min_num_params and not isinstance(module, nn.ModuleList):
+            units.append(module)
+            return 0
+        return total
+
+    remaining(model)
+    return list(reversed(units))
+
+
+def ignored_parameters(
+    model: nn.Module, config: ShardConfig, materialiser: Materialiser
+) -> set[nn.Parameter]:
+    """The parameters that are replicated instead of sharded, with memory if the model is on meta."""
+    if not config.ignored:
+        return set()
+    modules = [found.module for found in select_modules(model, config.ignored)]
+    materialiser.materialise(modules)
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def place_ignored(job: Job, ignored: set[nn.Parameter]) -> None:
+    """Moves replicated parameters to this rank's device."""
+    for parameter in ignored:
+        parameter.data = parameter.data.to(job.device)
+
+
+class Switch:
+    """Whether gradients of replicated parameters are averaged in the present backward pass."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+
+def average_ignored(job: Job, ignored: set[nn.Parameter]) -> Switch:
+    """Averages gradients that nothing else does, or the ranks would diverge; the switch pauses it."""
+    assert job.mesh is not None
+    group, size, switch = job.mesh.data_group, job.mesh.data.size(), Switch()
+
+    def average(parameter: torch.Tensor) -> None:
+        if switch.on and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= size
+
+    for parameter in ignored:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+    return switch
+
+
+def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
+    """The function of that qualified name.
+
+    Raises:
+        InputError: if there is none.
+    """
+    if name is None:
+        return None
+    module, _, function = name.rpartition(".")
+    try:
+        found: Callable[[nn.Module], object] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"param_init_fn={name!r} cannot be imported: {error}") from error
+    return found
+
+
+@torch.no_grad()
+def broadcast_from_first(job: Job, tensors: Iterable[torch.Tensor]) -> None:
+    """Gives ``tensors`` the values they have on the first data rank; collective."""
+    assert job.mesh is not None
+    group = job.mesh.data_group
+    source = dist.get_process_group_ranks(group)[0]
+    for tensor in tensors:
+        local = tensor.data.to(job.device)
+        dist.broadcast(local, src=source, group=group)
+        tensor.data.copy_(local)
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype of that torch name."""
+    return None if name is None else getattr(torch, name)
