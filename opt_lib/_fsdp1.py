@@ -60,14 +60,12 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
         broadcast_from_first(job, (tensor for tensor in tensors if not tensor.is_meta))
     place_ignored(job, ignored)
     units = wrap_units(job.module, config)
-    options = _options(job, config, materialiser, keep_gathered)
     if config.wrap_trainable_outmost:
-        root = _wrap_trainable_outmost(job.module, units, ignored, options)
-    else:
-        policy = _policy(units)
-        root = FullyShardedDataParallel(
-            job.module, auto_wrap_policy=policy, ignored_states=list(ignored), **options
-        )
+        units = _frozen_parts(job.module, units)
+    options = _options(job, config, materialiser, keep_gathered)
+    root = FullyShardedDataParallel(
+        job.module, auto_wrap_policy=_policy(units), ignored_states=list(ignored), **options
+    )
     job.wrap(root)
     job.placed = True
     job.clip = _clip(root)
@@ -120,7 +118,7 @@ def _options(
     return {
         "process_group": group,
         "sharding_strategy": strategy,
-        "cpu_offload": CPUOffload(offload_params=True) if config.cpu_offload else None,
+        "cpu_offload": CPUOffload(offload_params=config.cpu_offload and job.device.type != "cpu"),
         "backward_prefetch": None if prefetch is None else BackwardPrefetch[prefetch],
         "mixed_precision": _mixed_precision(job, config),
         "param_init_fn": lambda module: materialiser.materialise([module]),
@@ -154,26 +152,26 @@ def _policy(units: list[nn.Module]) -> CustomPolicy:
     return CustomPolicy(lambda module: id(module) in chosen)
 
 
-def _wrap_trainable_outmost(
-    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter], options: dict[str, Any]
-) -> FullyShardedDataParallel:
-    """Leaves the trainable parameters inside units to the outermost wrapper, which gathers them together."""
-    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if not trainable or len(trainable) == sum(1 for _ in model.parameters()):
+def _frozen_parts(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The largest frozen modules inside ``units``: with these as units, one wrapper around the model is left
+    with the trainable parameters, and gathers them together."""
+    trainable = any(parameter.requires_grad for parameter in model.parameters())
+    if not trainable or all(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
             "here " + ("nothing is frozen." if trainable else "nothing is trainable.")
         )
-    parents = {
-        id(child): (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    }
-    for unit in reversed(units):  # children before parents
-        parent, name = parents[id(unit)]
-        wrapped = FullyShardedDataParallel(unit, ignored_states=list(trainable | ignored), **options)
-        setattr(parent, name, wrapped)
-    return FullyShardedDataParallel(model, ignored_states=list(ignored), **options)
+    return [part for unit in units for part in _frozen(unit)]
+
+
+def _frozen(module: nn.Module) -> Iterator[nn.Module]:
+    parameters = list(module.parameters())
+    container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if parameters and not container and not any(parameter.requires_grad for parameter in parameters):
+        yield module
+    else:
+        for child in module.children():
+            yield from _frozen(child)
 
 
 def _clip(root: FullyShardedDataParallel) -> Any:

@@ -135,9 +135,11 @@ class ShardConfig(MethodConfig):
         """Whether parameters stay gathered between forward and backward, as ZeRO 2 does."""
         return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
-    def without_counterpart(self) -> Iterable[str]:
-        """The settings that version 2 has no counterpart for, each a sentence."""
+    def without_counterpart(self, device_type: str) -> Iterable[str]:
+        """The settings that the version has no counterpart for on this device, each a sentence."""
         if self.version == 1:
+            if self.cpu_offload and device_type == "cpu":
+                yield "cpu_offload is not used: the model is in host memory already"
             if self.reshard_after_forward is not None:
                 yield "reshard_after_forward has no meaning in version 1 and is not used"
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, final
 
 import torch
@@ -55,6 +56,7 @@ class AmpNative(Method[AmpNativeConfig]):
     phase = Phase.STEP
     Config = AmpNativeConfig
     provides = ("precision",)
+    variants = MappingProxyType({"bf16": {"dtype": "bf16"}})
 
     def check(self, config: AmpNativeConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """bf16 needs a GPU that has it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import final
 
 from atorch_ns.cluster import Cluster
@@ -37,6 +38,7 @@ class Fsdp(Method[FsdpConfig]):
         Conflict("half", _fsdp1.WHY_NOT_HALF, when=lambda mine, _: mine.version == 1),
         Conflict("compile", _fsdp1.WHY_NOT_COMPILE, when=lambda mine, _: mine.version == 1),
     )
+    variants = MappingProxyType({"version 1": {"version": 1}})
     needs_process_group = True
 
     def needs(self, config: FsdpConfig, cluster: Cluster) -> Iterable[Need]:
@@ -45,7 +47,7 @@ class Fsdp(Method[FsdpConfig]):
 
     def notices(self, config: FsdpConfig, cluster: Cluster) -> Iterable[str]:
         """FSDP1 arguments without a counterpart."""
-        return (f"fsdp: {text}" for text in config.without_counterpart())
+        return (f"fsdp: {text}" for text in config.without_counterpart(cluster.device_type))
 
     def check(self, config: FsdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The selected modules must exist."""

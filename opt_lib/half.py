@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, final
 
 import torch
@@ -67,6 +68,7 @@ class Half(Method[HalfConfig]):
     phase = Phase.CAST
     Config = HalfConfig
     provides = ("precision",)
+    variants = MappingProxyType({"bf16": {"dtype": "bf16"}})
 
 
     def plan(self, plan: Plan, config: HalfConfig) -> Plan:

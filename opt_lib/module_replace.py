@@ -68,12 +68,12 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
     def check(self, config: ModuleReplaceConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The named replacements must be known to this process."""
         known = known_replacements()
-        problems = []
-        for key, names in (("include", config.include or ()), ("exclude", config.exclude)):
-            for name in names:
-                if name not in known:
-                    problems.append(_unknown(self.name, key, name, known))
-        return problems
+        return [
+            _unknown(self.name, key, name, known)
+            for key, names in (("include", config.include or ()), ("exclude", config.exclude))
+            for name in names
+            if name not in known
+        ]
 
     def plan(self, plan: Plan, config: ModuleReplaceConfig) -> Plan:
         """Modules are replaced."""

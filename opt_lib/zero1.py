@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 from pydantic import Field, model_validator
@@ -49,6 +50,7 @@ class Zero1(Method[Zero1Config]):
     Config = Zero1Config
     provides = ("optimizer_sharding",)
     conflicts = _deepspeed.conflicts(lambda config: config.deepspeed)
+    variants = MappingProxyType({"fairscale": {"backend": "fairscale"}, "DeepSpeed": {"use_ds_zero": True}})
     needs_process_group = True
 
     def roles(self, config: Zero1Config) -> tuple[str, ...]:

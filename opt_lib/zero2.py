@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import final
 
 from pydantic import Field, model_validator
@@ -49,6 +50,9 @@ class Zero2(Method[Zero2Config]):
         *_deepspeed.conflicts(lambda config: config.use_ds_zero),
         *_fairscale.conflicts(lambda config: config.not_use_fsdp),
     )
+    variants = MappingProxyType(
+        {"version 1": {"version": 1}, "fairscale": {"not_use_fsdp": True}, "DeepSpeed": {"use_ds_zero": True}}
+    )
     needs_process_group = True
 
     def needs(self, config: Zero2Config, cluster: Cluster) -> Iterable[Need]:
@@ -57,7 +61,7 @@ class Zero2(Method[Zero2Config]):
 
     def notices(self, config: Zero2Config, cluster: Cluster) -> Iterable[str]:
         """FSDP1 arguments without a counterpart."""
-        return (f"zero2: {text}" for text in config.without_counterpart())
+        return (f"zero2: {text}" for text in config.without_counterpart(cluster.device_type))
 
     def check(self, config: Zero2Config, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The backend and the selected modules must exist."""

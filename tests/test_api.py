@@ -201,20 +201,22 @@ BAD_STRATEGIES: list[Any] = [
 
 
 def _call_badly(strategies: list[Any]) -> list[str]:
-    seen = []
-    for strategy in strategies:
-        try:
-            accelerate_case(get_case("mlp"), strategy)
-        except AtorchError as error:
-            seen.append(type(error).__name__)
-    return seen
+    return [type(_error_of(strategy)).__name__ for strategy in strategies]
+
+
+def _error_of(strategy: Any) -> AtorchError | None:
+    try:
+        accelerate_case(get_case("mlp"), strategy)
+    except AtorchError as error:
+        return error
+    return None
 
 
 def test_every_rank_raises_the_same_error() -> None:
     started = time.monotonic()
     ranks = run_ranks(_call_badly, 2, args=(BAD_STRATEGIES,))
     assert ranks[0] == ranks[1]
-    assert len(ranks[0]) == len(BAD_STRATEGIES)
+    assert "NoneType" not in ranks[0]
     assert time.monotonic() - started < 20
 
 
@@ -432,7 +434,7 @@ def test_fp16_without_the_scaled_loss_is_an_error_and_not_a_wrong_step() -> None
     batch = next(iter(result.dataloader or ()))
     case = get_case("mlp")
     case.loss_func(batch, case.call(result.model, batch)).backward()
-    with pytest.raises(StepError, match="result.loss_func"):
+    with pytest.raises(StepError, match=r"result\.loss_func"):
         result.optim.step()  # type: ignore[union-attr]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atorch_ns.cluster._agreement import agree, same_everywhere
-from atorch_ns.cluster._cluster import OPTIONAL_PACKAGES, Cluster
+from atorch_ns.cluster._cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
 from atorch_ns.cluster._launch import join_process_group
 from atorch_ns.cluster._layout import AXES, check_axes, fit, layout, mesh_ranks
 
@@ -20,6 +20,7 @@ __all__ = [
     "agree",
     "check_axes",
     "fit",
+    "installed_packages",
     "join_process_group",
     "layout",
     "mesh_ranks",

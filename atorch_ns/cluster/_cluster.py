@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["OPTIONAL_PACKAGES", "Cluster"]
+__all__ = ["OPTIONAL_PACKAGES", "Cluster", "installed_packages"]
 
 OPTIONAL_PACKAGES: Mapping[str, str] = {
     "fairscale": "fairscale",
@@ -89,7 +89,7 @@ class Cluster:
             **ranks,
             local_rank=local_rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks["world_size"]))),
-            packages=_installed_packages(),
+            packages=installed_packages(),
             torch=torch.__version__,
             **_device_facts(local_rank),
         )
@@ -113,7 +113,8 @@ def _device_facts(local_rank: int) -> dict[str, Any]:
     }
 
 
-def _installed_packages() -> dict[str, str]:
+def installed_packages() -> dict[str, str]:
+    """Version by import name of the optional packages that are installed; none is imported."""
     found = {}
     for module, distribution in OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atorch_ns.method._composition import Composition, Pairing, composition
 from atorch_ns.method._config import Flag, MethodConfig, ModuleSelectors, dtype_name
 from atorch_ns.method._method import Conflict, Method, Need
 from atorch_ns.method._phase import ORDER, Phase
@@ -12,6 +13,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "ORDER",
     "Chosen",
+    "Composition",
     "Conflict",
     "Flag",
     "Method",
@@ -19,10 +21,12 @@ __all__ = [
     "ModuleSelectors",
     "Need",
     "Note",
+    "Pairing",
     "Phase",
     "Registry",
     "Resolved",
     "clash",
+    "composition",
     "dtype_name",
     "fold_plan",
     "load_registry",

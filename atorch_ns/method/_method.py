@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from atorch_ns.errors import Problem, RegistrationError
@@ -62,6 +63,7 @@ class Method(ABC, Generic[C]):
         provides: the roles it fills. Two methods that fill one role exclude each other.
         default_for: the role it is added for when a strategy leaves that role empty.
         conflicts: methods it cannot stand with.
+        variants: configs that compose differently from the default one, by what sets them apart.
         needs_process_group: whether it means nothing in a process that is not one of a group; there it is
             left out with a warning.
 
@@ -75,6 +77,7 @@ class Method(ABC, Generic[C]):
     provides: ClassVar[tuple[str, ...]] = ()
     default_for: ClassVar[str | None] = None
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     needs_process_group: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:

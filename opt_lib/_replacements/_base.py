@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from atorch_ns.cluster import OPTIONAL_PACKAGES, Cluster
 
-__all__ = ["Outcome", "Replacement", "Requirements", "why_untouchable"]
+__all__ = ["ANYWHERE", "Outcome", "Replacement", "Requirements", "why_untouchable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,10 @@ class Requirements:
         return None
 
 
+ANYWHERE = Requirements()
+"""Of a replacement that needs nothing but torch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a replacement did to a model.
@@ -71,7 +75,7 @@ class Replacement(ABC):
     """
 
     name: str
-    requirements: Requirements = Requirements()
+    requirements: Requirements = ANYWHERE
     by_user: ClassVar[bool] = False
 
     @property

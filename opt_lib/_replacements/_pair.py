@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from atorch_ns.errors import AtorchError, RegistrationError
-from opt_lib._replacements._base import Outcome, Replacement, Requirements, why_untouchable
+from opt_lib._replacements._base import ANYWHERE, Outcome, Replacement, Requirements, why_untouchable
 from opt_lib._replacements._making import Convert, move_state
 
 __all__ = ["ClassPair", "replace_modules"]
@@ -32,7 +32,7 @@ class ClassPair(Replacement):
     source: type[nn.Module]
     convert: Convert
     target: type[nn.Module] | None = None
-    requirements: Requirements = Requirements()
+    requirements: Requirements = ANYWHERE
     include_subclasses: bool = False
 
     by_user = True
@@ -65,7 +65,9 @@ class ClassPair(Replacement):
             raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
         if not isinstance(new, nn.Module if self.target is None else self.target):
             wanted = "a module" if self.target is None else f"a {self.target.__qualname__}"
-            raise RegistrationError(f"{old}: the function gave a {type(new).__qualname__} instead of {wanted}.")
+            raise RegistrationError(
+                f"{old}: the function gave a {type(new).__qualname__} instead of {wanted}."
+            )
         try:
             move_state(module, new)
         except RegistrationError as error:

@@ -185,7 +185,9 @@ def _is_module_class(value: object) -> bool:
 
 def _check_convert(name: str, convert: object) -> None:
     if convert is not None and not callable(convert):
-        raise RegistrationError(f"{name!r}: convert={convert!r} is no function from the old module to the new.")
+        raise RegistrationError(
+            f"{name!r}: convert={convert!r} is no function from the old module to the new."
+        )
 
 
 def _dtype_names(name: str, dtypes: Iterable[torch.dtype | str] | None) -> frozenset[str] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from opt_lib._replacements._base import Outcome, Replacement, Requirements
+from opt_lib._replacements._base import ANYWHERE, Outcome, Replacement, Requirements
 
 __all__ = ["AttentionSwitch"]
 
@@ -29,7 +29,7 @@ class AttentionSwitch(Replacement):
 
     name: str
     implementation: str
-    requirements: Requirements = Requirements()
+    requirements: Requirements = ANYWHERE
 
     @property
     def looks_for(self) -> str:

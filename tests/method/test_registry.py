@@ -34,9 +34,9 @@ def test_built_in_methods_are_found() -> None:
 
 
 def test_suggestion_on_a_miss() -> None:
-    with pytest.raises(MethodNotFoundError, match="unknown method 'fsdpp'. Did you mean 'fsdp'?"):
+    with pytest.raises(MethodNotFoundError, match=r"unknown method 'fsdpp'\. Did you mean 'fsdp'\?"):
         load_registry().get("fsdpp")
-    with pytest.raises(MethodNotFoundError, match="Known: .*amp_native"):
+    with pytest.raises(MethodNotFoundError, match=r"Known: .*amp_native"):
         load_registry().get("qqqqqq")
 
 

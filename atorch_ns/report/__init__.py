@@ -1,0 +1,1 @@
+"""Pictures and pages made from data that other packages give."""

@@ -1,0 +1,42 @@
+"""The page that says which methods may stand together.
+
+``python -m atorch_ns.report.composition docs/composition.md`` writes it; a test says when it is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from atorch_ns.method import Composition, composition, load_registry
+
+__all__ = ["composition_page"]
+
+_HEAD = """# What may stand together
+
+Made from the methods' own declarations by `python -m atorch_ns.report.composition docs/composition.md`;
+do not edit. ✓ stands together, a number says why not, · is the same method. A method without a note works
+with its default config; a note in brackets names the config that composes differently.
+"""
+
+
+def composition_page(data: Composition) -> str:
+    """The table and the reasons, in Markdown."""
+    reasons: list[str] = []
+    cells: dict[tuple[str, str], str] = {}
+    for first, second, reason in data.pairings:
+        if reason is not None and reason not in reasons:
+            reasons.append(reason)
+        mark = "✓" if reason is None else str(reasons.index(reason) + 1)
+        cells[first, second] = cells[second, first] = mark
+    lines = [_HEAD, "| | " + " | ".join(data.names) + " |", "|---" * (len(data.names) + 1) + "|"]
+    for row in data.names:
+        marks = [cells.get((row, column), "·") for column in data.names]
+        lines.append(f"| **{row}** | " + " | ".join(marks) + " |")
+    lines.append("")
+    lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(composition_page(composition(load_registry())))

@@ -1,0 +1,106 @@
+"""Models built on the meta device get the same values however they are sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns import auto_accelerate
+from atorch_ns.errors import InputError
+from atorch_ns.job import Materialiser, is_on_meta
+from atorch_ns.testing.models import get_case
+from atorch_ns.testing.parity import snapshot
+from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.workers import run_ranks
+
+
+def _on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return get_case(name).build()
+
+
+def _initial(name: str, strategy: Any, seed: int = 5) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed if not dist.is_initialized() or dist.get_rank() == 0 else 99)
+    _, result, _ = auto_accelerate(_on_meta(name), load_strategy=strategy)
+    assert result is not None
+    assert not is_on_meta(result.model)
+    return snapshot(result.model)
+
+
+@pytest.mark.parametrize("name", ["mlp", "hf_llama", "hf_gpt2"])
+@pytest.mark.parametrize("strategy", [["fsdp"], ["ddp"], ["zero2", "checkpoint"], ["fsdp", ("half", "bf16")]], ids=str)
+def test_values_do_not_depend_on_the_strategy(name: str, strategy: Any) -> None:
+    alone = _initial(name, [step for step in strategy if step not in ("fsdp", "ddp", "zero2")])
+    for rank in run_ranks(_initial, 2, args=(name, strategy)):
+        assert rank.keys() == alone.keys()
+        for parameter, value in alone.items():
+            assert torch.equal(rank[parameter], value), parameter
+    other = _initial(name, [], seed=6)
+    assert any(not torch.equal(other[key], alone[key].to(other[key].dtype)) for key in alone)
+
+
+def _train(name: str, strategy: Any) -> Any:
+    torch.manual_seed(5)
+    return accelerated_run(get_case(name), strategy, model=_on_meta(name))
+
+
+def test_a_meta_model_trains() -> None:
+    alone = _train("hf_llama", [])
+    for run in run_ranks(_train, 2, args=("hf_llama", ["fsdp", "checkpoint"])):
+        assert run.losses == pytest.approx(alone.losses, abs=1e-5)
+
+
+class _NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class _ForgetsBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("table", torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(_NoReset, "has no reset_parameters"), (_ForgetsBuffer, "leaves table unset")]
+)
+def test_values_that_nobody_sets_are_an_error(kind: type[nn.Module], words: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), kind())
+    with pytest.raises(InputError, match=words):
+        auto_accelerate(model, load_strategy=[])
+
+
+def ones(module: nn.Module) -> None:
+    """Sets every parameter of a module to 1."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def _with_init_function() -> bool:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), _NoReset())
+    _, result, _ = auto_accelerate(model, load_strategy=[("fsdp", {"param_init_fn": ones})])
+    assert result is not None
+    return all(bool((value == 1).all()) for value in snapshot(result.model).values())
+
+
+def test_param_init_fn() -> None:
+    assert run_ranks(_with_init_function, 2) == [True, True]
+
+
+def test_tied_parameters_stay_tied() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+        model[1].weight = model[0].weight
+    Materialiser(model, torch.device("cpu"), seed=0).materialise([model])
+    assert model[0].weight is model[1].weight
+    assert not model[0].weight.is_meta

@@ -1,0 +1,21 @@
+"""The page of what may stand together is what the declarations say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atorch_ns.method import composition, load_registry
+from atorch_ns.report.composition import composition_page
+
+
+def test_the_page_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "composition.md"
+    assert page.read_text() == composition_page(composition(load_registry()))
+
+
+def test_pairs_are_complete_and_reasons_are_given() -> None:
+    data = composition(load_registry())
+    found = {(pairing.first, pairing.second): pairing.reason for pairing in data.pairings}
+    assert found["fsdp", "zero1"] is not None
+    assert found["checkpoint", "fsdp"] is None
+    assert all(reason is None or reason.endswith(".") for reason in found.values())

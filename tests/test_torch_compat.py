@@ -1,0 +1,55 @@
+"""Private names of torch: these tests say when torch moves one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from atorch_ns.testing.workers import run_ranks
+from atorch_ns.torch_compat import (
+    WRAPPER_PREFIXES,
+    checkpoint_wrapper,
+    flatten_mesh,
+    found_inf_tensors,
+    unwrap_checkpoint,
+)
+
+
+def test_checkpoint_wrapper_keeps_names_and_calls_through() -> None:
+    calls = []
+
+    def through(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(module)
+        result: torch.Tensor = module(x)
+        return result
+
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(checkpoint_wrapper(inner, through))
+    model(torch.ones(1, 2))
+    assert calls == [inner]
+    assert unwrap_checkpoint(model[0]) is inner
+    assert unwrap_checkpoint(inner) is inner
+    assert set(model.state_dict()) == {"0.weight", "0.bias"}
+    inside = {name for name, _ in nn.Module.named_parameters(model)}
+    assert {name.replace(WRAPPER_PREFIXES[0], "") for name in inside} == {"0.weight", "0.bias"}
+
+
+def test_found_inf() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale((parameter * float("inf")).sum()).backward()
+    scaler.unscale_(optimizer)
+    (flag,) = found_inf_tensors(scaler, optimizer)
+    assert float(flag) == 1.0
+
+
+def _flatten() -> list[int]:
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("data", "zero"))
+    return dist.get_process_group_ranks(flatten_mesh(mesh, "both").get_group())
+
+
+def test_flatten_mesh() -> None:
+    assert run_ranks(_flatten, 4) == [[0, 1, 2, 3]] * 4
