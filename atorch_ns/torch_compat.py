@@ -37,6 +37,13 @@ WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_or
 """What torch's wrappers insert into the names of the parameters inside them."""
 
 
+def plain_name(name: str) -> str:
+    """A dotted path as the model without inner wrappers has it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "").removesuffix("." + prefix.removesuffix("."))
+    return name
+
+
 def found_inf_tensors(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> list[torch.Tensor]:

@@ -2,30 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import Problem
+from atorch_ns.errors import BackendError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Conflict
+from opt_lib._flat_shards import require_share
+from opt_lib._optional import missing_problem, require
+from opt_lib._partial_gradients import clip_parts
+from opt_lib._reduced_gradients import ReducedGradients
+
+__all__ = ["INSTALL", "check", "conflicts", "shard_gradients", "shard_optimizer"]
+
+INSTALL = "pip install --no-build-isolation fairscale"
+"""Without isolation: its build reads the installed torch."""
+
+_WHY_NO_MASTERS = (
+    "ShardedDataParallel reduces the gradients of the optimizer's own parameters, so these cannot be fp32 copies. "
+    "Use amp_native, half in bf16 without master_weights, or another backend."
+)
+_WHY_NOT_PART = (
+    "ShardedDataParallel works over all processes at once, so the mesh must have one axis larger than 1, data or "
+    "zero. Use another backend for this mesh."
+)
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with it."""
-    return ()
+    """Methods that cannot stand with ShardedDataParallel.
+
+    Args:
+        used: whether a config of the method that these are for chooses it.
+    """
+    return (
+        Conflict("half", _WHY_NO_MASTERS, when=lambda mine, half: used(mine) and half.keeps_masters),
+        Conflict(
+            "parallel_mode", _WHY_NOT_PART, when=lambda mine, mesh: used(mine) and not mesh.shards_everywhere
+        ),
+    )
 
 
 def check(method: str, cluster: Cluster) -> list[Problem]:
     """The package must be there."""
-    raise NotImplementedError
+    return missing_problem(method, "fairscale", install=INSTALL)
 
 
 def shard_optimizer(job: Job, method: str) -> None:
-    """OSS under DDP."""
-    raise NotImplementedError
+    """OSS under whatever averages the gradients."""
+    job.make_optimizer = lambda groups: _sharded_optimizer(job, groups)
+    job.explain(method, "OSS of fairscale")
 
 
 def shard_gradients(job: Job, method: str) -> None:
-    """OSS with ShardedDataParallel."""
-    raise NotImplementedError
+    """OSS with ShardedDataParallel, which leaves each gradient on the rank that updates the parameter.
+
+    Where a parameter takes part in the loss on some ranks only, gradients are lost, as in DDP without
+    ``find_unused_parameters``.
+    """
+    job.place()
+
+    def take_over(groups: list[dict[str, Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        optimizer = _sharded_optimizer(job, groups)
+        return _sharded_model(job, optimizer), optimizer
+
+    job.take_over = take_over
+    job.explain(method, "OSS and ShardedDataParallel of fairscale, gradients reduced one by one")
+
+
+def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
+    assert job.mesh is not None
+    _require_one_dtype(groups)
+    oss = require("fairscale.optim.oss", needed_by="OSS", install=INSTALL)
+    return oss.OSS(
+        groups,
+        optim=job.inputs.optim_func,
+        group=job.mesh.shard.get_group(),
+        **dict(job.inputs.optim_args or {}),
+    )
+
+
+def _require_one_dtype(groups: list[dict[str, Any]]) -> None:
+    dtypes = {p.dtype for group in groups for p in group["params"] if p.requires_grad}
+    if len(dtypes) > 1:
+        raise BackendError(
+            f"OSS packs each rank's parameters into one buffer, but they have {len(dtypes)} dtypes: "
+            f"{', '.join(sorted(map(str, dtypes)))}. Use another backend."
+        )
+
+
+def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
+    assert job.mesh is not None
+    group, device = job.mesh.data_group, job.device
+    parallel = require("fairscale.nn.data_parallel", needed_by="ShardedDataParallel", install=INSTALL)
+    model: Any = parallel.ShardedDataParallel(
+        job.module,
+        optimizer,
+        process_group=group,
+        # Gradients in buffers are not reduced once `zero_grad` has set them to None, as it does by default.
+        reduce_buffer_size=0,
+        warn_on_trainable_params_changed=False,
+    )
+    rank = dist.get_rank(group)
+    if job.plan.loss_scaling:
+        own = [p for part in optimizer.partition_parameters()[rank] for p in part["params"]]
+        require_share(job, "ShardedDataParallel", own)
+    reduced = ReducedGradients(optimizer, num_ranks=job.num_data_ranks)
+
+    def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return clip_parts(gradients, max_norm, norm_type, group=group, device=device)
+
+    job.clip = clip
+    job.skip_sync = reduced.pausing(model.no_sync)
+    return model  # type: ignore[no-any-return]

@@ -29,6 +29,7 @@ from opt_lib._shard_parts import (
     ignored_parameters,
     init_function,
     place_ignored,
+    untied,
     wrap_units,
 )
 
@@ -81,25 +82,6 @@ def _check(job: Job, config: ShardConfig) -> None:
             "use_orig_params=False leaves one flat parameter per unit, of which optim_param_func cannot make "
             "groups. Use use_orig_params=True."
         )
-    units = wrap_units(job.module, config)
-    owner: dict[nn.Parameter, int] = {}
-    for position, unit in enumerate(units):
-        inside = {id(module) for other in units if other is not unit for module in _below(unit, other)}
-        for module in unit.modules():
-            if id(module) in inside:
-                continue
-            for name, parameter in module.named_parameters(recurse=False):
-                if owner.setdefault(parameter, position) != position:
-                    raise InputError(
-                        f"two of the units to shard share a parameter, {name!r} of shape "
-                        f"{tuple(parameter.shape)}, which version 1 of fsdp cannot keep tied. Leave both modules "
-                        "out of atorch_wrap_cls, or use version 2."
-                    )
-
-
-def _below(unit: nn.Module, other: nn.Module) -> Iterable[nn.Module]:
-    """The modules of ``other`` if it lies inside ``unit``."""
-    return other.modules() if any(module is other for module in unit.modules()) else ()
 
 
 def _options(
@@ -161,7 +143,7 @@ def _frozen_parts(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
             "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
             "here " + ("nothing is frozen." if trainable else "nothing is trainable.")
         )
-    return [part for unit in units for part in _frozen(unit)]
+    return untied(model, (part for unit in units for part in _frozen(unit)))
 
 
 def _frozen(module: nn.Module) -> Iterator[nn.Module]:

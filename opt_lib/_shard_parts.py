@@ -23,6 +23,7 @@ __all__ = [
     "ignored_parameters",
     "init_function",
     "place_ignored",
+    "untied",
     "wrap_units",
 ]
 
@@ -39,8 +40,13 @@ def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
         units = _large_modules(model, config.atorch_size_based_min_num_params)
     else:
         units = [block.module for block in repeated_blocks(model)]
+    return untied(model, units)
+
+
+def untied(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of ``modules`` that share no parameter with a module of ``model`` outside them."""
     uses = _uses(model)
-    return [unit for unit in units if all(uses[key] == count for key, count in _uses(unit).items())]
+    return [module for module in modules if all(uses[key] == count for key, count in _uses(module).items())]
 
 
 def _uses(module: nn.Module) -> Counter[int]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from atorch_ns.errors import BackendError
+
 __all__ = ["OPTIONAL_PACKAGES", "Cluster", "installed_packages"]
 
 OPTIONAL_PACKAGES: Mapping[str, str] = {
@@ -68,7 +70,11 @@ class Cluster:
 
     @classmethod
     def detect(cls) -> Cluster:
-        """Reads the process group if there is one, else the launcher's environment, and the devices here."""
+        """Reads the process group if there is one, else the launcher's environment, and the devices here.
+
+        Raises:
+            BackendError: if the launcher's environment holds something else than numbers.
+        """
         import torch
         import torch.distributed as dist
 
@@ -79,20 +85,35 @@ class Cluster:
                 "distributed": True,
             }
         else:
+            world_size = _environment_integer("WORLD_SIZE", 1)
             ranks = {
-                "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-                "rank": int(os.environ.get("RANK", "0")),
-                "distributed": "WORLD_SIZE" in os.environ and "RANK" in os.environ,
+                "world_size": world_size,
+                "rank": _environment_integer("RANK", 0),
+                "distributed": "RANK" in os.environ or world_size > 1,
             }
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 1
+        local_rank = _environment_integer("LOCAL_RANK", ranks["rank"] % num_devices)
         return cls(
             **ranks,
             local_rank=local_rank,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks["world_size"]))),
+            local_world_size=_environment_integer("LOCAL_WORLD_SIZE", ranks["world_size"]),
             packages=installed_packages(),
             torch=torch.__version__,
             **_device_facts(local_rank),
         )
+
+
+def _environment_integer(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BackendError(
+            f"the environment variable {name}={text!r} is no number. Launchers such as torchrun set it; unset "
+            "it to run one process."
+        ) from None
 
 
 def _device_facts(local_rank: int) -> dict[str, Any]:

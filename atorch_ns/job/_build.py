@@ -199,7 +199,7 @@ def _report(job: Job, resolved: Resolved) -> Report:
     rows = []
     for item, step in zip(resolved.chosen, resolved.strategy, strict=True):
         done = job.explanations.get(item.method.name, [])
-        why = "; ".join([item.method.explain(item.config, job.cluster), *done])
+        why = "; ".join([item.method.explain(item.config, job.cluster).rstrip("."), *done])
         settings = str(step).removeprefix(step.name).strip("()")
         rows.append(MethodRow(name=item.method.name, settings=settings, why=why))
     return Report(

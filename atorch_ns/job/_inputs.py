@@ -74,6 +74,11 @@ class Inputs:
         problems = []
         if not isinstance(self.model, nn.Module):
             problems.append(f"model must be a torch.nn.Module; it is {_kind(self.model)}.")
+        elif _is_distributed(self.model):
+            problems.append(
+                f"model is already distributed ({type(self.model).__qualname__}). Pass the plain model; the "
+                "strategy's methods wrap and shard it."
+            )
         for name in ("optim_func", "optim_param_func", "loss_func", "prepare_input", "lr_scheduler_cls"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -124,6 +129,15 @@ def _is_dataset(value: Any) -> bool:
     if isinstance(value, torch.utils.data.DataLoader):
         return False
     return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+
+
+def _is_distributed(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+    wrapped = any(isinstance(module, wrappers) for module in model.modules())
+    return wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _kind(value: Any) -> str:

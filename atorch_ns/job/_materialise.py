@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from atorch_ns.errors import InputError
+from atorch_ns.torch_compat import plain_name
 
 __all__ = ["Materialiser", "is_on_meta"]
 
@@ -44,7 +45,7 @@ class Materialiser:
         self._device = device
         self._seed = seed
         self._init = init or _initialiser(model)
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = {module: plain_name(name) for name, module in model.named_modules()}
         self._made: dict[nn.Parameter, nn.Parameter] = {}
 
     def materialise(self, modules: Iterable[nn.Module]) -> None:

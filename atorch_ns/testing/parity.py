@@ -53,7 +53,7 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 from atorch_ns.testing.models import Case, SyntheticDataset, map_tensors
-from atorch_ns.torch_compat import WRAPPER_PREFIXES
+from atorch_ns.torch_compat import plain_name
 
 __all__ = [
     "ADAMW",
@@ -126,8 +126,7 @@ class ParityReport:
 
 def canonical_name(name: str) -> str:
     """A parameter's name as the bare model has it, whatever wraps the model now."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
+    name = plain_name(name)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
