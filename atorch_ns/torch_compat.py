@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import ShardingStrategy
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -50,3 +51,21 @@ def found_inf_tensors(
     """The flags, one per device, that ``scaler.unscale_(optimizer)`` has just set; 0-d or 1-element float."""
     state = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
+
+
+def hybrid_shard_zero2() -> ShardingStrategy:
+    """FSDP1's strategy that replicates over one group, shards over another and keeps parameters gathered."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the model's state, each by its first name (``nn.Module`` keeps the others' names
+    in ``_non_persistent_buffers_set``)."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                found.setdefault(id(buffer), (plain_name(f"{path}.{name}" if path else name), buffer))
+    return dict(found.values())

@@ -18,6 +18,7 @@ from atorch_ns.method import Conflict
 from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
 from opt_lib._flat_shards import require_elementwise
 from opt_lib._optional import missing_problem, require
+from opt_lib._whole_world import one_axis_only
 
 __all__ = ["INSTALL", "check", "conflicts", "shard"]
 
@@ -31,10 +32,6 @@ _WHY_NOT_HALF = (
 _WHY_NOT_FP16 = (
     "DeepSpeed scales fp16 losses by a scheme of its own, and refuses fp16 on the CPU. Use bf16, or another "
     "backend."
-)
-_WHY_NOT_PART = (
-    "DeepSpeed shards over all processes at once, so the mesh must have one axis larger than 1, data or zero. "
-    "Use another backend for this mesh."
 )
 _BUCKET_ELEMENTS = 500_000_000
 
@@ -50,9 +47,7 @@ def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
         Conflict(
             "amp_native", _WHY_NOT_FP16, when=lambda mine, amp: used(mine) and amp.dtype == "float16"
         ),
-        Conflict(
-            "parallel_mode", _WHY_NOT_PART, when=lambda mine, mesh: used(mine) and not _one_axis(mesh.axes)
-        ),
+        one_axis_only(used, "DeepSpeed"),
     )
 
 
@@ -100,11 +95,6 @@ def shard(job: Job, method: str, *, stage: int) -> None:
 
     job.take_over = take_over
     job.explain(method, f"DeepSpeed ZeRO stage {stage}, which clips nothing by itself")
-
-
-def _one_axis(axes: Any) -> bool:
-    large = [name for name, size in axes if size > 1]
-    return len(large) <= 1 and set(large) <= {"data", "zero"}
 
 
 def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:

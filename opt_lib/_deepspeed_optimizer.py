@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.errors import StepError
+from opt_lib._partial_gradients import clip_parts, norm_of_parts
 
 __all__ = ["DeepSpeedOptimizer"]
 
@@ -38,6 +39,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self._zero = engine.optimizer
         self._group = group
+        self._device = torch.device(self._zero.device)
         self._skip_if_nonfinite = skip_if_nonfinite
         self._boundary = True
         self._reduced = False
@@ -58,7 +60,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """
         self._boundary = bool(is_boundary)
 
-    @torch.no_grad()
     def clip_gradients(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -73,11 +74,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             The norm before, 0-d float32, the same on every rank.
         """
         self._reduce()
-        norm = self._norm(norm_type)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in self._gradients():
-            gradient.mul_(scale.to(gradient.device))
-        return norm
+        return clip_parts(
+            self._gradients(), max_norm, norm_type, group=self._group, device=self._device
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights and clears the gradients; does nothing if there are none. Collective.
@@ -95,7 +94,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 "micro-batches follow. Call set_gradient_accumulation_boundary(True) before the last one."
             )
         self._reduce()
-        self.skipped = self._skip_if_nonfinite and not bool(torch.isfinite(self._norm(2.0)))
+        self.skipped = self._skip_if_nonfinite and self._nonfinite()
         if self.skipped:
             self.num_skipped += 1
         elif self._reduced:
@@ -167,18 +166,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         for partition in self._zero.averaged_gradients.values():
             yield from partition or ()
 
-    def _norm(self, norm_type: float) -> torch.Tensor:
-        norms = [
-            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32)
-            for gradient in self._gradients()
-            if gradient.numel()
-        ]
-        device = torch.device(self._zero.device)
-        local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-        if norm_type == float("inf"):
-            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=self._group)
-            return local
-        total = local**norm_type
-        dist.all_reduce(total, group=self._group)
-        result: torch.Tensor = total ** (1.0 / norm_type)
-        return result
+    def _nonfinite(self) -> bool:
+        norm = norm_of_parts(self._gradients(), 2.0, group=self._group, device=self._device)
+        return not bool(torch.isfinite(norm))

@@ -17,6 +17,7 @@ from opt_lib._flat_shards import require_share
 from opt_lib._optional import missing_problem, require
 from opt_lib._partial_gradients import clip_parts
 from opt_lib._reduced_gradients import ReducedGradients
+from opt_lib._whole_world import one_axis_only
 
 __all__ = ["INSTALL", "check", "conflicts", "shard_gradients", "shard_optimizer"]
 
@@ -26,10 +27,6 @@ INSTALL = "pip install --no-build-isolation fairscale"
 _WHY_NO_MASTERS = (
     "ShardedDataParallel reduces the gradients of the optimizer's own parameters, so these cannot be fp32 copies. "
     "Use amp_native, half in bf16 without master_weights, or another backend."
-)
-_WHY_NOT_PART = (
-    "ShardedDataParallel works over all processes at once, so the mesh must have one axis larger than 1, data or "
-    "zero. Use another backend for this mesh."
 )
 
 
@@ -41,9 +38,7 @@ def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
     """
     return (
         Conflict("half", _WHY_NO_MASTERS, when=lambda mine, half: used(mine) and half.keeps_masters),
-        Conflict(
-            "parallel_mode", _WHY_NOT_PART, when=lambda mine, mesh: used(mine) and not mesh.shards_everywhere
-        ),
+        one_axis_only(used, "ShardedDataParallel"),
     )
 
 
@@ -111,7 +106,7 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
     if job.plan.loss_scaling:
         own = [p for part in optimizer.partition_parameters()[rank] for p in part["params"]]
         require_share(job, "ShardedDataParallel", own)
-    reduced = ReducedGradients(optimizer, num_ranks=job.num_data_ranks)
+    reduced = ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
 
     def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
+from atorch_ns.torch_compat import hybrid_shard_zero2
 from opt_lib._flat_shards import require_elementwise, require_share
 from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
 from opt_lib._shard_parts import (
@@ -91,7 +92,7 @@ def _options(
     keep = keep_gathered or config.keeps_gathered
     hybrid = job.mesh.size("data") > 1 and job.mesh.size("zero") > 1
     if hybrid:
-        strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if keep else ShardingStrategy.HYBRID_SHARD
+        strategy = hybrid_shard_zero2() if keep else ShardingStrategy.HYBRID_SHARD
         group: Any = (job.mesh.axis("zero").get_group(), job.mesh.axis("data").get_group())
     else:
         strategy = ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD

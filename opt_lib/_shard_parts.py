@@ -133,9 +133,11 @@ def broadcast_from_first(job: Job, tensors: Iterable[torch.Tensor]) -> None:
     group = job.mesh.data_group
     source = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
-        local = tensor.data.to(job.device)
+        data = tensor.data
+        local = data.to(job.device)
         dist.broadcast(local, src=source, group=group)
-        tensor.data.copy_(local)
+        if local is not data:
+            data.copy_(local)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

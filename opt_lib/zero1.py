@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, final
 
@@ -12,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
-from atorch_ns.job import Job
+from atorch_ns.job import Job, ParameterStates
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -100,3 +102,4 @@ def _shard_optimizer(job: Job) -> None:
         )
 
     job.make_optimizer = make
+    job.make_states = partial(ParameterStates, holder=attrgetter("optim"))

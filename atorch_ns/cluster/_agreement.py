@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from atorch_ns.errors import RankError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["agree", "same_everywhere"]
 
 T = TypeVar("T")
 
 
-def agree(action: Callable[[], T], *, what: str, distributed: bool) -> T:
+def agree(
+    action: Callable[[], T], *, what: str, distributed: bool, group: dist.ProcessGroup | None = None
+) -> T:
     """Runs ``action`` on every rank and lets all ranks fail if one does.
 
     ``action`` must not communicate. The rank whose action failed raises its own exception; the others raise
@@ -22,6 +27,7 @@ def agree(action: Callable[[], T], *, what: str, distributed: bool) -> T:
         action: what each rank does by itself.
         what: what it is, for the message: ``"reading the strategy"``.
         distributed: whether there is a process group to ask.
+        group: the ranks that act together; ``None`` for all, over the default group.
 
     Raises:
         RankError: if another rank's action failed.
@@ -29,7 +35,7 @@ def agree(action: Callable[[], T], *, what: str, distributed: bool) -> T:
     if not distributed:
         return action()
     result, error = _attempt(action)
-    reasons = _exchange(f"{type(error).__name__}: {error}" if error is not None else None)
+    reasons = _exchange(f"{type(error).__name__}: {error}" if error is not None else None, group)
     if error is not None:
         raise error
     failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
@@ -63,11 +69,11 @@ def _attempt(action: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None
         return None, error
 
 
-def _exchange(text: str | None) -> list[str | None]:
+def _exchange(text: str | None, group: dist.ProcessGroup | None = None) -> list[str | None]:
     import torch.distributed as dist
 
-    gathered: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, text)
+    gathered: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, text, group=group)
     return gathered
 
 

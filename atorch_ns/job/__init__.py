@@ -9,8 +9,17 @@ from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._job import Autocast, Job, LossScaling
 from atorch_ns.job._materialise import Materialiser, is_on_meta
 from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job._parameter_states import ParameterStates
 from atorch_ns.job._report import MethodRow, Report
 from atorch_ns.job._result import Result
+from atorch_ns.job._states import (
+    MakeStates,
+    OptimizerStates,
+    StateSpec,
+    StateValue,
+    TrainingStates,
+    parameter_names,
+)
 from atorch_ns.job._train_step import TrainStep
 
 __all__ = [
@@ -18,12 +27,18 @@ __all__ = [
     "Inputs",
     "Job",
     "LossScaling",
+    "MakeStates",
     "Materialiser",
     "MethodRow",
+    "OptimizerStates",
+    "ParameterStates",
     "Report",
     "Result",
+    "StateSpec",
+    "StateValue",
     "StepOptimizer",
     "TrainStep",
+    "TrainingStates",
     "build",
     "clip_gradients",
     "dry_run",
@@ -32,4 +47,5 @@ __all__ = [
     "is_on_meta",
     "make_user_optimizer",
     "parameter_groups",
+    "parameter_names",
 ]

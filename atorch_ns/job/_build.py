@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job._bare import bare
 from atorch_ns.job._job import Job, ParameterGroups
@@ -21,9 +22,6 @@ from atorch_ns.job._report import MethodRow, Report
 from atorch_ns.job._result import Result
 from atorch_ns.job._scaling import LossScaler
 from atorch_ns.job._train_step import TrainStep
-from atorch_ns.job.data import build_dataloader
-from atorch_ns.job.inputs import default_prepare_input
-from atorch_ns.job.loader import TrainLoader
 from atorch_ns.method import Resolved
 
 __all__ = ["build"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.data import check_model_input_format
 from atorch_ns.errors import InputError
-from atorch_ns.job.inputs import check_model_input_format
 
 __all__ = ["Inputs"]
 

@@ -14,6 +14,8 @@ from atorch_ns.job._clip import clip_gradients
 from atorch_ns.job._gradient_sync import SkipSync, never_synchronised
 from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._materialise import Materialiser, is_on_meta
+from atorch_ns.job._parameter_states import ParameterStates
+from atorch_ns.job._states import MakeStates, parameter_names
 from atorch_ns.strategy import Plan
 
 __all__ = ["Autocast", "Clip", "Job", "LossScaling", "MakeOptimizer", "TakeOver"]
@@ -58,6 +60,7 @@ class Job:
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         seed: seed for initial values, the same on every rank.
         num_parameters: elements of the user's model, before any sharding.
+        tied: for each parameter that has several names, the other names by the first one.
         placed: whether a method has put the model on its device.
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
@@ -70,7 +73,8 @@ class Job:
         take_over: a backend that makes model and optimizer together, if any.
         use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
         requires_boundary: whether the optimizer must be told which micro-batch is the last.
-        local_optimizers: from an optimizer to the one that holds this rank's states, where they differ.
+        make_states: how weights and optimizer states are read and written by name, for checkpoints.
+        save_lane: what checkpoints written in the background need from one to the next.
         explanations: what each method did, by its name, for the report.
     """
 
@@ -81,6 +85,7 @@ class Job:
     module: nn.Module
     seed: int
     num_parameters: int = 0
+    tied: dict[str, list[str]] = field(default_factory=dict)
     mesh: Mesh | None = None
     placed: bool = False
     skip_sync: SkipSync = never_synchronised
@@ -94,6 +99,8 @@ class Job:
     take_over: TakeOver | None = None
     use_optim_backward: bool = False
     requires_boundary: bool = False
+    make_states: MakeStates = ParameterStates
+    save_lane: object | None = None
     explanations: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -108,6 +115,7 @@ class Job:
             module=model,
             seed=seed,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tied={first: others for first, *others in parameter_names(model).values() if others},
         )
 
     @property

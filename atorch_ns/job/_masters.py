@@ -21,7 +21,7 @@ class MasterWeights:
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-                master = parameter.detach().to(torch.float32).clone()
+                master = parameter.detach().to(torch.float32)
                 self._masters[parameter] = torch.nn.Parameter(master)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -46,7 +47,9 @@ class Materialiser:
         self._seed = seed
         self._init = init or _initialiser(model)
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
-        self._made: dict[nn.Parameter, nn.Parameter] = {}
+        # Only tied parameters are looked up again. A strong reference would keep every full parameter alive
+        # after its shard has taken its place.
+        self._made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
     def materialise(self, modules: Iterable[nn.Module]) -> None:
         """Materialises everything on meta inside ``modules``.
@@ -82,11 +85,12 @@ class Materialiser:
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
-            if parameter not in self._made:
+            made = self._made.get(parameter)
+            if made is None:
                 data = _poison(torch.empty_like(parameter, device=self._device))
-                self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                made = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 fresh[name] = data
-            module._parameters[name] = self._made[parameter]
+            module._parameters[name] = made
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 fresh[name] = module._buffers[name] = _poison(torch.empty_like(buffer, device=self._device))
@@ -125,8 +129,11 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether some value (integers: every value) is still the poison; takes no memory of the tensor's size."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(torch.isnan(tensor).any())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_floating_point():
+        return bool(torch.isnan(tensor.detach().amin()))  # a minimum over a NaN is NaN
+    return bool(tensor.amax() == torch.iinfo(tensor.dtype).min)

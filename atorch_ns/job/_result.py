@@ -9,11 +9,11 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
+    from atorch_ns.data import TrainLoader
     from atorch_ns.job._job import Job
     from atorch_ns.job._loss import LossFunction
     from atorch_ns.job._report import Report
     from atorch_ns.job._train_step import TrainStep
-    from atorch_ns.job.loader import TrainLoader
 
 __all__ = ["Result"]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from atorch_ns.data import call_model, split_batch
 from atorch_ns.errors import StepError
 from atorch_ns.job._loss import LossFunction, first_loss
 from atorch_ns.job._optimizer import StepOptimizer
-from atorch_ns.job.inputs import call_model, split_batch
 
 if TYPE_CHECKING:
     from atorch_ns.job._job import Job

@@ -82,7 +82,7 @@ def accelerated_run(
 
 def plain_loop_step(result: Result, batch: Any) -> torch.Tensor:
     """One step written out as the specification shows it, with the model called by the case's format."""
-    from atorch_ns.job.inputs import call_model
+    from atorch_ns.data import call_model
 
     assert result.optim is not None
     assert result.loss_func is not None

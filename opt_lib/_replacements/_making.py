@@ -53,8 +53,8 @@ def move_state(old: nn.Module, new: nn.Module) -> None:
         parts = [f"lacks {', '.join(missing)}"] if missing else []
         parts += [f"adds {', '.join(added)}"] if added else []
         raise RegistrationError(
-            f"the new {type(new).__qualname__} {' and '.join(parts)}. It must have the parameters and "
-            f"buffers of {type(old).__qualname__} under the same names, or checkpoints would not fit."
+            f"the new {type(new).__name__} {' and '.join(parts)}. It must have the parameters and "
+            f"buffers of {type(old).__name__} under the same names, or checkpoints would not fit."
         )
     for path, part in old.named_modules(remove_duplicate=False):
         _move_own(part, new, path)
@@ -74,8 +74,8 @@ def _move_own(part: nn.Module, new: nn.Module, path: str) -> None:
             setattr(place, name, tensor)
         elif name not in part._non_persistent_buffers_set:  # the new module may work without those
             raise RegistrationError(
-                f"{f'{path}.{name}'.lstrip('.')} is {_kind(there)} in the new {type(new).__qualname__} and "
-                f"{_kind(tensor)} in the {type(part).__qualname__} it replaces."
+                f"{f'{path}.{name}'.lstrip('.')} is {_kind(there)} in the new {type(new).__name__} and "
+                f"{_kind(tensor)} in the {type(part).__name__} it replaces."
             )
 
 
@@ -101,8 +101,8 @@ def _construct(module: nn.Module, target: type[nn.Module]) -> nn.Module:
     arguments, missing = _arguments(module, target)
     if missing:
         raise RegistrationError(
-            f"{target.__qualname__} needs {', '.join(missing)}, and {type(module).__qualname__} has no such "
-            f"attribute. Add a class method from_module(module) to {target.__qualname__}, or pass convert=."
+            f"{target.__name__} needs {', '.join(missing)}, and {type(module).__name__} has no such "
+            f"attribute. Add a class method from_module(module) to {target.__name__}, or pass convert=."
         )
     tensor = next((t for t in (*module.parameters(), *module.buffers())), None)
     device = torch.device("cpu") if tensor is None else tensor.device

@@ -40,7 +40,7 @@ class ClassPair(Replacement):
     @property
     def looks_for(self) -> str:
         """Modules of the source class."""
-        return f"{self.source.__qualname__} modules"
+        return f"{self.source.__name__} modules"
 
     def replace(self, model: nn.Module) -> Outcome:
         """Replaces the modules of the class.
@@ -56,7 +56,7 @@ class ClassPair(Replacement):
         return isinstance(module, self.source) if self.include_subclasses else type(module) is self.source
 
     def _make(self, module: nn.Module) -> nn.Module:
-        old = f"{self.name!r}, replacing {type(module).__qualname__}"
+        old = f"{self.name!r}, replacing {type(module).__name__}"
         try:
             new = self.convert(module)
         except AtorchError as error:
@@ -64,9 +64,9 @@ class ClassPair(Replacement):
         except Exception as error:
             raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
         if not isinstance(new, nn.Module if self.target is None else self.target):
-            wanted = "a module" if self.target is None else f"a {self.target.__qualname__}"
+            wanted = "a module" if self.target is None else f"a {self.target.__name__}"
             raise RegistrationError(
-                f"{old}: the function gave a {type(new).__qualname__} instead of {wanted}."
+                f"{old}: the function gave a {type(new).__name__} instead of {wanted}."
             )
         try:
             move_state(module, new)
@@ -97,9 +97,9 @@ def replace_modules(
     for module, paths in reversed(places.items()):
         new = why_untouchable(module) or make(module)
         if isinstance(new, str):
-            kept[f"{type(module).__qualname__}: {new}"] += 1
+            kept[f"{type(module).__name__}: {new}"] += 1
             continue
-        replaced[f"{type(module).__qualname__} → {type(new).__qualname__}"] += 1
+        replaced[f"{type(module).__name__} → {type(new).__name__}"] += 1
         for path in paths:
             if path:
                 parent, _, child = path.rpartition(".")

@@ -134,7 +134,7 @@ def _add(pair: ClassPair) -> None:
         raise RegistrationError(f"the name {pair.name!r} is that of a built-in replacement; choose another.")
     if pair.name in _REGISTERED:
         raise RegistrationError(
-            f"a replacement {pair.name!r} of {_REGISTERED[pair.name].source.__qualname__} is registered "
+            f"a replacement {pair.name!r} of {_REGISTERED[pair.name].source.__name__} is registered "
             f"already. Choose another name, or call unregister_replace_pair({pair.name!r}) first."
         )
     _REGISTERED[pair.name] = pair
@@ -175,7 +175,7 @@ def _classes(
             "class that replaces it), both subclasses of torch.nn.Module."
         )
     if pair[0] is pair[1]:
-        raise RegistrationError(f"{name!r}: pair_cls names {pair[0].__qualname__} twice.")
+        raise RegistrationError(f"{name!r}: pair_cls names {pair[0].__name__} twice.")
     return pair
 
 

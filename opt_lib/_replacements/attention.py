@@ -40,7 +40,7 @@ class AttentionSwitch(Replacement):
         """Switches every model of transformers in ``model``."""
         outcome = Outcome(model=model)
         for inner in _outermost(model):
-            eager = [part for part in _pretrained(inner) if _implementation(part) == "eager"]
+            eager = [part for part in _one_a_config(inner) if _implementation(part) == "eager"]
             reason = self._refusal(inner, eager) or self._switch(inner)
             for part in eager:
                 if reason is None and _implementation(part) == self.implementation:
@@ -95,6 +95,14 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
     return (part for part in model.modules() if _is_pretrained(part))
 
 
+def _one_a_config(model: nn.Module) -> list[Any]:
+    """The outermost model of each config: a head and its body share one."""
+    parts: dict[int, Any] = {}
+    for part in _pretrained(model):
+        parts.setdefault(id(part.config), part)
+    return list(parts.values())
+
+
 def _implementation(model: Any) -> str | None:
     """The attention that a model of transformers runs; ``None`` if it was never decided."""
     used: str | None = model.config._attn_implementation
@@ -102,7 +110,7 @@ def _implementation(model: Any) -> str | None:
 
 
 def _name(model: object) -> str:
-    return type(model).__qualname__
+    return type(model).__name__
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -14,9 +14,9 @@ from torch.utils.data import (
     Sampler,
 )
 
+from atorch_ns.data._build import build_dataloader
+from atorch_ns.data._loader import TrainLoader
 from atorch_ns.errors import InputError
-from atorch_ns.job.data import build_dataloader
-from atorch_ns.job.loader import TrainLoader
 
 
 class Recorder(Dataset[int]):

@@ -18,10 +18,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from atorch_ns.data._build import build_dataloader
+from atorch_ns.data._loader import TrainLoader
+from atorch_ns.data._loader_args import KNOWN_KEYS
 from atorch_ns.errors import BatchSizeError, InputError
-from atorch_ns.job.data import build_dataloader
-from atorch_ns.job.loader import TrainLoader
-from atorch_ns.job.loader_args import KNOWN_KEYS
 
 
 def build(

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from atorch_ns.data._sizes import nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
-from atorch_ns.job.sizes import nearest_sizes
 
 __all__ = ["call_model", "check_model_input_format", "default_prepare_input", "split_batch"]
 

@@ -9,9 +9,9 @@ from typing import Any, Final, final
 
 import torch
 
+from atorch_ns.data._samplers import distributed_position
+from atorch_ns.data._sizes import nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
-from atorch_ns.job.samplers import distributed_position
-from atorch_ns.job.sizes import nearest_sizes
 
 __all__ = ["LoaderArgs", "read_loader_args"]
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from atorch_ns.data._sharing import draw_together, share_batches, share_order
+from atorch_ns.data._sizes import nearest_sizes
 from atorch_ns.errors import BatchSizeError
-from atorch_ns.job.sharing import draw_together, share_batches, share_order
-from atorch_ns.job.sizes import nearest_sizes
 
 __all__ = [
     "RankBatchSampler",

@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
+from atorch_ns.data._epochs import EpochClock
+from atorch_ns.data._samplers import StepSampler, epoch_source
 from atorch_ns.errors import InputError
-from atorch_ns.job.epochs import EpochClock
-from atorch_ns.job.samplers import StepSampler, epoch_source
 
 __all__ = ["TrainLoader"]
 

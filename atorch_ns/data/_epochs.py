@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from atorch_ns.job.samplers import readable_epoch
+from atorch_ns.data._samplers import readable_epoch
 
 __all__ = ["EpochClock"]
 

@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from atorch_ns.errors import BatchSizeError
-from atorch_ns.job.data import build_dataloader
-from atorch_ns.job.loader import TrainLoader
-from atorch_ns.job.samplers import (
+from atorch_ns.data._build import build_dataloader
+from atorch_ns.data._loader import TrainLoader
+from atorch_ns.data._samplers import (
     StepSampler,
     distributed_position,
     epoch_source,
@@ -17,7 +16,8 @@ from atorch_ns.job.samplers import (
     readable_epoch,
     split_batches,
 )
-from atorch_ns.job.streams import every_nth
+from atorch_ns.data._streams import every_nth
+from atorch_ns.errors import BatchSizeError
 
 SIZES = st.integers(min_value=0, max_value=70)
 RANKS = st.integers(min_value=1, max_value=6)

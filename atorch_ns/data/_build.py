@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe
 
+from atorch_ns.data._loader import TrainLoader
+from atorch_ns.data._loader_args import LoaderArgs, read_loader_args
+from atorch_ns.data._samplers import RankBatchSampler, RankSampler, distributed_position
+from atorch_ns.data._sharing import share_integer
+from atorch_ns.data._streams import RankStream
 from atorch_ns.errors import InputError
-from atorch_ns.job.loader import TrainLoader
-from atorch_ns.job.loader_args import LoaderArgs, read_loader_args
-from atorch_ns.job.samplers import RankBatchSampler, RankSampler, distributed_position
-from atorch_ns.job.sharing import share_integer
-from atorch_ns.job.streams import RankStream
 
 __all__ = ["build_dataloader"]
 

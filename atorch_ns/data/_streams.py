@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from atorch_ns.job.samplers import readable_epoch
+from atorch_ns.data._samplers import readable_epoch
 
 __all__ = ["RankStream", "every_nth"]
 

@@ -1,0 +1,29 @@
+"""Checkpoints that any strategy on any number of ranks can load, and plain weights in and out.
+
+::
+
+    checkpoint.save("runs", result)                          # runs/step-100, and it is the latest
+    checkpoint.load("runs", result)["step"]                  # in another run, under another strategy
+    checkpoint.export_safetensors(result, "my-model")        # transformers' from_pretrained("my-model")
+"""
+
+from __future__ import annotations
+
+from atorch_ns.checkpoint._export import Unmatched, export_state_dict, import_state_dict
+from atorch_ns.checkpoint._folder import latest
+from atorch_ns.checkpoint._load import load
+from atorch_ns.checkpoint._pending import PendingSave
+from atorch_ns.checkpoint._safetensors import export_safetensors, import_safetensors
+from atorch_ns.checkpoint._save import save
+
+__all__ = [
+    "PendingSave",
+    "Unmatched",
+    "export_safetensors",
+    "export_state_dict",
+    "import_safetensors",
+    "import_state_dict",
+    "latest",
+    "load",
+    "save",
+]

@@ -1,0 +1,197 @@
+"""What a checkpoint holds of a training job, and under which keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns._version import __version__
+from atorch_ns.checkpoint import _rng
+from atorch_ns.checkpoint._groups import record_groups
+from atorch_ns.checkpoint._manifest import Manifest, OptimizerRecord, SchedulerRecord, TensorRecord
+from atorch_ns.checkpoint._values import encode
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Job, OptimizerStates, Result, StateSpec, StepOptimizer, TrainingStates
+from atorch_ns.torch_compat import persistent_buffers, plain_name
+
+__all__ = [
+    "BUFFER",
+    "EXTRA_STATE",
+    "RNG",
+    "STATE",
+    "WEIGHT",
+    "Contents",
+    "class_name",
+    "extra_states",
+    "read_contents",
+    "state_specs",
+    "states_of",
+    "with_all_ranks",
+]
+
+WEIGHT = "model."
+BUFFER = "buffer."
+EXTRA_STATE = "extra_state."
+STATE = "optim.state."
+RNG = "rng."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """One rank's part of a checkpoint, and what there is besides tensors.
+
+    Attributes:
+        tensors: by key; live, unless :meth:`copied`.
+        manifest: the same on every rank.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    manifest: Manifest
+
+    def copied(self) -> Contents:
+        """With copies of the tensors in CPU memory, which training does not change."""
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.tensors.items()}
+        return replace(self, tensors=copies)
+
+
+def states_of(result: Result) -> TrainingStates:
+    """The job's weights and optimizer states by name."""
+    return result.job.make_states(result.job, result.optim)
+
+
+def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Contents:
+    """Reads the state of everything that a resumed run needs, as far as this rank knows it.
+
+    Raises:
+        CheckpointError: for a state that has no form in a checkpoint.
+    """
+    job = result.job
+    states = states_of(result)
+    weights, optimizer, rng = states.weights(), states.optimizer_states(), _rng.capture(job.device)
+    buffers, extras = persistent_buffers(job.module), extra_states(job.module)
+    tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
+    if job.cluster.rank == 0:  # every rank has them, and where they differ, rank 0's are what DDP sends around
+        tensors |= {BUFFER + name: tensor for name, tensor in buffers.items()}
+        tensors |= {EXTRA_STATE + name: tensor for name, tensor in extras.items()}
+    for name, entries in optimizer.tensors.items():
+        tensors |= {_state_key(name, entry): tensor for entry, tensor in entries.items()}
+    tensors |= {f"{RNG}{job.cluster.rank}.{kind}": tensor for kind, tensor in rng.items()}
+    manifest = Manifest(
+        step=step,
+        world_size=job.cluster.world_size,
+        strategy=tuple({"name": part.name, "config": part.config} for part in result.report.strategy),
+        versions={"atorch_ns": __version__, "torch": torch.__version__},
+        model_class=class_name(job.inputs.model),
+        weights=_records(weights),
+        buffers=_records(buffers),
+        extra_states=_records(extras),
+        optimizer=_optimizer_record(result, states, optimizer),
+        scheduler=_scheduler_record(result.lr_scheduler),
+        scaler=_scaler_state(result.optim),
+        data=None if result.dataloader is None else result.dataloader.state_dict(),
+        rng_digests=(_rng.digest(rng),),
+        extra=extra,
+    )
+    return Contents(tensors=tensors, manifest=manifest)
+
+
+def with_all_ranks(contents: Contents, job: Job) -> Contents:
+    """With what the other ranks know besides tensors; collective."""
+    if not job.cluster.distributed:
+        return contents
+    own = contents.manifest
+    told: list[Any] = [None] * job.cluster.world_size
+    values = {} if own.optimizer is None else own.optimizer.values
+    dist.all_gather_object(told, (values, own.rng_digests))
+    update: dict[str, Any] = {"rng_digests": tuple(mark for _, marks in told for mark in marks)}
+    if own.optimizer is not None:
+        merged = {name: entries for ranks, _ in told for name, entries in ranks.items()}
+        update["optimizer"] = own.optimizer.model_copy(update={"values": merged})
+    return replace(contents, manifest=own.model_copy(update=update))
+
+
+def state_specs(tensors: dict[str, StateSpec]) -> dict[str, dict[str, StateSpec]]:
+    """The optimizer's tensors among those of a checkpoint: parameter, then entry."""
+    found: dict[str, dict[str, StateSpec]] = {}
+    for key, spec in tensors.items():
+        if key.startswith(STATE):
+            name, _, entry = key.removeprefix(STATE).rpartition(".")
+            found.setdefault(name, {})[entry] = spec
+    return found
+
+
+def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The extra states of those modules that have one, by the module's path.
+
+    Raises:
+        CheckpointError: for one that is no tensor.
+    """
+    found = {}
+    for path, child in module.named_modules():
+        if type(child).get_extra_state is nn.Module.get_extra_state:
+            continue
+        state = child.get_extra_state()
+        if not isinstance(state, torch.Tensor):
+            raise CheckpointError(
+                f"{type(child).__qualname__} at {path or 'the root'} has an extra state of type "
+                f"{type(state).__name__}; checkpoints hold tensors only. Return one from get_extra_state."
+            )
+        found[plain_name(path)] = state
+    return found
+
+
+def class_name(thing: object) -> str:
+    """Qualified name of its class."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _state_key(name: str, entry: str) -> str:
+    if not isinstance(entry, str) or "." in entry or not entry:
+        raise CheckpointError(f"the optimizer calls a state of {name} {entry!r}; names must be texts without a dot.")
+    return f"{STATE}{name}.{entry}"
+
+
+def _values(states: OptimizerStates) -> dict[str, dict[str, Any]]:
+    return {
+        name: {entry: encode(value, what=f"the state {entry!r} of {name}") for entry, value in entries.items()}
+        for name, entries in states.values.items()
+    }
+
+
+def _records(tensors: dict[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    return {
+        name: TensorRecord(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    }
+
+
+def _optimizer_record(
+    result: Result, states: TrainingStates, read: OptimizerStates
+) -> OptimizerRecord | None:
+    optimizer = result.optim
+    if optimizer is None:
+        return None
+    return OptimizerRecord(
+        class_name=states.optimizer_class(),
+        groups=record_groups(states.group_names(), optimizer.param_groups),
+        values=_values(read),
+        num_skipped=int(getattr(optimizer, "num_skipped", 0)),
+    )
+
+
+def _scheduler_record(scheduler: Any) -> SchedulerRecord | None:
+    if scheduler is None:
+        return None
+    state = encode(scheduler.state_dict(), what="the scheduler's state")
+    return SchedulerRecord(class_name=class_name(scheduler), state=state)
+
+
+def _scaler_state(optimizer: torch.optim.Optimizer | None) -> Any:
+    if not isinstance(optimizer, StepOptimizer) or optimizer.scaler is None:
+        return None
+    return encode(optimizer.scaler.scaler.state_dict(), what="the loss scaler's state")
+

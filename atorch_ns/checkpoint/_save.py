@@ -1,0 +1,126 @@
+"""Saving: all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from atorch_ns.checkpoint import _folder
+from atorch_ns.checkpoint._contents import Contents, read_contents, with_all_ranks
+from atorch_ns.checkpoint._pending import PendingSave, lane_of
+from atorch_ns.checkpoint._tensors import write_tensors
+from atorch_ns.checkpoint._values import plain_json
+from atorch_ns.cluster import agree
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Job, Result
+from atorch_ns.strategy import JSON
+
+__all__ = ["save"]
+
+
+def save(
+    path: str | PathLike[str],
+    result: Result,
+    *,
+    extra: Mapping[str, JSON] | None = None,
+    step: int | None = None,
+    asynchronous: bool = False,
+) -> PendingSave | None:
+    """Saves everything that a run needs to go on, as ``path/step-N``; collective.
+
+    Saved are the weights (fp32 where the job has fp32 masters) and persistent buffers, the optimizer's states
+    and hyperparameters, the scheduler, the loss scaler, every rank's random states, the position in the data
+    and the number of steps. It is written through ``torch.distributed.checkpoint``, each rank its own part,
+    under names that depend on the model alone, so that any strategy on any number of ranks can load it.
+
+    Nobody sees an incomplete checkpoint: whatever interrupts a save, the one before stays the latest. What an
+    interrupted save left is removed by the next. Call it between steps, on every rank.
+
+    Args:
+        path: a folder that all ranks see; made if it does not exist. One job at a time may save into it.
+        result: of ``auto_accelerate``.
+        extra: more to keep, JSON values; rank 0's are saved.
+        step: N; ``None`` for ``result.train_step.num_steps``, which the plain training loop does not count.
+            A checkpoint of the same step is replaced.
+        asynchronous: copy the states to CPU memory, then write them in the background while training goes on.
+            One save is under way at a time: the next waits for it.
+
+    Returns:
+        With ``asynchronous``, what to wait for; else ``None``.
+
+    Raises:
+        CheckpointError: for states that have no form in a checkpoint, a folder that cannot be written or that
+            a rank does not see, and for a failure of the save before this one in the background.
+        RankError: if another rank failed.
+    """
+    job = result.job
+    lane = lane_of(job)
+    lane.wait()
+    number = result.train_step.num_steps if step is None else step
+    part = agree(
+        lambda: _read(result, number, extra), what="reading the states", distributed=job.cluster.distributed
+    )
+    contents = with_all_ranks(part, job)
+    parent = Path(path).absolute()
+    folder = _open(parent, number, job)
+    if not asynchronous:
+        _write(folder, contents, job, None)
+        return None
+    copied, group = contents.copied(), lane.group(job)
+    place = parent / _folder.step_name(number)
+    return lane.begin(PendingSave(place, lambda: _write(folder, copied, job, group)))
+
+
+def _read(result: Result, step: int, extra: Mapping[str, JSON] | None) -> Contents:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step must be an integer from 0 on; it is {step!r}.")
+    given: Any = plain_json(dict(extra or {}), what="extra")
+    return read_contents(result, step=step, extra=given)
+
+
+def _open(parent: Path, step: int, job: Job) -> Path:
+    """A new folder to write into, which all ranks see; collective."""
+    first, distributed = job.cluster.rank == 0, job.cluster.distributed
+
+    def make() -> str:
+        if not first:
+            return ""
+        try:
+            _folder.clean(parent)
+            return str(_folder.new_folder(parent, step))
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoints to {parent}: {error}") from error
+
+    def see() -> Path:
+        if not Path(made[0]).is_dir():
+            raise CheckpointError(
+                f"rank 0 has made {made[0]}, which is not there for rank {job.cluster.rank}. Save to a folder that "
+                "all ranks share."
+            )
+        return Path(made[0])
+
+    made = [agree(make, what="opening the checkpoint", distributed=distributed)]
+    if distributed:
+        dist.broadcast_object_list(made, src=0)
+    return agree(see, what="opening the checkpoint", distributed=distributed)
+
+
+def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:
+    """Fills ``folder`` and makes it the latest checkpoint; collective over ``group``."""
+    distributed = job.cluster.distributed
+    write_tensors(contents.tensors, folder, distributed=distributed, group=group)
+
+    def complete() -> None:
+        if job.cluster.rank != 0:
+            return
+        try:
+            contents.manifest.write(folder)
+            _folder.commit(folder, contents.manifest.step)
+        except OSError as error:
+            raise CheckpointError(f"cannot complete the checkpoint in {folder.parent}: {error}") from error
+
+    agree(complete, what="completing the checkpoint", distributed=distributed, group=group)

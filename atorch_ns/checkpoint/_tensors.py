@@ -1,0 +1,103 @@
+"""Tensors to and from a folder, through ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    load,
+    save,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import StateSpec
+
+__all__ = ["describe_tensors", "read_tensors", "write_tensors"]
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool, group: dist.ProcessGroup | None
+) -> None:
+    """Writes every rank's tensors; what several ranks hold alike is written once. Collective.
+
+    Args:
+        tensors: this rank's.
+        folder: empty, the same for all ranks.
+        distributed: whether there is a process group.
+        group: all ranks; ``None`` for the default group.
+
+    Raises:
+        CheckpointError: on every rank, with the reason of each that failed.
+    """
+    try:
+        if distributed:
+            save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
+        else:
+            _write_alone(tensors, FileSystemWriter(folder))
+    except CheckpointException as error:
+        raise CheckpointError(f"the checkpoint was not written: {_reasons(error)}") from error
+    except (OSError, RuntimeError) as error:  # a full disk; a rank that is gone
+        raise CheckpointError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
+
+
+def describe_tensors(folder: Path) -> dict[str, StateSpec]:
+    """Shape and dtype of everything in ``folder``.
+
+    torch keeps this in a pickle of its own, ``.metadata``, and reading it can run what it holds: load
+    checkpoints of people you trust.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    try:
+        metadata: Metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # damaged pickles raise nearly anything
+        raise CheckpointError(f"{folder / '.metadata'} is missing or damaged: {error}") from error
+    return {
+        key: StateSpec(tuple(entry.size), entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool) -> None:
+    """Fills ``tensors`` in place, however they were sharded when written. Collective.
+
+    Raises:
+        CheckpointError: on every rank, with the reason of each that failed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # It says that there is no process group, which is so.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=not distributed)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} was not read: {_reasons(error)}") from error
+
+
+def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) -> None:
+    """What ``save`` does in one process, without its warning: it may run in a thread, where none can be caught."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), storage_meta=writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    written = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [written])
+
+
+def _reasons(error: CheckpointException) -> str:
+    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    return "; ".join(found[:4]) + more

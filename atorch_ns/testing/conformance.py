@@ -1,0 +1,310 @@
+"""The checks that every method must pass, built in or not, for a test suite to inherit.
+
+::
+
+    class TestMyMethod(MethodConformance):
+        method = MyMethod
+        configs = [None, {"level": 2}, "shorthand"]
+        bad_configs = [({"levle": 2}, "levle"), ({"level": -1}, "level")]
+
+Run by pytest with ``OMP_NUM_THREADS=1``, since ranks are forked. The method must be found by its name, so the
+distribution that brings it must be installed (``pip install -e .`` does) with an entry point in the group
+``atorch_ns.methods``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import StrategyError
+from atorch_ns.method import Chosen, Method, MethodConfig, Registry, load_registry, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.testing.models import get_case
+from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
+from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.workers import run_ranks
+
+__all__ = ["MethodConformance"]
+
+
+class MethodConformance:
+    """Inherit, name the class ``Test…``, and say which method is meant.
+
+    Class attributes:
+        method: the method's class.
+        configs: configs as users write them, shorthand among them; ``None`` for the defaults.
+        bad_configs: pairs of a config that must be refused and the key that the refusal must name, ``None``
+            where it concerns the config as a whole.
+        partners: what must stand beside the method in a strategy for it to work.
+        cases: the models it is tried on, of :mod:`atorch_ns.testing.models`.
+        num_ranks: the world size of the runs on several ranks.
+        param_tol: how far a parameter may be from the reference, in units of its update.
+        loss_tol: how far a loss may be.
+        global_batch: samples a step. Reduced precision needs many: ``BF16_GLOBAL_BATCH``.
+        reference: further arguments of ``reference_run``, such as ``autocast_dtype``: plain torch in the
+            precision that the method computes in.
+    """
+
+    method: ClassVar[type[Method]]
+    configs: ClassVar[Sequence[Any]] = (None,)
+    bad_configs: ClassVar[Sequence[tuple[Any, str | None]]] = ()
+    partners: ClassVar[Sequence[Any]] = ()
+    cases: ClassVar[Sequence[str]] = ("mlp", "tied_llama")
+    num_ranks: ClassVar[int] = 2
+    param_tol: ClassVar[float] = 2e-4
+    loss_tol: ClassVar[float] = 1e-5
+    global_batch: ClassVar[int] = 8
+    reference: ClassVar[Mapping[str, Any]] = {}
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Gives every test the configs and cases that it asks for; called by pytest."""
+        for name, values in (
+            ("config", self.configs),
+            ("bad_config", self.bad_configs),
+            ("case_name", self.cases),
+        ):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values, ids=[str(value) for value in values])
+
+    # ---- what it is
+
+    def test_the_class_is_final_named_and_documented(self) -> None:
+        """One small final class with a name, a phase and a summary."""
+        kind = self.method
+        if sys.version_info >= (3, 11):  # earlier, the decorator leaves no trace
+            assert getattr(kind, "__final__", False), f"decorate {kind.__name__} with typing.final"
+        summary = kind().summary
+        assert summary.strip(), f"{kind.__name__} needs a docstring"
+        assert not summary.startswith(kind.name), "the summary says what it does, not how it is called"
+
+    def test_it_is_found_by_its_name(self) -> None:
+        """Its distribution registers it as an entry point, under its name and its aliases."""
+        registry = load_registry()
+        for name in (self.method.name, *self.method.aliases):
+            assert name in registry, f"no entry point of the group atorch_ns.methods gives {name!r}"
+            assert type(registry.get(name)) is self.method, f"{name!r} is another method's name"
+
+    def test_every_setting_is_described(self) -> None:
+        """The sentence under each field feeds the help texts and the documentation."""
+        silent = [name for name, field in self.method.Config.model_fields.items() if not field.description]
+        assert not silent, f"{self.method.Config.__name__} does not describe {', '.join(silent)}"
+        assert (self.method.Config.__doc__ or "").strip(), f"{self.method.Config.__name__} needs a docstring"
+
+    def test_the_defaults_are_the_empty_config(self) -> None:
+        """``{}``, ``None`` and ``Config()`` are one config, and it is written as nothing."""
+        kind = self.method.Config
+        default = kind()
+        assert kind.model_validate(None) == kind.model_validate({}) == default
+        assert default.as_json() == {}
+
+    # ---- its config
+
+    def test_a_config_cannot_be_changed(self, config: Any) -> None:
+        """Configs are shared and compared: frozen, and equal ones have equal hashes."""
+        first, second = self._validated(config), self._validated(config)
+        assert first == second
+        assert hash(first) == hash(second)
+        for name in type(first).model_fields:
+            try:
+                setattr(first, name, getattr(first, name))
+            except Exception as error:
+                assert "frozen" in str(error), f"{name}: {error}"
+            else:
+                raise AssertionError(f"{type(first).__name__}.{name} can be assigned to")
+
+    def test_a_config_survives_its_file(self, config: Any) -> None:
+        """Through JSON and YAML, as the user wrote it and as it is written once it is resolved."""
+        wanted = self._validated(config)
+        for written in (config, wanted.as_json()):
+            strategy = Strategy([(self.method.name, written)])
+            for suffix in (".json", ".yaml"):
+                with tempfile.TemporaryDirectory() as folder:
+                    path = Path(folder) / f"strategy{suffix}"
+                    strategy.save(path)
+                    read = Strategy.load(path)
+                    assert read == strategy
+                    assert read.to_bytes(suffix=suffix) == path.read_bytes()
+                assert self.method.Config.model_validate(read[self.method.name]) == wanted
+        json.dumps(wanted.as_json(), allow_nan=False)
+
+    def test_a_bad_config_is_refused(self, bad_config: tuple[Any, str | None]) -> None:
+        """By a StrategyError that names method and key."""
+        config, key = bad_config
+        profile = Profile.of(get_case(self.cases[0]).build())
+        try:
+            strategy = Strategy([*self.partners, (self.method.name, config)])
+            resolve(strategy, self._cluster(), self._registry(), profile=profile)
+        except StrategyError as error:
+            blamed = {(problem.method, problem.key) for problem in error.problems}
+            assert (self.method.name, key) in blamed, f"{config!r}: the refusal blames {blamed}"
+        else:
+            raise AssertionError(f"{config!r} is accepted")
+
+    # ---- what it says without doing anything
+
+    def test_the_plan_is_pure(self, config: Any) -> None:
+        """Planning twice changes nothing more, and equal questions have equal answers."""
+        chosen = self._fitted(config)
+        for plan in (Plan(), Plan(axes=(("data", self.num_ranks),), gradient_sync="all_reduce")):
+            before = dataclasses.replace(plan)
+            with _nothing_changes():
+                once = chosen.method.plan(plan, chosen.config)
+                again = chosen.method.plan(plan, chosen.config)
+            assert plan == before
+            assert once == again
+            assert chosen.method.plan(once, chosen.config) == once, "planning twice adds to the plan"
+
+    def test_checks_are_pure(self, config: Any) -> None:
+        """Asking what is wrong, what is needed and why it is here changes nothing."""
+        chosen = self._fitted(config)
+        method, settings, cluster = chosen.method, chosen.config, self._cluster()
+        profile = Profile.of(get_case(self.cases[0]).build())
+        before = copy.deepcopy((settings, cluster, profile))
+
+        def ask() -> list[Any]:
+            return [
+                method.fit(settings, cluster),
+                method.check(settings, cluster, profile),
+                method.check(settings, cluster, None),
+                method.roles(settings),
+                list(method.needs(settings, cluster)),
+                list(method.notices(settings, cluster)),
+                method.unavailable(settings, cluster),
+                method.explain(settings, cluster),
+            ]
+
+        with _nothing_changes():
+            first, second = ask(), ask()
+        assert first == second
+        assert first[0] == settings, "fitting twice changes the config again"
+        assert first[1] == [], f"the config {config!r} is refused: {first[1]}"
+        assert (settings, cluster, profile) == before
+
+    def test_it_offers_a_search_only_what_it_accepts(self) -> None:
+        """Every config among ``options`` passes ``check`` and can be written."""
+        method, cluster = self.method(), self._cluster()
+        profile = Profile.of(get_case(self.cases[0]).build())
+        for option in method.options(profile, cluster):
+            assert isinstance(option, self.method.Config)
+            assert method.check(option, cluster, profile) == []
+            assert self.method.Config.model_validate(option.as_json()) == option
+
+    def test_it_explains_itself(self, config: Any) -> None:
+        """A clause for the report, without a full stop of its own."""
+        chosen = self._fitted(config)
+        text = chosen.method.explain(chosen.config, self._cluster())
+        assert text.strip(), "explain gives nothing"
+        assert "\n" not in text, "explain gives several lines"
+
+    # ---- what it does
+
+    def test_one_process_trains_the_same_model(self, config: Any, case_name: str) -> None:
+        """Three times in one process: alike to the bit, and like plain torch."""
+        runs = self._three_runs(case_name, self._strategy(config))
+        assert_ranks_agree(runs)
+        self._assert_like_plain_torch(case_name, runs[0])
+
+    def test_ranks_train_the_same_model(self, config: Any, case_name: str) -> None:
+        """On several ranks, twice: like plain torch in one process, and the ranks agree."""
+        get_case(case_name).build()  # what it imports, every rank would import anew
+        ranks = run_ranks(
+            self._three_runs, self.num_ranks, args=(case_name, self._strategy(config)), timeout_s=120
+        )
+        for runs in zip(*ranks, strict=True):
+            assert_ranks_agree(list(runs))
+            self._assert_like_plain_torch(case_name, runs[0])
+
+    def test_what_the_caller_gave_is_left_alone(self, config: Any) -> None:
+        """The strategy, the arguments, the random states and the settings of torch are as before."""
+        case = get_case(self.cases[0])
+        given = {
+            "strategy": self._strategy(config),
+            "optim_args": {"lr": 1e-3, "betas": [0.9, 0.99]},
+            "dataloader_args": {"batch_size": self.global_batch, "drop_last": True},
+        }
+        before = copy.deepcopy(given)
+        with _nothing_changes(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = accelerate_case(
+                case,
+                given["strategy"],
+                global_batch=self.global_batch,
+                optim_args=given["optim_args"],
+                dataloader_args=given["dataloader_args"],
+            )
+        assert given == before
+        rows = {row.name: row.why for row in result.report.rows}
+        told = rows.get(self.method.name) or " ".join(result.report.notes)
+        assert told.strip(), "the report does not mention the method"
+
+    # ---- helpers
+
+    def _registry(self) -> Registry:
+        return load_registry()
+
+    def _cluster(self) -> Cluster:
+        detected = Cluster.detect()
+        return dataclasses.replace(
+            detected, world_size=self.num_ranks, local_world_size=self.num_ranks, distributed=True
+        )
+
+    def _validated(self, config: Any) -> MethodConfig:
+        written = Strategy([(self.method.name, config)])[self.method.name]
+        return self.method.Config.model_validate(written)
+
+    def _fitted(self, config: Any) -> Chosen:
+        method = self.method()
+        return Chosen(method, method.fit(self._validated(config), self._cluster()))
+
+    def _strategy(self, config: Any) -> list[Any]:
+        return [*self.partners, (self.method.name, config)]
+
+    def _three_runs(self, case_name: str, strategy: list[Any]) -> list[Trajectory]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            case = get_case(case_name)
+            return [accelerated_run(case, strategy, global_batch=self.global_batch) for _ in range(3)]
+
+    def _assert_like_plain_torch(self, case_name: str, run: Trajectory) -> None:
+        plain = reference_run(get_case(case_name), global_batch=self.global_batch, **self.reference)
+        assert_parity(compare(plain, run), param_tol=self.param_tol, loss_tol=self.loss_tol)
+
+
+@contextmanager
+def _nothing_changes() -> Iterator[None]:
+    """Random states and the settings of torch are the same after the block as before."""
+    before = {name: read() for name, read in _READERS.items()}
+    yield
+    changed = [name for name, read in _READERS.items() if read() != before[name]]
+    assert not changed, f"changed: {', '.join(changed)}"
+
+
+def _numpy_state() -> str:
+    return repr(np.random.get_state(legacy=False))
+
+
+_READERS: Mapping[str, Callable[[], Any]] = {
+    "the random state of torch": lambda: torch.get_rng_state().tolist(),
+    "the random state of Python": random.getstate,
+    "the random state of numpy": _numpy_state,
+    "torch's default dtype": torch.get_default_dtype,
+    "torch's number of threads": torch.get_num_threads,
+    "grad mode": torch.is_grad_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "the precision of matrix products": torch.get_float32_matmul_precision,
+}

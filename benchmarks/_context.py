@@ -1,0 +1,60 @@
+"""Where and when something was measured. Nothing here tells whose machine it was."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Context"]
+
+_PACKAGES = ("atorch-ns", "torch", "transformers", "fairscale", "deepspeed")
+
+
+class Context:
+    """Begins when it is made: the load of the machine is read then and at the end."""
+
+    def __init__(self) -> None:
+        self._load = os.getloadavg()[0]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Date, machine, versions, and the load average over a minute before and after."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {
+            "measured": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": {
+                "cpu": _cpu_model(),
+                "cores": os.cpu_count(),
+                "memory_gib": round(memory / 2**30, 1),
+                "system": f"{platform.system()} {platform.machine()}",
+            },
+            "versions": {"python": platform.python_version(), **_versions()},
+            "load average (1 min)": {
+                "before": round(self._load, 2),
+                "after": round(os.getloadavg()[0], 2),
+            },
+            "threads per process": os.environ.get("OMP_NUM_THREADS", "torch's default"),
+        }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
