@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from atorch_ns.method import load_registry
 from atorch_ns.testing import run_ranks
 
 __all__ = ["barrier", "on_ranks"]
@@ -19,8 +20,10 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def on_ranks(function: Callable[..., T], num_ranks: int, *args: Any, timeout_s: float = 900.0) -> list[T]:
     """Calls ``function(*args)`` in ``num_ranks`` processes forked from this one; values by rank.
 
-    With one rank there is no process group and no trace of a launcher.
+    With one rank there is no process group and no trace of a launcher. What ranks import is imported here
+    first, so that no rank has to.
     """
+    load_registry()
     if num_ranks > 1:
         return run_ranks(function, num_ranks, args=args, timeout_s=timeout_s)
 

@@ -73,12 +73,20 @@ def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 def ignored_parameters(
     model: nn.Module, config: ShardConfig, materialiser: Materialiser
 ) -> set[nn.Parameter]:
-    """The parameters that are replicated instead of sharded, with memory if the model is on meta."""
-    if not config.ignored:
-        return set()
+    """The parameters that are replicated instead of sharded, with memory if the model is on meta.
+
+    Those of ignored modules, and single numbers (a learned temperature, say), which cannot be divided.
+    """
     modules = [found.module for found in select_modules(model, config.ignored)]
     materialiser.materialise(modules)
-    return {parameter for module in modules for parameter in module.parameters()}
+    scalars = [module for module in model.modules() if any(p.ndim == 0 for p in _own(module))]
+    materialiser.materialise(scalars, recurse=False)
+    ignored = {parameter for module in modules for parameter in module.parameters()}
+    return ignored | {parameter for module in scalars for parameter in _own(module) if parameter.ndim == 0}
+
+
+def _own(module: nn.Module) -> Iterable[nn.Parameter]:
+    return module.parameters(recurse=False)
 
 
 def place_ignored(job: Job, ignored: set[nn.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import random
 import subprocess
@@ -345,6 +346,31 @@ def test_every_way_to_wrap_and_shard() -> None:
             raise AssertionError(f"{config}: {error}") from error
 
 
+class _Temperature(nn.Module):
+    """Single numbers among the parameters, which cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = get_case("mlp").build()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        out: torch.Tensor = self.inner(*batch) * self.temperature
+        return out
+
+
+def _train_temperature(strategy: Any) -> Any:
+    return accelerated_run(get_case("mlp"), strategy, model=_Temperature(), gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("strategy", [["fsdp"], ["zero2", "checkpoint"]], ids=str)
+def test_single_numbers_are_replicated(strategy: Any) -> None:
+    reference = reference_run(dataclasses.replace(get_case("mlp"), build=_Temperature))
+    runs = run_ranks(_train_temperature, 2, args=(strategy,))
+    assert_parity(compare(reference, runs[0]))
+    assert_ranks_agree(runs)
+
+
 class _Lora(nn.Module):
     """A frozen linear layer with a small trainable product beside it."""
 
@@ -377,9 +403,7 @@ def _train_lora(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("key", ["wrap_trainable_outmost", "fsdp_wrap_params_outmost"])
 def test_trainable_parameters_in_a_unit_of_their_own(key: str) -> None:
-    from dataclasses import replace
-
-    case = replace(get_case("mlp"), build=_lora_model)
+    case = dataclasses.replace(get_case("mlp"), build=_lora_model)
     reference = reference_run(case, optim_param_func=lambda m: [p for p in m.parameters() if p.requires_grad])
     runs = run_ranks(_train_lora, 2, args=({key: True},))
     moved = compare(reference, runs[0])

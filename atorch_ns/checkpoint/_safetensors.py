@@ -142,7 +142,7 @@ def _write(library: ModuleType, tensors: Mapping[str, torch.Tensor], place: Path
 
 
 def _write_config(model: nn.Module, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
     config.save_pretrained(place)

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    Metadata,
-    load,
-    save,
-)
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import StateSpec

@@ -69,7 +69,7 @@ def decode(value: JSON) -> Any:
     if kind == "tuple":
         return tuple(decode(content))
     if kind in ("dict", "Counter") and isinstance(content, list):
-        pairs = [(decode(entry[0]), decode(entry[1])) for entry in content]  # type: ignore[index, call-overload]
+        pairs = [(decode(entry[0]), decode(entry[1])) for entry in content]  # type: ignore[index]
         return Counter(dict(pairs)) if kind == "Counter" else dict(pairs)
     raise CheckpointError(f"the checkpoint holds a value of unknown form {kind!r}; a newer version wrote it.")
 

@@ -51,15 +51,15 @@ class Materialiser:
         # after its shard has taken its place.
         self._made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
-    def materialise(self, modules: Iterable[nn.Module]) -> None:
-        """Materialises everything on meta inside ``modules``.
+    def materialise(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
+        """Materialises everything on meta inside ``modules``; without ``recurse`` only what they hold themselves.
 
         Raises:
             InputError: naming the modules that offer no way to initialise themselves, or whose
                 initialisation leaves values unset.
         """
         for root in modules:
-            for module in root.modules():
+            for module in root.modules() if recurse else (root,):
                 self._materialise_one(module)
 
     def _materialise_one(self, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -86,7 +86,7 @@ class TestAmpNative(MethodConformance):
     bad_configs = (("bf61", "dtype"), ("fp32", "dtype"), ({"init_scale": 0}, "init_scale"))
     cases = ("mlp",)
     global_batch = BF16_GLOBAL_BATCH
-    reference: Any = {"autocast_dtype": torch.bfloat16}
+    reference: ClassVar = {"autocast_dtype": torch.bfloat16}
     param_tol = 0.15
     loss_tol = 1e-3
 

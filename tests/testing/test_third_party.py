@@ -76,7 +76,8 @@ from atorch_ns.testing.conformance import MethodConformance
 
 class TestSaveOnHost(MethodConformance):
     method = SaveOnHost
-    configs = (None, 2, {"every_n": 3, "pin_memory": False})
+    configs = (None, 2)
+    cases = ("mlp",)
     bad_configs = ((0, "every_n"), ({"pin": True}, "pin"), ({"pin_memory": "yes"}, "pin_memory"))
 """
 
@@ -133,12 +134,23 @@ class TestFaulty(MethodConformance):
     cases = ("mlp",)
 """
 
-HARMLESS = {
-    "test_it_is_found_by_its_name",
-    "test_the_defaults_are_the_empty_config",
-    "test_a_config_survives_its_file",
+FAULTS = {
+    "test_the_class_is_final_named_and_documented": "typing.final",
+    "test_every_setting_is_described": "does not describe levels, lax",
+    "test_a_config_cannot_be_changed": "unhashable type",
+    "test_a_bad_config_is_refused": "is accepted",
+    "test_the_plan_is_pure": "planning twice adds to the plan",
+    "test_checks_are_pure": "changed: the random state of Python",
+    "test_it_offers_a_search_only_what_it_accepts": "assert",
+    "test_it_explains_itself": "explain gives nothing",
+    "test_one_process_trains_the_same_model": "ended with different values",
+    "test_ranks_train_the_same_model": "ended with different values",
+    "test_what_the_caller_gave_is_left_alone": "'lr': 0.001",
+    "test_it_is_found_by_its_name": "",
+    "test_the_defaults_are_the_empty_config": "",
+    "test_a_config_survives_its_file": "",
 }
-"""What the faulty method does right."""
+"""For every test of the suite, a part of what it says about the faulty method; empty where it passes."""
 
 
 def _install(folder: Path, distribution: str, module: str, source: str, entry_points: str) -> None:
@@ -228,9 +240,20 @@ def test_the_suite_passes_a_sound_method_and_fails_a_faulty_one(acme: Path) -> N
     (acme / "test_sound.py").write_text(SUITE)
     (acme / "test_faulty.py").write_text(FAULTY_SUITE)
     (acme / "pytest.ini").write_text("[pytest]\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(acme)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(acme), "COLUMNS": "1000"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "."],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rA",
+            "--tb=short",
+            "--durations=5",
+            "-p",
+            "no:cacheprovider",
+            ".",
+        ],
         cwd=acme,
         env=environment,
         capture_output=True,
@@ -238,13 +261,13 @@ def test_the_suite_passes_a_sound_method_and_fails_a_faulty_one(acme: Path) -> N
         timeout=110,
         check=False,
     )
-    outcomes = [
-        line.split()[:2] for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))
-    ]
-    sound = {name: outcome for outcome, name in outcomes if "test_sound" in name}
-    assert len(sound) > 30, done.stdout[-3000:] + done.stderr[-2000:]
-    assert set(sound.values()) == {"PASSED"}, [name for name, outcome in sound.items() if outcome != "PASSED"]
-    faulty = {
-        name.split("::")[2].split("[")[0]: outcome for outcome, name in outcomes if "test_faulty" in name
-    }
-    assert {name for name, outcome in faulty.items() if outcome == "PASSED"} == HARMLESS
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
+    told = done.stdout[-4000:] + done.stderr[-2000:]
+    sound = [line for line in lines if "test_sound" in line]
+    assert len(sound) > 20, told
+    assert all(line.startswith("PASSED") for line in sound), told
+    faulty = {line.split("::")[2].split("[")[0].split()[0]: line for line in lines if "test_faulty" in line}
+    assert faulty.keys() == FAULTS.keys(), told
+    for name, line in faulty.items():
+        assert line.startswith("FAILED" if FAULTS[name] else "PASSED"), line
+        assert FAULTS[name] in line, line
