@@ -111,16 +111,17 @@ class MethodConformance:
         """``{}``, ``None`` and ``Config()`` are one config, and it is written as nothing."""
         kind = self.method.Config
         default = kind()
-        assert kind.model_validate(None) == kind.model_validate({}) == default
-        assert default.as_json() == {}
+        forms = (kind.model_validate(None), kind.model_validate({}))
+        assert all(form == default for form in forms), f"{forms} are not {default}"
+        assert default.as_json() == {}, f"the defaults are written as {default.as_json()}"
 
     # ---- its config
 
     def test_a_config_cannot_be_changed(self, config: Any) -> None:
         """Configs are shared and compared: frozen, and equal ones have equal hashes."""
         first, second = self._validated(config), self._validated(config)
-        assert first == second
-        assert hash(first) == hash(second)
+        assert first == second, f"{first} and {second} are made of the same"
+        assert hash(first) == hash(second), "equal configs have different hashes"
         open_fields = [name for name in type(first).model_fields if _can_be_assigned(first, name)]
         assert not open_fields, f"{type(first).__name__} lets {', '.join(open_fields)} be assigned to"
 
@@ -134,9 +135,12 @@ class MethodConformance:
                     path = Path(folder) / f"strategy{suffix}"
                     strategy.save(path)
                     read = Strategy.load(path)
-                    assert read == strategy
-                    assert read.to_bytes(suffix=suffix) == path.read_bytes()
-                assert self.method.Config.model_validate(read[self.method.name]) == wanted
+                    assert read == strategy, f"{strategy} is read as {read}"
+                    assert read.to_bytes(suffix=suffix) == path.read_bytes(), (
+                        "written again, the file differs"
+                    )
+                again = self.method.Config.model_validate(read[self.method.name])
+                assert again == wanted, f"{wanted} is read as {again}"
         json.dumps(wanted.as_json(), allow_nan=False)
 
     def test_a_bad_config_is_refused(self, bad_config: tuple[Any, str | None]) -> None:
@@ -162,8 +166,8 @@ class MethodConformance:
             with _nothing_changes():
                 once = chosen.method.plan(plan, chosen.config)
                 again = chosen.method.plan(plan, chosen.config)
-            assert plan == before
-            assert once == again
+            assert plan == before, "planning changes the plan that is given"
+            assert once == again, f"the same question gives {once} and {again}"
             assert chosen.method.plan(once, chosen.config) == once, "planning twice adds to the plan"
 
     def test_checks_are_pure(self, config: Any) -> None:
@@ -187,19 +191,20 @@ class MethodConformance:
 
         with _nothing_changes():
             first, second = ask(), ask()
-        assert first == second
+        assert first == second, f"asked twice, the method says {first} and {second}"
         assert first[0] == settings, "fitting twice changes the config again"
         assert first[1] == [], f"the config {config!r} is refused: {first[1]}"
-        assert (settings, cluster, profile) == before
+        assert (settings, cluster, profile) == before, "asking changes config, cluster or profile"
 
     def test_it_offers_a_search_only_what_it_accepts(self) -> None:
         """Every config among ``options`` passes ``check`` and can be written."""
         method, cluster = self.method(), self._cluster()
         profile = Profile.of(get_case(self.cases[0]).build())
         for option in method.options(profile, cluster):
-            assert isinstance(option, self.method.Config)
-            assert method.check(option, cluster, profile) == []
-            assert self.method.Config.model_validate(option.as_json()) == option
+            assert isinstance(option, self.method.Config), f"{option!r} is no {self.method.Config.__name__}"
+            assert method.check(option, cluster, profile) == [], f"{option} is offered and refused"
+            again = self.method.Config.model_validate(option.as_json())
+            assert again == option, f"{option} is read as {again}"
 
     def test_it_explains_itself(self, config: Any) -> None:
         """A clause for the report, without a full stop of its own."""
@@ -246,7 +251,7 @@ class MethodConformance:
                 **given,
             )
         assert given == before, f"{before} became {given}"
-        assert result is not None
+        assert result is not None, "auto_accelerate gives no result"
         rows = {row.name: row.why for row in result.report.rows}
         told = rows.get(self.method.name) or " ".join(result.report.notes)
         assert told.strip(), "the report does not mention the method"

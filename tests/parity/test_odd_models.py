@@ -1,0 +1,136 @@
+"""Models that nobody prepared: unused, frozen, too few parameters, convolutions, no repeated block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atorch_ns.testing.models import Case, get_case
+from atorch_ns.testing.parity import assert_parity, assert_ranks_agree, compare, reference_run
+from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.workers import run_ranks
+
+STRATEGIES = (["ddp"], ["zero1"], ["zero2"], ["fsdp"])
+
+
+class Unused(nn.Module):
+    """Half of it never takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 1)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class OneParameter(nn.Module):
+    """Fewer parameters than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.only(x)
+        return out
+
+
+class Frozen(nn.Module):
+    """The first layer does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4).requires_grad_(False)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+class Convolutions(nn.Module):
+    """Not a transformer, and no two layers alike but for their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv1d(1, 3, 3, padding=1), nn.ReLU(), nn.Conv1d(3, 2, 3), nn.Flatten(), nn.Linear(4, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x[:, None])
+        return out
+
+
+class Twice(nn.Module):
+    """One layer called twice, and shared under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.again(torch.tanh(self.layer(x))))
+        return out
+
+
+def _batch(size: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, 1, generator=generator)}
+
+
+def _loss(batch: dict[str, Tensor], output: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, batch["y"])
+
+
+class _Picked(nn.Module):
+    """Takes the input out of the batch, so that the batch can be a dictionary with more in it."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = kind()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.inner(batch["x"])
+        return out
+
+
+def _case(kind: Callable[[], nn.Module]) -> Case:
+    return dataclasses.replace(
+        get_case("mlp"),
+        name=kind.__name__,
+        build=lambda: _Picked(kind),
+        make_batch=_batch,
+        loss_func=_loss,
+        model_input_format=None,
+    )
+
+
+def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
+    options = {"find_unused_parameters": kind is Unused}
+    return [accelerated_run(_case(kind), strategy, **options) for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize("kind", [Unused, OneParameter, Frozen, Convolutions, Twice], ids=lambda k: k.__name__)
+def test_odd_models(kind: Callable[[], nn.Module]) -> None:
+    trainable = lambda model: [p for p in model.parameters() if p.requires_grad]  # noqa: E731
+    reference = reference_run(_case(kind), optim_param_func=trainable)
+    ranks = run_ranks(_train_all, 2, args=(kind,))
+    for position, strategy in enumerate(STRATEGIES):
+        try:
+            runs = [rank[position] for rank in ranks]
+            assert_parity(compare(reference, runs[0]))
+            assert_ranks_agree(runs)
+        except AssertionError as error:
+            raise AssertionError(f"{strategy}: {error}") from error
