@@ -11,7 +11,7 @@ import torch.distributed as dist
 from atorch_ns.method import load_registry
 from atorch_ns.testing import run_ranks
 
-__all__ = ["barrier", "on_ranks"]
+__all__ = ["barrier", "keeping_bytecode", "on_ranks"]
 
 T = TypeVar("T")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,3 +39,8 @@ def barrier() -> None:
     """Waits for the other ranks, if there are any."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def keeping_bytecode() -> dict[str, str]:
+    """The environment for a fresh interpreter that, as by default, keeps what it compiles for the next one."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

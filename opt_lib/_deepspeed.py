@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import BackendError, Problem
-from atorch_ns.job import Job, make_user_optimizer
+from atorch_ns.errors import BackendError, InputError, Problem
+from atorch_ns.job import Job, StateSpec, make_user_optimizer, parameter_names
 from atorch_ns.method import Conflict
 from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
 from opt_lib._flat_shards import require_elementwise
+from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._optional import missing_problem, require
 from opt_lib._whole_world import one_axis_only
 
@@ -77,6 +79,8 @@ def shard(job: Job, method: str, *, stage: int) -> None:
         method: the method's name, for the report.
         stage: 1 shards optimizer states, 2 gradients as well.
     """
+    if job.inputs.optim_func is None:
+        raise InputError("DeepSpeed makes model and optimizer together, so auto_accelerate needs optim_func.")
     require_elementwise(job, "DeepSpeed")
     job.place()
     job.use_optim_backward = True
@@ -91,6 +95,7 @@ def shard(job: Job, method: str, *, stage: int) -> None:
             engine, group=job.mesh.data_group, skip_if_nonfinite=job.skip_if_nonfinite
         )
         job.clip = optimizer.clip_gradients
+        job.make_states = partial(_states, engine.optimizer)
         return engine, optimizer
 
     job.take_over = take_over
@@ -116,6 +121,33 @@ def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
         dist_init_required=False,
     )
     return engine
+
+
+def _states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
+    assert job.mesh is not None
+    names = {parameter: own[0] for parameter, own in parameter_names(job.module).items()}
+    specs: dict[str, StateSpec] = {}
+    pieces: dict[str, Piece] = {}
+    for parameters, partition in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        for parameter in parameters:
+            name, mapping = names.pop(parameter), parameter._hp_mapping
+            specs[name] = StateSpec(tuple(parameter.shape), partition.dtype)
+            if mapping is not None:
+                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                weight = partition.detach()[here.start : here.start + here.numel]
+                pieces[name] = Piece(weight, there.start, partition, here.start, partition.numel())
+    of_groups = iter(specs)
+    return FlatStates(
+        specs=specs,
+        pieces=pieces,
+        whole={name: parameter for parameter, name in names.items()},
+        optimizer=zero.optimizer,
+        groups=[[next(of_groups) for _ in parameters] for parameters in zero.bit16_groups],
+        mesh=job.mesh.data,
+        shards=job.mesh.data_group,
+        device=job.device,
+        publish=zero.update_lp_params,
+    )
 
 
 def _config(stage: int, num_elements: int) -> dict[str, Any]:

@@ -13,6 +13,11 @@ from opt_lib._partial_gradients import clip_parts, norm_of_parts
 
 __all__ = ["DeepSpeedOptimizer"]
 
+_USE_CHECKPOINT = (
+    "under DeepSpeed an optimizer's state is cut into flat pieces, together with the weights it belongs to. Save "
+    "and load with atorch_ns.checkpoint, which every other strategy can read."
+)
+
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """What a user steps when DeepSpeed owns model and optimizer.
@@ -127,13 +132,20 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part, as DeepSpeed writes it; for this world size and strategy only."""
-        state: dict[str, Any] = self._zero.state_dict()
-        return state
+        """Not possible.
+
+        Raises:
+            StepError: always: a rank holds flat pieces of states and of weights, which belong together.
+        """
+        raise StepError(_USE_CHECKPOINT)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` of the same rank gave."""
-        self._zero.load_state_dict([state_dict] * dist.get_world_size(self._group))
+        """Not possible.
+
+        Raises:
+            StepError: always, as :meth:`state_dict`.
+        """
+        raise StepError(_USE_CHECKPOINT)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import BackendError, Problem
-from atorch_ns.job import Job
+from atorch_ns.errors import BackendError, InputError, Problem
+from atorch_ns.job import Job, ParameterStates
 from atorch_ns.method import Conflict
 from opt_lib._flat_shards import require_share
 from opt_lib._optional import missing_problem, require
@@ -28,6 +30,7 @@ _WHY_NO_MASTERS = (
     "ShardedDataParallel reduces the gradients of the optimizer's own parameters, so these cannot be fp32 copies. "
     "Use amp_native, half in bf16 without master_weights, or another backend."
 )
+_STATES = partial(ParameterStates, holder=attrgetter("optim"))
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
@@ -49,7 +52,8 @@ def check(method: str, cluster: Cluster) -> list[Problem]:
 
 def shard_optimizer(job: Job, method: str) -> None:
     """OSS under whatever averages the gradients."""
-    job.make_optimizer = lambda groups: _sharded_optimizer(job, groups)
+    job.make_optimizer = partial(_sharded_optimizer, job)
+    job.make_states = _STATES
     job.explain(method, "OSS of fairscale")
 
 
@@ -59,7 +63,10 @@ def shard_gradients(job: Job, method: str) -> None:
     Where a parameter takes part in the loss on some ranks only, gradients are lost, as in DDP without
     ``find_unused_parameters``.
     """
+    if job.inputs.optim_func is None:
+        raise InputError("ShardedDataParallel follows its optimizer, so auto_accelerate needs optim_func.")
     job.place()
+    job.make_states = _STATES
 
     def take_over(groups: list[dict[str, Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
         optimizer = _sharded_optimizer(job, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from atorch_ns.errors import InputError
-from atorch_ns.job import Job, Materialiser
-from atorch_ns.torch_compat import hybrid_shard_zero2
+from atorch_ns.job import Job, Materialiser, StateSpec, inner_optimizer, parameter_names
+from atorch_ns.torch_compat import fsdp1_parts, hybrid_shard_zero2, plain_name
 from opt_lib._flat_shards import require_elementwise, require_share
+from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
 from opt_lib._shard_parts import (
     Switch,
@@ -71,6 +73,7 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     job.wrap(root)
     job.placed = True
     job.clip = _clip(root)
+    job.make_states = partial(_states, root)
     job.skip_sync = _skip_sync(root, average_ignored(job, ignored))
     if job.plan.loss_scaling:
         require_share(job, "FullyShardedDataParallel", root.parameters())
@@ -175,6 +178,38 @@ def _skip_sync(root: FullyShardedDataParallel, switch: Switch) -> Any:
             switch.on = True
 
     return skip
+
+
+def _states(root: FullyShardedDataParallel, job: Job, optimizer: torch.optim.Optimizer | None) -> FlatStates:
+    assert job.mesh is not None
+    paths: dict[nn.Module, str] = {}
+    for path, module in job.module.named_modules():
+        paths.setdefault(module, plain_name(path))
+    specs: dict[str, StateSpec] = {}
+    pieces: dict[str, Piece] = {}
+    names: dict[torch.Tensor, list[str]] = {}
+    for part in fsdp1_parts(root):
+        name = ".".join(filter(None, (paths[part.module], part.name)))
+        specs[name] = StateSpec(tuple(part.shape), part.shard.dtype)
+        names.setdefault(part.parameter, []).append(name)
+        if part.offset is not None:
+            weight = part.shard[part.offset : part.offset + part.length]
+            offset, size = (part.offset, part.shard.numel()) if part.is_flat else (0, part.length)
+            pieces[name] = Piece(weight, part.start, part.parameter, offset, size)
+    whole = {own[0]: p for p, own in parameter_names(job.module).items() if p not in names}
+    names.update({parameter: [name] for name, parameter in whole.items()})
+    inner = None if optimizer is None else inner_optimizer(optimizer)
+    groups = [] if inner is None else inner.param_groups
+    return FlatStates(
+        specs=specs,
+        pieces=pieces,
+        whole=whole,
+        optimizer=inner,
+        groups=[[name for p in group["params"] for name in names[p]] for group in groups],
+        mesh=job.mesh.data,
+        shards=job.mesh.shard.get_group(),
+        device=job.device,
+    )
 
 
 def _explain(job: Job, method: str, options: dict[str, Any], num_units: int, num_ignored: int) -> None:

@@ -1,4 +1,15 @@
-"""module_replace: optimized modules in the place of a model's own."""
+"""module_replace: optimized modules in the place of a model's own.
+
+Built-in replacements:
+
+- ``sdpa_attention``: eager attention of transformers models (BERT, GPT-2, CLIP, Llama and all others that
+  support it) becomes torch's scaled-dot-product attention, which picks a flash kernel where there is one.
+- ``fused_rms_norm``: hand-written RMSNorms, those of transformers and your own, become torch's fused kernel.
+- ``fused_layer_norm``: ``nn.LayerNorm`` runs torch's fused kernel already, so this one only says so.
+
+Your own come first; :func:`register_replace_pair` makes them known. Methods that come after this one, such as
+``checkpoint`` and ``fsdp``, still select modules by the class names of the original model.
+"""
 
 from __future__ import annotations
 

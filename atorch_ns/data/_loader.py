@@ -108,7 +108,7 @@ class TrainLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a private class
         run, skip = self._begin()
         self._steps.skip = 0 if self._is_stream else skip
-        batches = super().__iter__()
+        batches = self._start(skip)
         try:
             if self._is_stream:
                 for _ in range(skip):
@@ -177,6 +177,21 @@ class TrainLoader(DataLoader[Any]):
         skip = place.batches if place is not None and place.epoch == epoch else 0
         self._run = _Run(epoch=epoch, batches=skip)
         return self._run, skip
+
+    def _start(self, skip: int) -> Iterator[Any]:
+        """Torch's iterator.
+
+        It draws a seed for its workers from the global random state. The iteration that is being resumed did
+        so when it began; the state is therefore put back, and what the model draws next is what it would have
+        drawn.
+        """
+        if not skip or self.generator is not None:
+            return super().__iter__()
+        state = torch.get_rng_state()
+        try:
+            return super().__iter__()
+        finally:
+            torch.set_rng_state(state)
 
     def _end(self, run: _Run) -> None:
         """The epoch of ``run`` has passed, once."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from atorch_ns.errors import CheckpointError
@@ -35,6 +36,9 @@ class ParameterStates:
         *,
         holder: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
     ) -> None:
+        for module in job.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves parameters gathered: plain tensors in place of the shards
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         self._parameters = {names[0]: p for p, names in parameter_names(job.module).items()}
         self._trained = {

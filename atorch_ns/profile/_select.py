@@ -10,7 +10,9 @@ from torch import nn
 from atorch_ns.profile._blocks import NamedModule
 from atorch_ns.torch_compat import unwrap_checkpoint
 
-__all__ = ["class_names", "matches", "select_modules"]
+__all__ = ["class_names", "matches", "select_modules", "stand_for"]
+
+_STANDS_FOR = "_stands_for_classes"
 
 
 def select_modules(
@@ -46,13 +48,25 @@ def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """Bare and qualified names of a module's class and its bases below ``nn.Module``."""
-    names: set[str] = set()
+    """Bare and qualified names of a module's class and its bases below ``nn.Module``.
+
+    Those of a module that it was made to stand for are among them.
+    """
+    names: set[str] = set(vars(module).get(_STANDS_FOR, ()))
     for kind in type(module).__mro__:
         if kind is nn.Module:
             break
         names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
     return names
+
+
+def stand_for(new: nn.Module, old: nn.Module) -> None:
+    """Lets ``new``, put in the place of ``old``, be selected by the class names of ``old`` too.
+
+    A strategy is written, and checked, against the classes of the user's model; methods that replace modules
+    must not make the selectors of later methods miss them.
+    """
+    vars(new)[_STANDS_FOR] = tuple(sorted(class_names(old)))
 
 
 def _selects_all(selector: str) -> bool:

@@ -17,16 +17,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -36,6 +33,7 @@ from atorch_ns.errors import StrategyError
 from atorch_ns.method import Chosen, Method, MethodConfig, Registry, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.testing._unchanged import nothing_changes
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
 from atorch_ns.testing.runs import accelerated_run
@@ -163,7 +161,7 @@ class MethodConformance:
         chosen = self._fitted(config)
         for plan in (Plan(), Plan(axes=(("data", self.num_ranks),), gradient_sync="all_reduce")):
             before = dataclasses.replace(plan)
-            with _nothing_changes():
+            with nothing_changes():
                 once = chosen.method.plan(plan, chosen.config)
                 again = chosen.method.plan(plan, chosen.config)
             assert plan == before, "planning changes the plan that is given"
@@ -189,7 +187,7 @@ class MethodConformance:
                 method.explain(settings, cluster),
             ]
 
-        with _nothing_changes():
+        with nothing_changes():
             first, second = ask(), ask()
         assert first == second, f"asked twice, the method says {first} and {second}"
         assert first[0] == settings, "fitting twice changes the config again"
@@ -240,7 +238,7 @@ class MethodConformance:
             "dataloader_args": {"batch_size": self.global_batch, "drop_last": True},
         }
         before = copy.deepcopy(given)
-        with _nothing_changes(), warnings.catch_warnings():
+        with nothing_changes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _, result, _ = auto_accelerate(
                 case.build(),
@@ -250,7 +248,7 @@ class MethodConformance:
                 model_input_format=case.model_input_format,
                 **given,
             )
-        assert given == before, f"{before} became {given}"
+            assert given == before, f"{before} became {given}"
         assert result is not None, "auto_accelerate gives no result"
         rows = {row.name: row.why for row in result.report.rows}
         told = rows.get(self.method.name) or " ".join(result.report.notes)
@@ -295,28 +293,3 @@ def _can_be_assigned(config: MethodConfig, name: str) -> bool:
     except ValidationError:
         return False
     return True
-
-
-@contextmanager
-def _nothing_changes() -> Iterator[None]:
-    """Random states and the settings of torch are the same after the block as before."""
-    before = {name: read() for name, read in _READERS.items()}
-    yield
-    changed = [name for name, read in _READERS.items() if read() != before[name]]
-    assert not changed, f"changed: {', '.join(changed)}"
-
-
-def _numpy_state() -> str:
-    return repr(np.random.get_state(legacy=False))
-
-
-_READERS: Mapping[str, Callable[[], Any]] = {
-    "the random state of torch": lambda: torch.get_rng_state().tolist(),
-    "the random state of Python": random.getstate,
-    "the random state of numpy": _numpy_state,
-    "torch's default dtype": torch.get_default_dtype,
-    "torch's number of threads": torch.get_num_threads,
-    "grad mode": torch.is_grad_enabled,
-    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "the precision of matrix products": torch.get_float32_matmul_precision,
-}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from atorch_ns.errors import RegistrationError
+from atorch_ns.profile import stand_for
 
 __all__ = ["Convert", "converter", "move_state"]
 
@@ -42,7 +43,9 @@ def take_over(module: nn.Module, target: type[nn.Module]) -> nn.Module:
 
 
 def move_state(old: nn.Module, new: nn.Module) -> None:
-    """Gives the parameters and buffers of ``old`` to ``new``, the same objects, by name; and its mode.
+    """Gives the parameters and buffers of ``old`` to ``new``, the same objects, by name.
+
+    The mode (training or not) and the class names by which modules are selected move with them.
 
     Raises:
         RegistrationError: if the two do not have the same ones, of the same shapes.
@@ -58,9 +61,11 @@ def move_state(old: nn.Module, new: nn.Module) -> None:
         )
     for path, part in old.named_modules(remove_duplicate=False):
         _move_own(part, new, path)
-    modes = {path: part.training for path, part in old.named_modules(remove_duplicate=False)}
+    olds = dict(old.named_modules(remove_duplicate=False))
     for path, part in new.named_modules():
-        part.training = modes.get(path, old.training)
+        part.training = olds.get(path, old).training
+        if path in olds and olds[path] is not part:
+            stand_for(part, olds[path])
 
 
 def _move_own(part: nn.Module, new: nn.Module, path: str) -> None:

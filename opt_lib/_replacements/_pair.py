@@ -65,9 +65,7 @@ class ClassPair(Replacement):
             raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
         if not isinstance(new, nn.Module if self.target is None else self.target):
             wanted = "a module" if self.target is None else f"a {self.target.__name__}"
-            raise RegistrationError(
-                f"{old}: the function gave a {type(new).__name__} instead of {wanted}."
-            )
+            raise RegistrationError(f"{old}: the function gave a {type(new).__name__} instead of {wanted}.")
         try:
             move_state(module, new)
         except RegistrationError as error:

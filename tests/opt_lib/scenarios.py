@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atorch_ns.data._batch import call_model, split_batch
 from atorch_ns.errors import AtorchError
 from atorch_ns.job import Result
-from atorch_ns.data._batch import call_model, split_batch
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
     BF16_GLOBAL_BATCH,

@@ -143,6 +143,8 @@ def _odd_orders_of(stage: int) -> dict[str, Any]:
     result.clip_grad_norm_(1.0)
     found["backward"] = error_of(lambda: backward(result), StepError)
     found["add"] = error_of(lambda: optimizer.add_param_group({"params": []}), StepError)
+    found["save"] = error_of(optimizer.state_dict, StepError)
+    found["load"] = error_of(lambda: optimizer.load_state_dict({}), StepError)
     return found
 
 
@@ -153,6 +155,8 @@ def test_orders_that_lose_gradients_are_errors() -> None:
             assert "set_gradient_accumulation_boundary" in found["step"]
             assert "clipped" in found["backward"]
             assert "partitioned" in found["add"]
+            assert "atorch_ns.checkpoint" in found["save"]
+            assert "atorch_ns.checkpoint" in found["load"]
 
 
 def _scheduled_all() -> list[Any]:

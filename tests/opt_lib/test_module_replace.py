@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from atorch_ns.cluster import Cluster
@@ -15,6 +16,7 @@ from atorch_ns.errors import StrategyError
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import assert_parity, assert_ranks_agree, compare, get_case, reference_run, run_ranks
+from atorch_ns.testing.networks import ResidualBlock
 from atorch_ns.testing.runs import accelerate_case, accelerated_run
 from opt_lib._replacements import known_replacements
 from opt_lib.module_replace import ModuleReplace, ModuleReplaceConfig
@@ -152,6 +154,39 @@ def test_the_report_shows_what_was_replaced(register: Callable[..., Any]) -> Non
     assert "5 × LayerNorm: torch's fused kernel already" in row.why
     report = compare(reference_run(case), accelerated_run(case, ["module_replace"]))
     assert_parity(report)
+
+
+class FastBlock(nn.Module):
+    """A residual block that derives from nothing of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = FastLinear(32, 64)
+        self.down = FastLinear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_later_methods_select_by_the_original_classes(register: Callable[..., Any]) -> None:
+    register("fast_block", pair_cls=(ResidualBlock, FastBlock))
+    case = get_case("mlp")
+    reference = reference_run(case)
+    strategy = [
+        "module_replace",
+        ("checkpoint", "ResidualBlock"),
+        ("fsdp", {"atorch_wrap_cls": (ResidualBlock,)}),
+    ]
+
+    def train() -> tuple[str, Any]:
+        return str(accelerate_case(case, strategy).report), accelerated_run(case, strategy)
+
+    told, run = run_ranks(train, 2)[0]
+    assert "4 × ResidualBlock → FastBlock" in told
+    assert "4 module(s) recomputed" in told
+    assert "4 unit(s)" in told
+    assert_parity(compare(reference, run))
 
 
 @pytest.mark.parametrize("case_name", ["hf_llama", "mlp"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
 import warnings
 from typing import Any
@@ -14,13 +15,16 @@ from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agr
 from atorch_ns.testing.runs import accelerated_run
 from atorch_ns.testing.workers import run_ranks
 from tests.parity.variants import (
+    BACKENDS,
     CASES,
     TOLERANCES,
     TRIPLES,
     VARIANTS,
     Variant,
     global_batch,
+    package_of,
     pairs_from,
+    partners,
     precision_of,
     reference,
 )
@@ -69,6 +73,16 @@ def _check(case_name: str, combinations: list[tuple[Variant, ...]], num_ranks: i
 @pytest.mark.parametrize("case_name", CASES)
 def test_alone_and_in_every_legal_pair(case_name: str, first: Variant) -> None:
     _check(case_name, list(pairs_from(REGISTRY, first)))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda variant: variant.label)
+@pytest.mark.parametrize("case_name", CASES)
+def test_other_backends_alone_and_in_every_legal_pair(case_name: str, backend: Variant) -> None:
+    package = package_of(backend)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    _check(case_name, list(partners(REGISTRY, backend)))
 
 
 @pytest.mark.timeout(300)

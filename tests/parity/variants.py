@@ -44,6 +44,16 @@ VARIANTS = (
     Variant("compile", "aot_eager"),
 )
 
+# The other backends, each alone and with everything above that it may stand with.
+BACKENDS = (
+    Variant("fsdp", {"version": 1}),
+    Variant("zero2", {"version": 1}),
+    Variant("zero1", {"backend": "fairscale"}),
+    Variant("zero2", {"not_use_fsdp": True}),
+    Variant("zero1", {"use_ds_zero": True}),
+    Variant("zero2", {"use_ds_zero": True}),
+)
+
 TRIPLES = (
     (Variant("fsdp"), Variant("checkpoint"), Variant("amp_native", "bf16", "amp bfloat16")),
     (Variant("zero1"), Variant("checkpoint"), Variant("amp_native", "fp16", "amp float16")),
@@ -88,6 +98,22 @@ def pairs_from(registry: Registry, first: Variant) -> Iterator[tuple[Variant, ..
     for second in VARIANTS[VARIANTS.index(first) + 1 :]:
         if legal(registry, (first, second)):
             yield (first, second)
+
+
+def package_of(variant: Variant) -> str | None:
+    """The package that a backend needs, if it is not torch."""
+    text = str(variant.config)
+    if "use_ds_zero" in text:
+        return "deepspeed"
+    return "fairscale" if "fairscale" in text or "not_use_fsdp" in text else None
+
+
+def partners(registry: Registry, backend: Variant) -> Iterator[tuple[Variant, ...]]:
+    """``backend`` alone, and with every variant that it may stand with."""
+    yield (backend,)
+    for other in VARIANTS:
+        if legal(registry, (backend, other)):
+            yield (backend, other)
 
 
 def precision_of(variants: tuple[Variant, ...]) -> str:

@@ -1,0 +1,87 @@
+"""Import time: what importing the package adds to importing torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks._ranks import keeping_bytecode
+from benchmarks._results import Column, Findings, Spread
+
+__all__ = ["run"]
+
+_TEXT = """
+Time to import in a fresh interpreter, from the first line of the program to the last; compiled files are in place.
+*cpu* is processor time. The programs run in turns. *loads torch*: whether torch is imported at the end.
+"""
+
+_COLUMNS = (
+    Column(title="program", key="program"),
+    Column(title="runs", key="runs"),
+    Column(title="cpu s (p25..p75)", key="cpu_s"),
+    Column(title="wall s (p25..p75)", key="wall_s"),
+    Column(title="loads torch", key="loads_torch"),
+)
+
+_PROGRAMS: Mapping[str, str] = {
+    "import atorch_ns": "import atorch_ns",
+    "import torch": "import torch",
+    "from atorch_ns import auto_accelerate, after torch": "from atorch_ns import auto_accelerate",
+    "and the built-in methods, after that": "from atorch_ns.method import load_registry; load_registry()",
+}
+_BEFORE: Mapping[str, str] = {
+    "from atorch_ns import auto_accelerate, after torch": "import torch",
+    "and the built-in methods, after that": "import torch; from atorch_ns import auto_accelerate",
+}
+_CLOCKED = """
+import sys, time
+{before}
+wall, cpu = time.perf_counter(), time.process_time()
+{program}
+print(time.process_time() - cpu, time.perf_counter() - wall, "torch" in sys.modules)
+"""
+
+
+def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
+    """Measures every program.
+
+    Args:
+        quick: few runs.
+        report: told what is being done.
+    """
+    rounds = 2 if quick else 10
+    report(f"imports: {len(_PROGRAMS)} programs, {rounds} times each")
+    runs: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in _PROGRAMS}
+    for name in _PROGRAMS:
+        _once(name)  # compiles, and brings files into memory
+    for _ in range(rounds):
+        for name in _PROGRAMS:
+            runs[name].append(_once(name))
+    return Findings(
+        name="imports",
+        title="Import time",
+        text=_TEXT,
+        columns=_COLUMNS,
+        rows=[_row(name, found) for name, found in runs.items()],
+    )
+
+
+def _once(name: str) -> tuple[float, float, bool]:
+    code = _CLOCKED.format(before=_BEFORE.get(name, ""), program=_PROGRAMS[name])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=keeping_bytecode(), capture_output=True, text=True, check=True, timeout=120
+    )
+    cpu, wall, torch = done.stdout.split()
+    return float(cpu), float(wall), torch == "True"
+
+
+def _row(name: str, found: list[tuple[float, float, bool]]) -> dict[str, Any]:
+    return {
+        "program": f"`{name}`" if name.startswith(("import", "from")) else name,
+        "runs": len(found),
+        "cpu_s": Spread.of(cpu for cpu, _, _ in found),
+        "wall_s": Spread.of(wall for _, wall, _ in found),
+        "loads_torch": "yes" if any(torch for *_, torch in found) else "no",
+    }
