@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 __all__ = ["PLANS", "Plan", "build_by_hand", "build_ours", "plan_named"]
 
 _GLOBAL_BATCH = 4
-_OPTIM_ARGS = {"lr": 1e-4}
+_OPTIM_ARGS: dict[str, Any] = {"lr": 1e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,7 @@ PLANS: tuple[Plan, ...] = (
     Plan(name="bf16 autocast, 1 process", strategy=[("amp_native", "bf16")], num_ranks=1),
     Plan(name="DDP", strategy=["ddp"]),
     Plan(name="FSDP2", strategy=["fsdp"]),
-    Plan(
-        name="FSDP2, checkpoint, bf16 autocast", strategy=["fsdp", "checkpoint", ("amp_native", "bf16")]
-    ),
+    Plan(name="FSDP2, checkpoint, bf16 autocast", strategy=["fsdp", "checkpoint", ("amp_native", "bf16")]),
 )
 
 
@@ -60,7 +58,7 @@ def build_by_hand(plan: Plan, model: nn.Module) -> object:
     wrapped = scenario.by_hand(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), **_OPTIM_ARGS)
     data = _Tokens()
-    sampler = DistributedSampler(data) if dist.is_initialized() else None
+    sampler: Any = DistributedSampler(data) if dist.is_initialized() else None
     per_rank = _GLOBAL_BATCH // plan.num_ranks
     loader: DataLoader[Any] = DataLoader(data, batch_size=per_rank, sampler=sampler, shuffle=sampler is None)
     return wrapped, optimizer, loader

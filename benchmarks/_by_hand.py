@@ -20,7 +20,7 @@ from benchmarks._llama import next_token_loss
 __all__ = ["CPU", "OPTIM_ARGS", "SCENARIOS", "Scenario", "step_by_hand"]
 
 CPU = torch.device("cpu")
-OPTIM_ARGS = {"lr": 1e-4}
+OPTIM_ARGS: dict[str, Any] = {"lr": 1e-4}
 """Of AdamW, on both sides."""
 
 
@@ -117,9 +117,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         name="bf16 autocast, 1 process", strategy=[BF16], by_hand=_plain, num_ranks=1, bf16=True, batch_size=4
     ),
     Scenario(name="DDP", strategy=["ddp"], by_hand=_replicated),
-    Scenario(
-        name="DDP, bf16 autocast", strategy=["ddp", BF16], by_hand=_replicated, bf16=True, batch_size=4
-    ),
+    Scenario(name="DDP, bf16 autocast", strategy=["ddp", BF16], by_hand=_replicated, bf16=True, batch_size=4),
     Scenario(name="FSDP2", strategy=["fsdp"], by_hand=_sharded),
     Scenario(name="FSDP2, checkpoint", strategy=["fsdp", "checkpoint"], by_hand=_sharded_recomputed),
     Scenario(

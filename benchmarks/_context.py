@@ -51,10 +51,12 @@ def _cpu_model() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    installed = {package: _version(package) for package in _PACKAGES}
+    return {package: found for package, found in installed.items() if found is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -95,8 +95,6 @@ def ratios(blocks: Sequence[Block], pair: Pair, clock: Callable[[Block], float])
     return found
 
 
-def spread_of(
-    blocks: Sequence[Block], side: str, clock: Callable[[Block], float], *, scale: float
-) -> Spread:
+def spread_of(blocks: Sequence[Block], side: str, clock: Callable[[Block], float], *, scale: float) -> Spread:
     """All times of one side, multiplied by ``scale``."""
     return Spread.of(clock(block) * scale for block in blocks if block.side == side)

@@ -71,7 +71,12 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
 def _once(name: str) -> tuple[float, float, bool]:
     code = _CLOCKED.format(before=_BEFORE.get(name, ""), program=_PROGRAMS[name])
     done = subprocess.run(
-        [sys.executable, "-c", code], env=keeping_bytecode(), capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        env=keeping_bytecode(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     cpu, wall, torch = done.stdout.split()
     return float(cpu), float(wall), torch == "True"

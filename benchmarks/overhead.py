@@ -6,11 +6,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 from atorch_ns.testing import reserve_port
 from benchmarks._building import PLANS, Plan, build_by_hand, build_ours
@@ -25,27 +23,43 @@ TARGET_S = 0.5
 
 _TEXT = """
 Seconds from a plain model to everything that trains (wrapped model, optimizer, data loader), by `auto_accelerate` and
-by hand with the same features; the slowest rank's elapsed time. The model is built before the clock starts.
+by hand with the same features; of the slowest rank. The model is built before the clock starts.
 
 - *warm*: torch, transformers and this package are imported, as in any call but the first of a program; the two sides
   run in turns in the same processes.
 - *cold*: fresh interpreters that have imported torch and transformers, joined a process group and built the model,
   but have not yet imported what either side needs: the one call of a program, imports included; one by one, in turns.
+- *cpu*: processor time, which other programs on the machine do not change much; *wall*: elapsed time.
 
-*added* is the median of the differences of neighbouring runs with its 95 % confidence interval; it holds below
-{target} s.
+*added* is the median of the differences of neighbouring runs with its 95 % confidence interval; it holds if the
+processor time added is below {target} s.
 """
 
 _COLUMNS = (
     Column(title="features", key="name"),
     Column(title="ranks", key="num_ranks"),
     Column(title="start", key="start"),
-    Column(title="by hand s (p25..p75)", key="by_hand_s"),
-    Column(title="auto_accelerate s (p25..p75)", key="ours_s"),
-    Column(title="added s", key="added_s", confidence=True),
     Column(title="pairs", key="pairs"),
+    Column(title="by hand, cpu s (p25..p75)", key="by_hand_cpu_s"),
+    Column(title="auto_accelerate, cpu s (p25..p75)", key="ours_cpu_s"),
+    Column(title="added, cpu s", key="added_cpu_s", confidence=True),
+    Column(title="added, wall s", key="added_wall_s", confidence=True),
     Column(title="holds", key="holds"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """What one run took, elapsed and of the processor."""
+
+    wall: float
+    cpu: float
+
+
+Turn = dict[str, Seconds]
+"""One run of each side, by name."""
+
+_SIDES = {"by_hand": build_by_hand, "ours": build_ours}
 
 
 def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
@@ -55,16 +69,15 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         quick: a tiny model and few pairs.
         report: told what is being done.
     """
-    model, warm, cold = (TINY, 4, 1) if quick else (SMALL, 20, 5)
+    model, warm, cold = (TINY, 4, 1) if quick else (SMALL, 20, 8)
     rows = []
     for plan in PLANS:
         report(f"overhead: {plan.name}, warm")
         ranks = on_ranks(_warm, plan.num_ranks, plan, model, warm)
-        times = [(max(a), max(b)) for a, b in (tuple(zip(*pair, strict=True)) for pair in zip(*ranks, strict=True))]
-        rows.append(_row(plan, "warm", times))
+        rows.append(_row(plan, "warm", [_slowest(turns) for turns in zip(*ranks, strict=True)]))
         report(f"overhead: {plan.name}, cold")
-        _cold_pair(plan, quick, 0)  # compiles, and brings files into memory
-        rows.append(_row(plan, "cold", [_cold_pair(plan, quick, first) for first in range(cold)]))
+        _cold_turn(plan, quick, 0)  # compiles, and brings files into memory
+        rows.append(_row(plan, "cold", [_cold_turn(plan, quick, number) for number in range(cold)]))
     return Findings(
         name="overhead",
         title="What auto_accelerate itself takes",
@@ -75,53 +88,56 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     )
 
 
-def _row(plan: Plan, start: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    added = Spread.of(ours - by_hand for by_hand, ours in pairs)
+def _slowest(ranks: Sequence[Turn]) -> Turn:
+    return {
+        side: Seconds(wall=max(turn[side].wall for turn in ranks), cpu=max(turn[side].cpu for turn in ranks))
+        for side in _SIDES
+    }
+
+
+def _row(plan: Plan, start: str, turns: Sequence[Turn]) -> dict[str, Any]:
+    added_cpu = Spread.of(turn["ours"].cpu - turn["by_hand"].cpu for turn in turns)
     return {
         "name": plan.name,
         "strategy": list(plan.strategy),
         "num_ranks": plan.num_ranks,
         "start": start,
-        "by_hand_s": Spread.of(by_hand for by_hand, _ in pairs),
-        "ours_s": Spread.of(ours for _, ours in pairs),
-        "added_s": added,
-        "pairs": added.n,
-        "holds": added.median < TARGET_S,
+        "pairs": len(turns),
+        **{f"{side}_cpu_s": Spread.of(turn[side].cpu for turn in turns) for side in _SIDES},
+        **{f"{side}_wall_s": Spread.of(turn[side].wall for turn in turns) for side in _SIDES},
+        "added_cpu_s": added_cpu,
+        "added_wall_s": Spread.of(turn["ours"].wall - turn["by_hand"].wall for turn in turns),
+        "holds": added_cpu.median < TARGET_S,
     }
 
 
-def _warm(plan: Plan, model: Llama, rounds: int) -> list[tuple[float, float]]:
-    """On one rank: seconds by hand and by ``auto_accelerate``, once a round, in turns first."""
-    sides = (build_by_hand, build_ours)
-    for side in sides:
-        side(plan, model.build())
-    found = []
-    for number in range(rounds):
-        seconds = {}
-        for side in sides if number % 2 == 0 else reversed(sides):
-            seconds[side] = _clocked(lambda plain, side=side: side(plan, plain), model)
-        found.append((seconds[build_by_hand], seconds[build_ours]))
-    return found
+def _in_turns(number: int) -> Iterable[str]:
+    return _SIDES if number % 2 == 0 else reversed(_SIDES)
 
 
-def _clocked(build: Callable[[nn.Module], object], model: Llama) -> float:
+def _warm(plan: Plan, model: Llama, rounds: int) -> list[Turn]:
+    """On one rank: both sides once a round, in turns first."""
+    for build in _SIDES.values():
+        build(plan, model.build())
+    return [{side: _clocked(plan, side, model) for side in _in_turns(number)} for number in range(rounds)]
+
+
+def _clocked(plan: Plan, side: str, model: Llama) -> Seconds:
     plain = model.build()
     barrier()
-    begin = time.perf_counter()
-    kept = build(plain)
-    seconds = time.perf_counter() - begin
+    wall, cpu = time.perf_counter(), time.process_time()
+    kept = _SIDES[side](plan, plain)
+    seconds = Seconds(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
     del kept
     return seconds
 
 
-def _cold_pair(plan: Plan, quick: bool, number: int) -> tuple[float, float]:
-    sides = ("by_hand", "ours")
-    seconds = {side: _cold(plan, side, quick) for side in (sides if number % 2 == 0 else reversed(sides))}
-    return seconds["by_hand"], seconds["ours"]
+def _cold_turn(plan: Plan, quick: bool, number: int) -> Turn:
+    return {side: _cold(plan, side, quick) for side in _in_turns(number)}
 
 
-def _cold(plan: Plan, side: str, quick: bool) -> float:
-    """The slowest rank's seconds, in fresh interpreters."""
+def _cold(plan: Plan, side: str, quick: bool) -> Seconds:
+    """In fresh interpreters."""
     command = [sys.executable, "-m", "benchmarks._cold", plan.name, side, "quick" if quick else "full"]
     with reserve_port() as port:
         ranks = [
@@ -134,7 +150,8 @@ def _cold(plan: Plan, side: str, quick: bool) -> float:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    return max(float(json.loads(output.splitlines()[-1])["seconds"]) for output in outputs)
+    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return Seconds(wall=max(rank["wall"] for rank in found), cpu=max(rank["cpu"] for rank in found))
 
 
 def _environment(plan: Plan, rank: int, port: int) -> dict[str, str]:

@@ -133,7 +133,9 @@ def _rows(scenario: Scenario, blocks: list[Block], calls: int) -> list[dict[str,
         rows.append(
             {
                 "scenario": scenario.name,
-                "strategy": [list(entry) if isinstance(entry, tuple) else entry for entry in scenario.strategy],
+                "strategy": [
+                    list(entry) if isinstance(entry, tuple) else entry for entry in scenario.strategy
+                ],
                 "num_ranks": scenario.num_ranks,
                 "step": step,
                 "pairs": cpu.n,

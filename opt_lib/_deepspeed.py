@@ -17,7 +17,7 @@ from atorch_ns.errors import BackendError, InputError, Problem
 from atorch_ns.job import Job, StateSpec, make_user_optimizer, parameter_names
 from atorch_ns.method import Conflict
 from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
-from opt_lib._flat_shards import require_elementwise
+from opt_lib._flat_shards import refuse_unused, require_elementwise
 from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._optional import missing_problem, require
 from opt_lib._whole_world import one_axis_only
@@ -82,6 +82,8 @@ def shard(job: Job, method: str, *, stage: int) -> None:
     if job.inputs.optim_func is None:
         raise InputError("DeepSpeed makes model and optimizer together, so auto_accelerate needs optim_func.")
     require_elementwise(job, "DeepSpeed")
+    refuse_unused(job, "DeepSpeed")
+    _require_plain_parameters(job)
     job.place()
     job.use_optim_backward = True
     job.requires_boundary = True
@@ -100,6 +102,15 @@ def shard(job: Job, method: str, *, stage: int) -> None:
 
     job.take_over = take_over
     job.explain(method, f"DeepSpeed ZeRO stage {stage}, which clips nothing by itself")
+
+
+def _require_plain_parameters(job: Job) -> None:
+    for name, parameter in job.module.named_parameters():
+        if parameter.dim() == 0 or (parameter.requires_grad and parameter.dtype != torch.float32):
+            raise InputError(
+                f"DeepSpeed shards fp32 parameters that have a dimension, and {name} has shape "
+                f"{tuple(parameter.shape)} and dtype {parameter.dtype}. Change the model or use another backend."
+            )
 
 
 def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:

@@ -48,6 +48,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._skip_if_nonfinite = skip_if_nonfinite
         self._boundary = True
         self._reduced = False
+        self._unused = {p for parameters in self._zero.bit16_groups for p in parameters}
+        self._watches = [p.register_post_accumulate_grad_hook(self._unused.discard) for p in self._unused]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradients of ``loss``; divide it first if micro-batches accumulate."""
@@ -87,7 +89,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Updates the weights and clears the gradients; does nothing if there are none. Collective.
 
         Raises:
-            StepError: after ``set_gradient_accumulation_boundary(False)``.
+            StepError: after ``set_gradient_accumulation_boundary(False)``; at the first step, if parameters took
+                no part in the loss of any rank.
         """
         loss: float | None = None
         if closure is not None:
@@ -99,6 +102,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 "micro-batches follow. Call set_gradient_accumulation_boundary(True) before the last one."
             )
         self._reduce()
+        if self._reduced and self._watches:
+            self._require_use_of_all()
         self.skipped = self._skip_if_nonfinite and self._nonfinite()
         if self.skipped:
             self.num_skipped += 1
@@ -168,6 +173,22 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self._zero.set_gradient_accumulation_boundary(True)
             self._zero.reduce_gradients()
         self._reduced = True
+
+    def _require_use_of_all(self) -> None:
+        """A parameter without a gradient would be stepped with zero, and decay; seen in the first step."""
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+        names = self.engine.param_names
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, {names[parameter] for parameter in self._unused}, group=self._group)
+        if unused := sorted(set.intersection(*told)):
+            shown = ", ".join(unused[:5]) + (", …" if len(unused) > 5 else "")
+            raise StepError(
+                f"{len(unused)} trainable parameter(s) took no part in the loss: {shown}. DeepSpeed would step them "
+                "with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or "
+                "use another backend."
+            )
 
     def _has_gradients(self) -> bool:
         if self._zero.partition_gradients:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, StateSpec, inner_optimizer, parameter_names
 from atorch_ns.torch_compat import fsdp1_parts, hybrid_shard_zero2, plain_name
-from opt_lib._flat_shards import require_elementwise, require_share
+from opt_lib._flat_shards import refuse_unused, require_elementwise, require_share
 from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
 from opt_lib._shard_parts import (
@@ -45,6 +45,8 @@ WHY_NOT_COMPILE = "version 1 flattens parameters, which the compiler cannot foll
 def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
     """Shards the model; collective.
 
+    A parameter that takes no part in the loss gets a gradient of zero, not none, so weight decay changes it.
+
     Args:
         job: the job; its model's modules are wrapped in place.
         method: the method's name, for the report.
@@ -67,9 +69,7 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     if config.wrap_trainable_outmost:
         units = _frozen_parts(job.module, units)
     options = _options(job, config, materialiser, keep_gathered)
-    root = FullyShardedDataParallel(
-        job.module, auto_wrap_policy=_policy(units), ignored_states=list(ignored), **options
-    )
+    root = _wrapped(job.module, auto_wrap_policy=_policy(units), ignored_states=list(ignored), **options)
     job.wrap(root)
     job.placed = True
     job.clip = _clip(root)
@@ -80,7 +80,15 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     _explain(job, method, options, len(units), len(ignored))
 
 
+def _wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    try:
+        return FullyShardedDataParallel(model, **options)
+    except ValueError as error:  # a unit mixes dtypes, or trainable and frozen without use_orig_params
+        raise InputError(f"version 1 of fsdp cannot shard this model: {error}. Use version 2.") from error
+
+
 def _check(job: Job, config: ShardConfig) -> None:
+    refuse_unused(job, "version 1 of fsdp")
     if not config.use_orig_params and job.inputs.optim_param_func is not None:
         raise InputError(
             "use_orig_params=False leaves one flat parameter per unit, of which optim_param_func cannot make "

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import Problem
+from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile, repeated_blocks, select_modules
@@ -107,6 +107,11 @@ class Checkpoint(Method[CheckpointConfig]):
             if position % config.every_n == 0:
                 _replace(job.module, block, checkpoint_wrapper(block.module, _function(config)))
                 wrapped += 1
+        if wrapped == 0:
+            raise InputError(
+                f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
+                "nothing in the model as the methods before it left it."
+            )
         kept = f", results of {', '.join(config.save_operators)} kept" if config.save_operators else ""
         job.explain(self.name, f"{wrapped} module(s) recomputed{kept}")
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from pydantic import Field, model_validator
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
@@ -19,6 +18,9 @@ from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib import _deepspeed, _fairscale
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["Zero1", "Zero1Config"]
 
@@ -89,6 +91,9 @@ class Zero1(Method[Zero1Config]):
 
 
 def _shard_optimizer(job: Job) -> None:
+    # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     assert job.mesh is not None
     group = job.mesh.shard.get_group()
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from atorch_ns import auto_accelerate
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StepError, StrategyError
 from atorch_ns.job import Result
@@ -184,6 +186,39 @@ def _refused(optim_func: Any, optim_args: dict[str, Any]) -> str:
 def test_optimizers_that_it_would_drive_wrongly_are_refused(optim_func: Any, said: str) -> None:
     for message in run_ranks(_refused, 2, args=(optim_func, {"lr": 1e-2})):
         assert message.startswith(said)
+
+
+class _Odd(nn.Module):
+    """The case's model with a parameter that nothing uses."""
+
+    def __init__(self, extra: torch.Tensor) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(extra)
+        self.inner = get_case("mlp").build()
+
+    def forward(self, features: torch.Tensor, targets: torch.Tensor) -> Any:
+        return self.inner(features, targets)
+
+
+def _odd_parameters() -> list[str]:
+    unused = _accelerated(1, model=_Odd(torch.ones(3)))
+    backward(unused)
+    return [
+        error_of(unused.optim.step),  # type: ignore[union-attr]
+        error_of(lambda: _accelerated(2, model=_Odd(torch.ones(())))),
+        error_of(lambda: _accelerated(2, model=_Odd(torch.ones(3, dtype=torch.bfloat16)))),
+        error_of(lambda: _accelerated(2, find_unused_parameters=True)),
+        error_of(lambda: auto_accelerate(nn.Linear(2, 2), load_strategy=[STAGES[1]])),
+    ]
+
+
+def test_parameters_that_it_would_not_train_as_one_process_are_refused() -> None:
+    for unused, single, reduced, announced, alone in run_ranks(_odd_parameters, 2):
+        assert unused.startswith("StepError: 1 trainable parameter(s) took no part in the loss: extra.")
+        assert "extra has shape ()" in single
+        assert "dtype torch.bfloat16" in reduced
+        assert "find_unused_parameters" in announced
+        assert "optim_func" in alone
 
 
 def _surroundings() -> tuple[bool, Any, Any, str]:

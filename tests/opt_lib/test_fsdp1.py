@@ -168,8 +168,14 @@ def _refused(strategy: list[Any], arguments: dict[str, Any]) -> str:
             "BackendError: FullyShardedDataParallel updates flat pieces",
         ),
         ([("fsdp", {**V1, "wrap_trainable_outmost": True})], {}, "InputError: wrap_trainable_outmost"),
+        ([FSDP], {"find_unused_parameters": True}, "InputError: find_unused_parameters"),
+        (
+            [("fsdp", {**V1, "use_orig_params": False})],
+            {"model": _frozen_but_attention(get_case("tied_llama").build())},
+            "InputError: version 1 of fsdp cannot shard this model",
+        ),
     ],
-    ids=["flat groups", "adafactor", "nothing frozen"],
+    ids=["flat groups", "adafactor", "nothing frozen", "unused", "flat frozen"],
 )
 def test_what_would_train_wrongly_is_refused(strategy: list[Any], arguments: dict[str, Any], said: str) -> None:
     for message in run_ranks(_refused, 2, args=(strategy, arguments)):
