@@ -1,20 +1,21 @@
-"""How many bytes a training job holds: by its tensors, by torch's allocator, by the operating system."""
+"""How many bytes a training job holds: by its tensors, by the storages made meanwhile, by the operating system."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from atorch_ns.job import inner_optimizer
 
@@ -58,18 +59,17 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind ``tensors`` on this rank, whole storages, each once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.detach().untyped_storage()
+        storage = _local(tensor).detach().untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocated:
-    """What torch's CPU allocator gave while a function ran, in bytes.
+    """What tensors took while a function ran, in bytes.
 
     Attributes:
-        peak: the most that was alive at once, of what was allocated since the start.
+        peak: the most that was alive at once, of what was made since the start.
         kept: what of it is alive at the end.
     """
 
@@ -78,21 +78,51 @@ class Allocated:
 
 
 def allocated(function: Callable[[], T]) -> tuple[T, Allocated]:
-    """Calls ``function`` under torch's profiler, which sees every allocation, also of temporaries in C++."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        torch.empty(1)  # an event to count from, if nothing else happens
+    """Calls ``function`` and follows the storage of every tensor that an operator of torch makes meanwhile.
+
+    A storage counts until the last reference is gone, on whatever thread. What libraries take without an
+    operator (buffers inside a collective) is not seen; nothing is counted for meta tensors.
+    """
+    with _Storages() as storages:
         value = function()
-        gc.collect()
-        torch.empty(1)  # an event that tells the total at the end
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(path))
-        events: list[dict[str, Any]] = json.loads(path.read_bytes())["traceEvents"]
-    memory = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
-    # A total of the process, not of this thread: gradient and communication threads free tensors too.
-    totals = [event["args"]["Total Allocated"] for event in memory]
-    start = totals[0] - memory[0]["args"]["Bytes"]
-    return value, Allocated(peak=max(totals) - start, kept=totals[-1] - start)
+    gc.collect()
+    return value, Allocated(peak=storages.peak, kept=storages.alive())
+
+
+class _Storages(TorchDispatchMode):
+    """The storages made while it is active, and the largest sum of their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(storage) for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if id(storage) not in before and id(storage) not in self._made:
+                key = id(storage)
+                self._made[key] = weakref.ref(storage, partial(self._forget, key))
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def _forget(self, key: int, _: object) -> None:
+        self._made.pop(key, None)
+
+    def alive(self) -> int:
+        """Bytes of those that still exist; a storage can also be resized to nothing."""
+        storages = [reference() for reference in list(self._made.values())]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    tensors = (_local(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def resident(function: Callable[[], T]) -> tuple[T, int]:

@@ -28,7 +28,7 @@ The most memory that a rank takes during `auto_accelerate` for a model built on 
 and sharded unit by unit. A *unit* is a repeated block, or what no block holds (embeddings, last norm and head,
 together *the rest*). *bound*: the rank's shard of the whole model and the largest unit.
 
-- *allocator*: what torch's allocator had given and not got back, temporaries included, read from torch's profiler.
+- *tensors*: the storages of all tensors made meanwhile, temporaries of operators among them, until each is freed.
 - *resident*: how far the process's resident memory rose (Linux `VmHWM`).
 - *holds*: at up to {allowance} of the bound. A thread of gloo can hold the tensor it sent last for a moment longer.
 
@@ -80,7 +80,7 @@ def sizes_of(model: torch.nn.Module) -> Sizes:
 
 
 def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
-    """Measures every strategy by the allocator, and fsdp on a large model by resident memory too.
+    """Measures every strategy by the tensors, and fsdp on a large model by resident memory too.
 
     Args:
         quick: with a tiny model.
@@ -88,8 +88,8 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """
     small, large = (TINY, SMALL) if quick else (SMALL, LARGE)
     plan = [
-        *((small, name, strategy, n, "allocator") for name, strategy in _STRATEGIES for n in (2, 4)),
-        *((large, *_STRATEGIES[0], n, by) for n in (2, 4) for by in ("allocator", "resident")),
+        *((small, name, strategy, n, "tensors") for name, strategy in _STRATEGIES for n in (2, 4)),
+        *((large, *_STRATEGIES[0], n, by) for n in (2, 4) for by in ("tensors", "resident")),
     ]
     rows = []
     for model, name, strategy, num_ranks, by in plan:
@@ -107,7 +107,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
 
 
 def peak_allocated(model: Llama, strategy: Sequence[Any]) -> int:
-    """On one rank, in bytes, by the allocator."""
+    """On one rank, in bytes, by the tensors."""
     plain = model.build("meta")
     return allocated(lambda: _accelerate(plain, strategy))[1].peak
 
@@ -120,7 +120,7 @@ def peak_resident(model: Llama, strategy: Sequence[Any]) -> int:
     return resident(lambda: _accelerate(plain, strategy))[1]
 
 
-_MEASURES = {"allocator": peak_allocated, "resident": peak_resident}
+_MEASURES = {"tensors": peak_allocated, "resident": peak_resident}
 
 
 def _accelerate(model: torch.nn.Module, strategy: Sequence[Any]) -> object:

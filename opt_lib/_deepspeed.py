@@ -17,7 +17,7 @@ from atorch_ns.errors import BackendError, InputError, Problem
 from atorch_ns.job import Job, StateSpec, make_user_optimizer, parameter_names
 from atorch_ns.method import Conflict
 from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
-from opt_lib._flat_shards import refuse_unused, require_elementwise
+from opt_lib._flat_shards import require_elementwise
 from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._optional import missing_problem, require
 from opt_lib._whole_world import one_axis_only
@@ -82,7 +82,6 @@ def shard(job: Job, method: str, *, stage: int) -> None:
     if job.inputs.optim_func is None:
         raise InputError("DeepSpeed makes model and optimizer together, so auto_accelerate needs optim_func.")
     require_elementwise(job, "DeepSpeed")
-    refuse_unused(job, "DeepSpeed")
     _require_plain_parameters(job)
     job.place()
     job.use_optim_backward = True

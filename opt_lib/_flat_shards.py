@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.errors import BackendError, InputError
+from atorch_ns.errors import BackendError
 from atorch_ns.job import Job, make_user_optimizer
 
-__all__ = ["refuse_unused", "require_elementwise", "require_share"]
+__all__ = ["require_elementwise", "require_share"]
 
 _ROWS, _COLUMNS, _STEPS = 4, 6, 2
 
@@ -45,23 +45,6 @@ def require_elementwise(job: Job, backend: str) -> None:
         raise _error(job, backend, f"it fails on flat pieces with {type(error).__name__}: {error}") from error
     if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise _error(job, backend, "its updates of a matrix and of the same matrix in pieces differ")
-
-
-def refuse_unused(job: Job, backend: str) -> None:
-    """Refuses what ``find_unused_parameters=True`` announces.
-
-    In a flat piece, a parameter that takes no part in the loss has a gradient of zero, not none: weight decay
-    and momentum change it, where in one process it stays what it is.
-
-    Raises:
-        InputError: if it is announced.
-    """
-    if job.inputs.find_unused_parameters:
-        raise InputError(
-            f"find_unused_parameters=True announces parameters without a gradient, which {backend} would step with "
-            "a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or use "
-            "another backend, such as fsdp in version 2."
-        )
 
 
 def _cut(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, StateSpec, inner_optimizer, parameter_names
 from atorch_ns.torch_compat import fsdp1_parts, hybrid_shard_zero2, plain_name
-from opt_lib._flat_shards import refuse_unused, require_elementwise, require_share
+from opt_lib._flat_shards import require_elementwise, require_share
 from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
 from opt_lib._shard_parts import (
@@ -88,7 +88,12 @@ def _wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
 
 
 def _check(job: Job, config: ShardConfig) -> None:
-    refuse_unused(job, "version 1 of fsdp")
+    if job.inputs.find_unused_parameters:
+        raise InputError(
+            "find_unused_parameters=True announces parameters without a gradient, which version 1 of fsdp steps "
+            "with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or use "
+            "version 2."
+        )
     if not config.use_orig_params and job.inputs.optim_param_func is not None:
         raise InputError(
             "use_orig_params=False leaves one flat parameter per unit, of which optim_param_func cannot make "

@@ -158,6 +158,8 @@ def _explain(
     text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
     if copies > 1:
         text += f", {copies} replicas"
+    elif config.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        text += " and not replicated: hybrid sharding wants both data and zero in parallel_mode"
     policy = options.get("mp_policy")
     if policy is not None and policy.param_dtype is not None:
         text += f", gathered in {str(policy.param_dtype).removeprefix('torch.')}"

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
@@ -13,6 +14,8 @@ from atorch_ns.torch_compat import (
     checkpoint_wrapper,
     flatten_mesh,
     found_inf_tensors,
+    fsdp1_parts,
+    hybrid_shard_zero2,
     unwrap_checkpoint,
 )
 
@@ -53,3 +56,28 @@ def _flatten() -> list[int]:
 
 def test_flatten_mesh() -> None:
     assert run_ranks(_flatten, 4) == [[0, 1, 2, 3]] * 4
+
+
+def _parts() -> list[tuple[str, int, int | None, int, int]]:
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(2, 3)), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    parts = list(fsdp1_parts(model))
+    assert all(part.module is model.module[0] and not part.is_flat for part in parts)  # type: ignore[union-attr, index]
+    return [(part.name, part.shape.numel(), part.offset, part.start, part.length) for part in parts]
+
+
+def test_fsdp1_parts() -> None:
+    first, second = run_ranks(_parts, 2)
+    assert [(name, numel) for name, numel, *_ in first] == [("weight", 6), ("bias", 3)]
+    lengths = [0, 0]
+    for rank in (first, second):
+        for place, (_, _, offset, start, length) in enumerate(rank):
+            assert (offset is None) == (length == 0)
+            assert start == (lengths[place] if length else 0)
+            lengths[place] += length
+    assert lengths == [6, 3]
+
+
+def test_hybrid_shard_zero2() -> None:
+    assert hybrid_shard_zero2().name == "_HYBRID_SHARD_ZERO2"

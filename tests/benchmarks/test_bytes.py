@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks._bytes import StateBytes, allocated, resident, state_bytes, storage_bytes
+from benchmarks._bytes import Allocated, StateBytes, allocated, resident, state_bytes, storage_bytes
 
 MIB = 2**20
 
@@ -34,7 +34,7 @@ def test_state_of_adamw() -> None:
     assert kept.total == 16004
 
 
-def test_the_allocator_sees_temporaries_and_what_is_kept() -> None:
+def test_temporaries_count_at_the_peak_and_not_at_the_end() -> None:
     def work() -> torch.Tensor:
         kept = _mib(2)
         torch.outer(torch.ones(1024), torch.ones(1024)).mul_(2)  # 4 MiB that nobody keeps
@@ -44,12 +44,12 @@ def test_the_allocator_sees_temporaries_and_what_is_kept() -> None:
     assert seen.kept == pytest.approx(value.nbytes, abs=1000)
     assert 6 * MIB <= seen.peak <= 6.1 * MIB
     _, again = allocated(lambda: None)
-    assert again.peak < 1000
+    assert again == Allocated(peak=0, kept=0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak, others do not")
 def test_resident_memory_rises_by_what_is_touched() -> None:
     value, rise = resident(lambda: [_mib(40) for _ in range(2)] and _mib(1))
-    assert 80 * MIB <= rise <= 100 * MIB
+    assert 79 * MIB <= rise <= 100 * MIB  # the system counts pages in batches
     assert sys.getrefcount(value)
     assert resident(lambda: None)[1] < 5 * MIB

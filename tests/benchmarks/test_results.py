@@ -17,7 +17,14 @@ from benchmarks._results import Column, Findings, Spread, write
 
 def test_spread() -> None:
     spread = Spread.of([5, 1, 3, 2, 4])
-    assert (spread.n, spread.smallest, spread.p25, spread.median, spread.p75, spread.largest) == (5, 1, 2, 3, 4, 5)
+    assert (spread.n, spread.smallest, spread.p25, spread.median, spread.p75, spread.largest) == (
+        5,
+        1,
+        2,
+        3,
+        4,
+        5,
+    )
     assert spread.text(1) == "3.0 (2.0..4.0)"
 
 
@@ -46,7 +53,13 @@ FINDINGS = Findings(
         Column(title="ripe", key="ripe"),
     ),
     rows=[
-        {"fruit": "pear", "grams": Spread.of([1, 2, 3]), "ratio": Spread.of([1, 1, 1]), "ripe": True, "bytes": 7},
+        {
+            "fruit": "pear",
+            "grams": Spread.of([1, 2, 3]),
+            "ratio": Spread.of([1, 1, 1]),
+            "ripe": True,
+            "bytes": 7,
+        },
         {"fruit": "fig", "grams": 0.25, "ratio": None, "ripe": False},
     ],
     settings={"orchard": "small"},

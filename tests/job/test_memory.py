@@ -92,7 +92,9 @@ def _materialised(strategy: Sequence[Any]) -> Allocated:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("strategy", [["fsdp"], ["zero2", "checkpoint"], [("fsdp", {"sync_module_states": False})]], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [["fsdp"], ["zero2", "checkpoint"], [("fsdp", {"sync_module_states": False})]], ids=str
+)
 def test_a_meta_model_takes_its_shard_and_one_unit(strategy: Sequence[Any], num_ranks: int) -> None:
     bound = sizes_of(_on_meta()).bound(num_ranks)
     assert bound < 0.7 * WHOLE  # or the test could not fail
