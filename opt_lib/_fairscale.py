@@ -80,6 +80,8 @@ def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
     assert job.mesh is not None
     _require_one_dtype(groups)
     oss = require("fairscale.optim.oss", needed_by="OSS", install=INSTALL)
+    # OSS gives each parameter in turn to the rank that has least: largest first, the shares come out even.
+    groups = [{**group, "params": sorted(group["params"], key=torch.numel, reverse=True)} for group in groups]
     return oss.OSS(
         groups,
         optim=job.inputs.optim_func,

@@ -23,7 +23,7 @@ from atorch_ns.job import Job, Materialiser, StateSpec, inner_optimizer, paramet
 from atorch_ns.torch_compat import fsdp1_parts, hybrid_shard_zero2, plain_name
 from opt_lib._flat_shards import require_elementwise, require_share
 from opt_lib._flat_states import FlatStates, Piece
-from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
+from opt_lib._shard_config import ShardConfig
 from opt_lib._shard_parts import (
     Switch,
     average_ignored,
@@ -33,6 +33,7 @@ from opt_lib._shard_parts import (
     init_function,
     place_ignored,
     untied,
+    wanted_precision,
     wrap_units,
 )
 
@@ -129,12 +130,7 @@ def _options(
 
 
 def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecision | None:
-    wanted = config.mixed_precision
-    if wanted == "auto":
-        if job.plan.compute_dtype is None:
-            return None
-        # As in version 2: what autocast would do to each gathered weight is done before it is sent.
-        wanted = MixedPrecisionConfig(param_dtype=job.plan.compute_dtype, reduce_dtype="float32")
+    wanted = wanted_precision(job, config)
     if wanted is None:
         return None
     return MixedPrecision(

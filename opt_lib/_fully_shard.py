@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
-from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
+from opt_lib._shard_config import ShardConfig
 from opt_lib._shard_parts import (
     Switch,
     average_ignored,
@@ -22,6 +22,7 @@ from opt_lib._shard_parts import (
     ignored_parameters,
     init_function,
     place_ignored,
+    wanted_precision,
     wrap_units,
 )
 
@@ -79,14 +80,7 @@ def _options(
 
 
 def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | None:
-    wanted = config.mixed_precision
-    if wanted == "auto":
-        if job.plan.compute_dtype is None:
-            return None
-        # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
-        # halves what is sent and held. Gradients are reduced in fp32. The inputs of a unit are cast too:
-        # on CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights.
-        wanted = MixedPrecisionConfig(param_dtype=job.plan.compute_dtype, reduce_dtype="float32")
+    wanted = wanted_precision(job, config)
     if wanted is None:
         return None
     return MixedPrecisionPolicy(

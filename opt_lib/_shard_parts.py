@@ -13,7 +13,7 @@ from torch import nn
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
 from atorch_ns.profile import repeated_blocks, select_modules
-from opt_lib._shard_config import ShardConfig
+from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
 
 __all__ = [
     "Switch",
@@ -24,6 +24,7 @@ __all__ = [
     "init_function",
     "place_ignored",
     "untied",
+    "wanted_precision",
     "wrap_units",
 ]
 
@@ -146,6 +147,18 @@ def broadcast_from_first(job: Job, tensors: Iterable[torch.Tensor]) -> None:
         dist.broadcast(local, src=source, group=group)
         if local is not data:
             data.copy_(local)
+
+
+def wanted_precision(job: Job, config: ShardConfig) -> MixedPrecisionConfig | None:
+    """The dtypes of communication and compute; ``None`` for those of the weights."""
+    if config.mixed_precision != "auto":
+        return config.mixed_precision
+    if job.plan.compute_dtype is None:
+        return None
+    # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
+    # halves what is sent and held. Gradients are reduced in fp32. The inputs of a unit are cast too: on
+    # CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights.
+    return MixedPrecisionConfig(param_dtype=job.plan.compute_dtype, reduce_dtype="float32")
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

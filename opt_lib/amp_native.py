@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, final
+from typing import Any, final
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Autocast, Job, LossScaling
-from atorch_ns.method import Flag, Method, MethodConfig, Phase, dtype_name
+from atorch_ns.method import Flag, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
+from opt_lib._reduced_dtype import ReducedDtype
 
 __all__ = ["AmpNative", "AmpNativeConfig"]
-
-
-def _reduced(name: str) -> str:
-    if name == "float32":
-        raise ValueError("float32 is full precision; leave amp_native out, or use fp16 or bf16")
-    return name
 
 
 class AmpNativeConfig(MethodConfig):
     """dtype and what to do about gradients that overflow. A bare dtype is shorthand for ``dtype``."""
 
-    dtype: Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)] = Field(
+    dtype: ReducedDtype = Field(
         default="float16", description="dtype of matrix products: fp16 or bf16."
     )
     skip_if_nonfinite: Flag = Field(

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, final
+from typing import Any, final
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, LossScaling
-from atorch_ns.method import Flag, Method, MethodConfig, Phase, dtype_name
+from atorch_ns.method import Flag, Method, MethodConfig, Phase
 from atorch_ns.strategy import Plan
+from opt_lib._reduced_dtype import ReducedDtype
 
 __all__ = ["Half", "HalfConfig"]
 
@@ -23,16 +24,10 @@ KEPT_IN_FP32 = ("inv_freq",)
 """Buffers that stay in fp32: rotary frequencies lose whole positions when rounded to half precision."""
 
 
-def _reduced(name: str) -> str:
-    if name == "float32":
-        raise ValueError("float32 is full precision; leave half out, or use fp16 or bf16")
-    return name
-
-
 class HalfConfig(MethodConfig):
     """dtype of the weights. A bare dtype is shorthand for ``dtype``."""
 
-    dtype: Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)] = Field(
+    dtype: ReducedDtype = Field(
         default="float16", description="dtype of weights and activations: fp16 or bf16."
     )
     master_weights: Flag | None = Field(

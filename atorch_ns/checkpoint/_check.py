@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from atorch_ns.checkpoint._contents import class_name
+from atorch_ns.checkpoint._groups import check_groups
 from atorch_ns.checkpoint._manifest import Manifest, TensorRecord
 from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Result, StepOptimizer, TrainingStates
 
-__all__ = ["check_model", "check_names"]
+__all__ = ["check_model", "check_training", "left_out"]
 
 _SHOWN = 5
 
@@ -37,19 +40,77 @@ def check_model(
         )
 
 
-def check_names(what: str, there: Sequence[str], here: Sequence[str], *, source: str) -> None:
-    """Checks that two lists of names are equal as sets.
+def check_training(
+    manifest: Manifest, states: TrainingStates, result: Result, *, data_position: bool
+) -> None:
+    """Compares optimizer, parameter groups, scheduler and batches, where both sides have them.
 
     Raises:
-        CheckpointError: naming the first few that only one has.
+        CheckpointError: saying what differs.
     """
-    if problems := _names(what, there, here):
-        raise CheckpointError(f"{source} is of another model:\n  " + "\n  ".join(problems))
+    _check_optimizer(manifest, states, result)
+    _check_scheduler(manifest, result)
+    if data_position:
+        _check_data(manifest, result)
 
 
-def _differences(
-    what: str, there: Mapping[str, TensorRecord], here: Mapping[str, torch.Tensor]
-) -> list[str]:
+def left_out(manifest: Manifest, result: Result, *, data_position: bool) -> list[str]:
+    """What the checkpoint holds that there is nothing here to restore to, or the reverse; a sentence each."""
+    optimizer = result.optim
+    scaler = optimizer.scaler if isinstance(optimizer, StepOptimizer) else None
+    rows: list[tuple[str, object, object]] = [
+        ("optimizer", manifest.optimizer, optimizer),
+        ("lr_scheduler", manifest.scheduler, result.lr_scheduler),
+        ("loss scaler", manifest.scaler, scaler),
+    ]
+    if data_position:
+        rows.append(("data position", manifest.data, result.dataloader))
+    notes = [
+        _note(what, saved is not None) for what, saved, here in rows if (saved is None) != (here is None)
+    ]
+    if manifest.world_size != result.job.cluster.world_size:
+        notes.append(
+            f"saved by {manifest.world_size} rank(s) and loaded by {result.job.cluster.world_size}: random numbers "
+            "drawn during training (dropout) do not continue exactly"
+        )
+    return notes
+
+
+def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result) -> None:
+    record, optimizer = manifest.optimizer, result.optim
+    if record is None or optimizer is None:
+        return
+    if record.class_name != states.optimizer_class():
+        raise CheckpointError(
+            f"the checkpoint holds states of {record.class_name}, and this job trains with "
+            f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
+        )
+    ordered = manifest.scheduler is not None and result.lr_scheduler is not None
+    check_groups(record.groups, states.group_names(), optimizer.param_groups, ordered=ordered)
+
+
+def _check_scheduler(manifest: Manifest, result: Result) -> None:
+    record, scheduler = manifest.scheduler, result.lr_scheduler
+    if record is not None and scheduler is not None and record.class_name != class_name(scheduler):
+        raise CheckpointError(
+            f"the checkpoint holds the state of {record.class_name}, and this job has {class_name(scheduler)}. "
+            "Use the same lr_scheduler_cls, or none and make a new one after loading."
+        )
+
+
+def _check_data(manifest: Manifest, result: Result) -> None:
+    loader, saved = result.dataloader, manifest.data
+    if loader is None or saved is None:
+        return
+    if saved.get("global_batch_size") != loader.global_batch_size:
+        raise CheckpointError(
+            f"the checkpoint counts batches of {saved.get('global_batch_size')} samples, and the global batch here "
+            f"has {loader.global_batch_size}, so the position in the data does not carry over. Use the batch_size "
+            "it was saved with, or load(..., data_position=False) to begin an epoch."
+        )
+
+
+def _differences(what: str, there: Mapping[str, TensorRecord], here: Mapping[str, torch.Tensor]) -> list[str]:
     problems = _names(what, there.keys(), here.keys())
     changed = []
     for name in here.keys() & there.keys():
@@ -64,8 +125,8 @@ def _differences(
     return problems
 
 
-def _names(what: str, there: object, here: object) -> list[str]:
-    saved, present = set(there), set(here)  # type: ignore[call-overload]
+def _names(what: str, there: Iterable[str], here: Iterable[str]) -> list[str]:
+    saved, present = set(there), set(here)
     problems = []
     if missing := present - saved:
         problems.append(f"{len(missing)} {what}(s) missing in the checkpoint: {_few(missing)}")
@@ -74,6 +135,12 @@ def _names(what: str, there: object, here: object) -> list[str]:
     return problems
 
 
-def _few(texts: object) -> str:
-    ordered = sorted(texts)  # type: ignore[call-overload]
+def _few(texts: Iterable[str]) -> str:
+    ordered = sorted(texts)
     return ", ".join(ordered[:_SHOWN]) + (", …" if len(ordered) > _SHOWN else "")
+
+
+def _note(what: str, saved: bool) -> str:
+    if saved:
+        return f"its {what} is not used: this job has none"
+    return f"it holds no {what}: the one here begins anew"

@@ -74,7 +74,9 @@ def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Conten
     weights, optimizer, rng = states.weights(), states.optimizer_states(), _rng.capture(job.device)
     buffers, extras = persistent_buffers(job.module), extra_states(job.module)
     tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
-    if job.cluster.rank == 0:  # every rank has them, and where they differ, rank 0's are what DDP sends around
+    if (
+        job.cluster.rank == 0
+    ):  # every rank has them, and where they differ, rank 0's are what DDP sends around
         tensors |= {BUFFER + name: tensor for name, tensor in buffers.items()}
         tensors |= {EXTRA_STATE + name: tensor for name, tensor in extras.items()}
     for name, entries in optimizer.tensors.items():
@@ -151,13 +153,17 @@ def class_name(thing: object) -> str:
 
 def _state_key(name: str, entry: str) -> str:
     if not isinstance(entry, str) or "." in entry or not entry:
-        raise CheckpointError(f"the optimizer calls a state of {name} {entry!r}; names must be texts without a dot.")
+        raise CheckpointError(
+            f"the optimizer calls a state of {name} {entry!r}; names must be texts without a dot."
+        )
     return f"{STATE}{name}.{entry}"
 
 
 def _values(states: OptimizerStates) -> dict[str, dict[str, Any]]:
     return {
-        name: {entry: encode(value, what=f"the state {entry!r} of {name}") for entry, value in entries.items()}
+        name: {
+            entry: encode(value, what=f"the state {entry!r} of {name}") for entry, value in entries.items()
+        }
         for name, entries in states.values.items()
     }
 
@@ -194,4 +200,3 @@ def _scaler_state(optimizer: torch.optim.Optimizer | None) -> Any:
     if not isinstance(optimizer, StepOptimizer) or optimizer.scaler is None:
         return None
     return encode(optimizer.scaler.scaler.state_dict(), what="the loss scaler's state")
-

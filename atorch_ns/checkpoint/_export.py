@@ -53,7 +53,8 @@ def whole_tensors(result: Result) -> dict[str, torch.Tensor]:
             found[name] = whole.detach().to("cpu", copy=True)
     if first:
         found |= {
-            name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(result.job.module).items()
+            name: buffer.detach().to("cpu", copy=True)
+            for name, buffer in persistent_buffers(result.job.module).items()
         }
     return found
 
@@ -116,7 +117,9 @@ def _match(
         if any(not torch.equal(given[present[0]], given[key]) for key in present[1:]):
             problems.append(f"{' and '.join(present)} are tied here and differ there")
     known = {key for names in aliases.values() for key in names}
-    unmatched = Unmatched([name for name in targets if name not in keys], [key for key in given if key not in known])
+    unmatched = Unmatched(
+        [name for name in targets if name not in keys], [key for key in given if key not in known]
+    )
     if strict and unmatched.missing_keys:
         problems.append(f"{len(unmatched.missing_keys)} missing: {_few(unmatched.missing_keys)}")
     if strict and unmatched.unexpected_keys:

@@ -71,10 +71,14 @@ def find(path: str | PathLike[str]) -> Path:
     if found is not None:
         return found
     if not place.is_dir():
-        raise CheckpointError(f"there is no folder {place}. Give the folder that was given to save, or one step's.")
+        raise CheckpointError(
+            f"there is no folder {place}. Give the folder that was given to save, or one step's."
+        )
     if _STEP.fullmatch(place.name) or (place / ".metadata").is_file():
         raise CheckpointError(f"{place} is incomplete: it has no {MANIFEST}, which is written last.")
-    raise CheckpointError(f"{place} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}.")
+    raise CheckpointError(
+        f"{place} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
+    )
 
 
 def new_folder(parent: Path, step: int) -> Path:

@@ -36,7 +36,11 @@ def record_groups(
 
 
 def check_groups(
-    saved: Sequence[GroupRecord], names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]], *, ordered: bool
+    saved: Sequence[GroupRecord],
+    names: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    ordered: bool,
 ) -> None:
     """Checks that every group here can be given the hyperparameters its parameters were saved with.
 
@@ -79,7 +83,9 @@ def restore_groups(
 
 def _options(group: Mapping[str, Any], what: str) -> dict[str, Any]:
     return {
-        key: encode(_numbers(value), what=f"{what}[{key!r}]") for key, value in group.items() if key not in _NOT_SAVED
+        key: encode(_numbers(value), what=f"{what}[{key!r}]")
+        for key, value in group.items()
+        if key not in _NOT_SAVED
     }
 
 

@@ -13,26 +13,24 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.checkpoint import _rng
-from atorch_ns.checkpoint._check import check_model
+from atorch_ns.checkpoint._check import check_model, check_training, left_out
 from atorch_ns.checkpoint._contents import (
     BUFFER,
     EXTRA_STATE,
     RNG,
     STATE,
     WEIGHT,
-    class_name,
     extra_states,
     state_specs,
     states_of,
 )
 from atorch_ns.checkpoint._folder import find
-from atorch_ns.checkpoint._groups import check_groups, restore_groups
+from atorch_ns.checkpoint._groups import restore_groups
 from atorch_ns.checkpoint._manifest import Manifest
 from atorch_ns.checkpoint._pending import lane_of
 from atorch_ns.checkpoint._tensors import describe_tensors, read_tensors
 from atorch_ns.checkpoint._values import decode
 from atorch_ns.cluster import agree
-from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, Result, StateSpec, StepOptimizer, TrainingStates
 from atorch_ns.torch_compat import persistent_buffers, plain_name
 
@@ -140,10 +138,7 @@ class _Source:
         weights, module = states.weights(), result.job.module
         buffers = persistent_buffers(module)
         check_model(manifest, weights, buffers, extra_states(module))
-        _check_optimizer(manifest, states, result)
-        _check_scheduler(manifest, result)
-        if data_position:
-            _check_data(manifest, result)
+        check_training(manifest, states, result, data_position=data_position)
         wanted = _wanted_specs(manifest, specs, weights)
         extras = {name: _empty(specs[EXTRA_STATE + name]) for name in manifest.extra_states}
         return cls(
@@ -156,7 +151,7 @@ class _Source:
             rng=_blank_rng(specs, _rng_source(manifest, result)),
             buffers=buffers,
             extras=extras,
-            notes=_notes(manifest, result, data_position=data_position),
+            notes=left_out(manifest, result, data_position=data_position),
             data_position=data_position,
         )
 
@@ -203,40 +198,6 @@ class _Source:
                 optimizer.scaler.scaler.load_state_dict(decode(self.manifest.scaler))
 
 
-def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result) -> None:
-    record, optimizer = manifest.optimizer, result.optim
-    if record is None or optimizer is None:
-        return
-    if record.class_name != states.optimizer_class():
-        raise CheckpointError(
-            f"the checkpoint holds states of {record.class_name}, and this job trains with "
-            f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
-        )
-    ordered = manifest.scheduler is not None and result.lr_scheduler is not None
-    check_groups(record.groups, states.group_names(), optimizer.param_groups, ordered=ordered)
-
-
-def _check_scheduler(manifest: Manifest, result: Result) -> None:
-    record, scheduler = manifest.scheduler, result.lr_scheduler
-    if record is not None and scheduler is not None and record.class_name != class_name(scheduler):
-        raise CheckpointError(
-            f"the checkpoint holds the state of {record.class_name}, and this job has {class_name(scheduler)}. "
-            "Use the same lr_scheduler_cls, or none and make a new one after loading."
-        )
-
-
-def _check_data(manifest: Manifest, result: Result) -> None:
-    loader, saved = result.dataloader, manifest.data
-    if loader is None or saved is None:
-        return
-    if saved.get("global_batch_size") != loader.global_batch_size:
-        raise CheckpointError(
-            f"the checkpoint counts batches of {saved.get('global_batch_size')} samples, and the global batch here "
-            f"has {loader.global_batch_size}, so the position in the data does not carry over. Use the batch_size "
-            "it was saved with, or load(..., data_position=False) to begin an epoch."
-        )
-
-
 def _wanted_specs(
     manifest: Manifest, specs: Mapping[str, StateSpec], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, StateSpec]]:
@@ -266,30 +227,3 @@ def _blank_rng(specs: Mapping[str, StateSpec], source: int) -> dict[str, torch.T
 
 def _empty(spec: StateSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype)
-
-
-def _notes(manifest: Manifest, result: Result, *, data_position: bool) -> list[str]:
-    optimizer = result.optim
-    scaler = optimizer.scaler if isinstance(optimizer, StepOptimizer) else None
-    rows: list[tuple[str, object, object]] = [
-        ("optimizer", manifest.optimizer, optimizer),
-        ("lr_scheduler", manifest.scheduler, result.lr_scheduler),
-        ("loss scaler", manifest.scaler, scaler),
-    ]
-    if data_position:
-        rows.append(("data position", manifest.data, result.dataloader))
-    notes = [_note(what, saved is not None) for what, saved, here in rows if (saved is None) != (here is None)]
-    if manifest.world_size != result.job.cluster.world_size:
-        notes.append(
-            f"saved by {manifest.world_size} rank(s) and loaded by {result.job.cluster.world_size}: random numbers "
-            "drawn during training (dropout) do not continue exactly"
-        )
-    return notes
-
-
-def _note(what: str, saved: bool) -> str:
-    if saved:
-        return f"its {what} is not used: this job has none"
-    return f"it holds no {what}: the one here begins anew"
-
-

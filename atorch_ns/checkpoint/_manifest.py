@@ -108,7 +108,8 @@ class Manifest(_Record):
             raise CheckpointError(f"cannot read {folder / MANIFEST}: {error}") from error
         except ValidationError as error:
             issues = "; ".join(
-                f"{'.'.join(map(str, issue['loc'])) or 'the file'}: {issue['msg']}" for issue in error.errors()[:4]
+                f"{'.'.join(map(str, issue['loc'])) or 'the file'}: {issue['msg']}"
+                for issue in error.errors()[:4]
             )
             raise CheckpointError(
                 f"{folder / MANIFEST} is damaged, or of a version that this one cannot read: {issues}"

@@ -47,7 +47,9 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
     """
     place, job = Path(folder), result.job
     distributed = job.cluster.distributed
-    library = agree(lambda: _library("safetensors.torch"), what="importing safetensors", distributed=distributed)
+    library = agree(
+        lambda: _library("safetensors.torch"), what="importing safetensors", distributed=distributed
+    )
     tensors = whole_tensors(result)
 
     def write() -> None:

@@ -86,7 +86,9 @@ def plain_json(value: Any, *, what: str) -> JSON:
         return {key: plain_json(item, what=f"{what}[{key!r}]") for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain_json(item, what=f"{what}[{place}]") for place, item in enumerate(value)]
-    raise CheckpointError(f"{what} is {str(value)[:80]!r}, a {type(value).__qualname__}; JSON cannot hold it.")
+    raise CheckpointError(
+        f"{what} is {str(value)[:80]!r}, a {type(value).__qualname__}; JSON cannot hold it."
+    )
 
 
 def _encode_mapping(value: dict[Any, Any], what: str) -> JSON:

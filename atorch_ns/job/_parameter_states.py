@@ -96,7 +96,9 @@ class ParameterStates:
                     raise self._unsupported(f"its state {entry!r} of {name} is a {type(value).__name__}")
         return OptimizerStates(tensors, values)
 
-    def blank_states(self, specs: Mapping[str, Mapping[str, StateSpec]]) -> dict[str, dict[str, torch.Tensor]]:
+    def blank_states(
+        self, specs: Mapping[str, Mapping[str, StateSpec]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors laid out like the parameters that this rank's optimizer updates."""
         return {
             name: {entry: self._blank(tensor, options, entry, spec) for entry, spec in specs[name].items()}
@@ -111,7 +113,8 @@ class ParameterStates:
         self._holder.state.clear()
         for name, tensor, _ in self._held():
             filled = {
-                entry: _like_its_parameter(value, tensor) for entry, value in states.tensors.get(name, {}).items()
+                entry: _like_its_parameter(value, tensor)
+                for entry, value in states.tensors.get(name, {}).items()
             }
             if state := {**filled, **states.values.get(name, {})}:
                 self._holder.state[tensor] = state

@@ -81,7 +81,9 @@ class TrainingStates(Protocol):
         """
         ...
 
-    def blank_states(self, specs: Mapping[str, Mapping[str, StateSpec]]) -> dict[str, dict[str, torch.Tensor]]:
+    def blank_states(
+        self, specs: Mapping[str, Mapping[str, StateSpec]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Fresh tensors to be filled, for those of ``specs`` that this rank holds or needs.
 
         Args:

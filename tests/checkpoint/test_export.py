@@ -100,7 +100,10 @@ def test_import_reaches_shards_masters_and_parameters() -> None:
         ({"norm.weight": None}, "1 missing: norm.weight"),
         ({"nrom.weight": torch.ones(2)}, "1 unexpected: nrom.weight"),
         ({"norm.weight": torch.ones(2)}, r"norm.weight is \(32,\) here and \(2,\) there"),
-        ({"lm_head.weight": torch.ones(64, 32)}, "embed_tokens.weight and lm_head.weight are tied here and differ"),
+        (
+            {"lm_head.weight": torch.ones(64, 32)},
+            "embed_tokens.weight and lm_head.weight are tied here and differ",
+        ),
     ],
 )
 def test_another_models_weights(change: dict[str, Any], said: str) -> None:

@@ -45,7 +45,9 @@ def test_an_unfinished_folder_is_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-1"]
 
 
-def test_a_stop_before_the_pointer_moves_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_before_the_pointer_moves_keeps_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, 1)
     folder = new_folder(tmp_path, 2)
     (folder / MANIFEST).write_text("{}")
@@ -111,7 +113,7 @@ def test_the_pointer_leads_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no folder .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"no folder .*nowhere"):
         find(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         find(tmp_path)

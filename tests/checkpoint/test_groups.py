@@ -53,11 +53,29 @@ def test_another_cut_is_fine_if_it_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("saved", "names", "here", "ordered", "said"),
     [
-        (groups({"lr": 0.5}, {"lr": 0.2}), [["a", "b", "c"]], groups({}), False, "has under different lr: a and c"),
-        (groups({}, {}), [["a"], ["b", "c"]], groups({}, {"lr": 3.0}), False, "has under different lr: a and b"),
+        (
+            groups({"lr": 0.5}, {"lr": 0.2}),
+            [["a", "b", "c"]],
+            groups({}),
+            False,
+            "has under different lr: a and c",
+        ),
+        (
+            groups({}, {}),
+            [["a"], ["b", "c"]],
+            groups({}, {"lr": 3.0}),
+            False,
+            "has under different lr: a and b",
+        ),
         (groups({}, {}), [["c"], ["a", "b"]], groups({}, {}), True, "scheduler counts them"),
         (groups({}, {}), [["a", "b", "c"]], groups({}), True, r"2 parameter group\(s\) and this optimizer 1"),
-        (groups({}, {}), [["a"], ["c", "d"]], groups({}, {}), False, r"did not train: d; without 1 that it did: b"),
+        (
+            groups({}, {}),
+            [["a"], ["c", "d"]],
+            groups({}, {}),
+            False,
+            r"did not train: d; without 1 that it did: b",
+        ),
     ],
 )
 def test_a_cut_that_loses_something_is_refused(

@@ -104,7 +104,7 @@ def test_the_last_moment_fails(tmp_path: Path) -> None:
 
         for number in range(3):
             step(result, next(data))
-            _folder.commit = broken if number == 1 else commit
+            vars(_folder)["commit"] = broken if number == 1 else commit
             try:
                 checkpoint.save(tmp_path, result)
             except (CheckpointError, RankError) as error:
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     def work(path: Path, blind: int) -> None:
         result = make("ddp", **MLP)
         if dist.get_rank() == blind:
-            Path.is_dir = lambda self: False  # type: ignore[method-assign, assignment]
+            Path.is_dir = lambda self: False  # type: ignore[method-assign]
         checkpoint.save(path, result)
 
     refused = catch_ranks(work, 2, args=(tmp_path / "file", -1), timeout_s=30)
@@ -142,7 +142,7 @@ class TestInTheBackground:
             data = batches(result)
             step(result, next(data))
             kept = snapshot(result.model)
-            FileSystemWriter.write_data = slowly  # type: ignore[method-assign]
+            FileSystemWriter.write_data = slowly  # type: ignore[method-assign, assignment]
             pending = checkpoint.save(tmp_path, result, asynchronous=True)
             assert pending is not None
             early = pending.done

@@ -102,7 +102,9 @@ def test_dropout_and_data_go_on(tmp_path: Path, before: int) -> None:
     for whole, resumed in run_ranks(interrupted, 2, args=(tmp_path, before, 12)):
         assert resumed["seen"] == whole["seen"]
         assert resumed["draws"] == whole["draws"]
-        assert [name for name in whole["model"] if not torch.equal(whole["model"][name], resumed["model"][name])] == []
+        assert [
+            name for name in whole["model"] if not torch.equal(whole["model"][name], resumed["model"][name])
+        ] == []
 
 
 def save_at(folder: Path, steps: int) -> list[list[float]]:

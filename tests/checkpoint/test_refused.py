@@ -74,10 +74,16 @@ def frozen() -> nn.Module:
     [
         ({"model": build(depth=3)}, r"2 parameter\(s\) missing in the checkpoint: 2\.bias, 2\.weight"),
         ({"model": build(depth=1)}, r"2 parameter\(s\) that this model does not have: 1\.bias, 1\.weight"),
-        ({"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))}, r"1\.weight is \(5, 4\) here and \(4, 4\)"),
+        (
+            {"model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))},
+            r"1\.weight is \(5, 4\) here and \(4, 4\)",
+        ),
         ({"model": WithBuffer()}, r"1 buffer\(s\) missing in the checkpoint: count"),
         ({"model": frozen()}, r"other parameters than .* without 1 that it did: 0\.weight"),
-        ({"optim_func": torch.optim.Adam}, r"holds states of torch\.optim\.adamw\.AdamW, .* torch\.optim\.adam\.Adam"),
+        (
+            {"optim_func": torch.optim.Adam},
+            r"holds states of torch\.optim\.adamw\.AdamW, .* torch\.optim\.adam\.Adam",
+        ),
         ({"lr_scheduler_cls": PLATEAU}, r"state of .*ExponentialLR, and this job has .*ReduceLROnPlateau"),
         ({"dataloader_args": {"batch_size": 8}}, r"batches of 4 samples, .* has 8, .*data_position=False"),
     ],
@@ -154,7 +160,7 @@ class Remembers(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if self.keyed:
-                    self.state["all"] = {"thing": self.thing}
+                    self.state["all"] = {"thing": self.thing}  # type: ignore[index]
                 else:
                     self.state[parameter]["thing"] = self.thing
 
@@ -262,12 +268,11 @@ class Remote(nn.Linear):
 
 
 def test_extra_states_of_modules(tmp_path: Path) -> None:
-    model = nn.Sequential(Remote(True))
-    model[0].calls = 7
-    checkpoint.save(tmp_path, make(model))
-    fresh = nn.Sequential(Remote(True))
-    checkpoint.load(tmp_path, make(fresh))
-    assert fresh[0].calls == 7
+    remote, fresh = Remote(True), Remote(True)
+    remote.calls = 7
+    checkpoint.save(tmp_path, make(nn.Sequential(remote)))
+    checkpoint.load(tmp_path, make(nn.Sequential(fresh)))
+    assert fresh.calls == 7
     with pytest.raises(CheckpointError, match="Remote at 0 has an extra state of type dict"):
         checkpoint.save(tmp_path, make(nn.Sequential(Remote(False))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from atorch_ns import checkpoint
+from atorch_ns.checkpoint._tensors import describe_tensors
 from atorch_ns.job import StepOptimizer
-from atorch_ns.testing.models import Case
+from atorch_ns.testing.models import Case, SyntheticDataset
 from atorch_ns.testing.parity import (
     ADAMW,
     Trajectory,
@@ -112,8 +114,6 @@ def reference() -> Trajectory:
 
 
 def _plain_torch(case: Case) -> Trajectory:
-    from atorch_ns.testing.models import SyntheticDataset
-
     model = case.build()
     optimizer = torch.optim.AdamW(decayed_groups(model), **ADAMW)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -209,8 +209,6 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def test_the_folder_is_readable(saved: Path) -> None:
-    import json
-
     manifest = json.loads((saved / "zero1" / "step-3" / "manifest.json").read_text())
     assert manifest["step"] == 3
     assert manifest["world_size"] == 2
@@ -225,6 +223,4 @@ def test_the_folder_is_readable(saved: Path) -> None:
 
 
 def _keys(folder: Path) -> set[str]:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return set(describe_tensors(folder))

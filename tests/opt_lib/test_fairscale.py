@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_a_missing_or_broken_package_is_one_problem_among_all(zero: Any, monkeyp
     def fail(name: str) -> None:
         raise RuntimeError(f"{name} was built for another machine")
 
-    monkeypatch.setattr("opt_lib._optional.importlib.import_module", fail)
+    monkeypatch.setattr("opt_lib._optional.importlib", SimpleNamespace(import_module=fail))  # nobody else's
     with pytest.raises(StrategyError) as caught:
         resolve(Strategy([zero, ("compile", "no_such_backend")]), TWO, load_registry())
     assert len(caught.value.problems) == 2
