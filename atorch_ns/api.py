@@ -172,7 +172,12 @@ def _check_names(registry: Registry, **lists: Sequence[str] | None) -> None:
 
 
 def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
-    job = Job.start(inputs, cluster, resolved.plan, seed=_common_seed(cluster))
+    seed = _common_seed(cluster)
+    job = agree(
+        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed),
+        what="grouping the parameters",
+        distributed=cluster.distributed,
+    )
     for chosen in resolved.chosen:
         chosen.method.apply(job, chosen.config)
     if job.take_over is not None:  # such a backend communicates while it builds

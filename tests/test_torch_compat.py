@@ -16,6 +16,7 @@ from atorch_ns.torch_compat import (
     found_inf_tensors,
     fsdp1_parts,
     hybrid_shard_zero2,
+    persistent_buffers,
     unwrap_checkpoint,
 )
 
@@ -81,3 +82,13 @@ def test_fsdp1_parts() -> None:
 
 def test_hybrid_shard_zero2() -> None:
     assert hybrid_shard_zero2().name == "_HYBRID_SHARD_ZERO2"
+
+
+def test_persistent_buffers() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.BatchNorm1d(2), lambda module, x: module(x)), nn.Module())
+    model[1].register_buffer("shared", model[0].get_buffer("_checkpoint_wrapped_module.running_mean"))
+    model[1].register_buffer("scratch", torch.ones(1), persistent=False)
+    model[1].register_buffer("none", None)
+    found = persistent_buffers(model)
+    assert set(found) == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    assert found["0.running_mean"] is model[1].shared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atorch_ns.job._build import build, make_user_optimizer, parameter_groups
+from atorch_ns.job._build import build, make_user_optimizer
 from atorch_ns.job._clip import clip_gradients, gradient_norm
 from atorch_ns.job._dry_run import dry_run
 from atorch_ns.job._inputs import Inputs
@@ -46,6 +46,5 @@ __all__ = [
     "inner_optimizer",
     "is_on_meta",
     "make_user_optimizer",
-    "parameter_groups",
     "parameter_names",
 ]

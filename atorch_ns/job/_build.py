@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
-from atorch_ns.job._bare import bare
+from atorch_ns.job._groups import parameter_groups
 from atorch_ns.job._job import Job, ParameterGroups
 from atorch_ns.job._loss import LossFunction, wrap_loss
 from atorch_ns.job._masters import MasterWeights
@@ -61,47 +60,6 @@ def build(job: Job, resolved: Resolved) -> Result:
     )
 
 
-def parameter_groups(job: Job) -> ParameterGroups:
-    """The user's parameter groups over the parameters that training will update.
-
-    Raises:
-        InputError: if ``optim_param_func`` gives something else than parameters or groups of them, or
-            tensors that are not parameters of the model.
-    """
-    if job.inputs.optim_param_func is None:
-        groups = _as_groups(p for p in job.module.parameters() if p.requires_grad)
-    else:
-        with bare(job.module) as model:  # what the function gives may be lazy: it is read inside
-            groups = _as_groups(job.inputs.optim_param_func(model))
-    own = {id(parameter) for parameter in job.module.parameters()}
-    for group in groups:
-        for parameter in group["params"]:
-            if not isinstance(parameter, torch.Tensor) or id(parameter) not in own:
-                raise InputError(
-                    f"optim_param_func gave {type(parameter).__name__} that is no parameter of the model it "
-                    "was called with. Build the groups from the model that is passed to the function: "
-                    "sharding replaces the parameters of the original one."
-                )
-    return groups
-
-
-def _as_groups(given: Iterable[Any]) -> ParameterGroups:
-    entries = list(given)
-    if all(isinstance(entry, dict) for entry in entries):
-        return [{**entry, "params": _listed(entry)} for entry in entries]
-    if all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries):
-        return [{"params": [parameter for _, parameter in entries]}]
-    return [{"params": entries}]
-
-
-def _listed(group: dict[str, Any]) -> list[Any]:
-    if "params" not in group:
-        raise InputError(f"optim_param_func gave a group without 'params'; it has {sorted(group)}.")
-    params = group["params"]
-    entries = [params] if isinstance(params, torch.Tensor) else list(params)
-    return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
-
-
 def _scaler(job: Job) -> LossScaler | None:
     if job.loss_scaling is None:
         return None
@@ -116,7 +74,7 @@ def _scaler(job: Job) -> LossScaler | None:
 def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | None:
     if job.inputs.optim_func is None:
         return None
-    groups = parameter_groups(job)
+    groups = parameter_groups(job.module, job.groups)
     masters = MasterWeights(job.module.parameters()) if job.plan.master_dtype else None
     if masters is not None:
         groups = masters.groups(groups)

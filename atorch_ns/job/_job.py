@@ -12,6 +12,7 @@ from torch import nn
 from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.job._clip import clip_gradients
 from atorch_ns.job._gradient_sync import SkipSync, never_synchronised
+from atorch_ns.job._groups import NamedGroup, name_groups
 from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._materialise import Materialiser, is_on_meta
 from atorch_ns.job._parameter_states import ParameterStates
@@ -59,6 +60,7 @@ class Job:
         module: the model inside outer wrappers, with the user's attribute names.
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         seed: seed for initial values, the same on every rank.
+        groups: the user's parameter groups by name; ``None`` for one group of all that trains.
         num_parameters: elements of the user's model, before any sharding.
         tied: for each parameter that has several names, the other names by the first one.
         placed: whether a method has put the model on its device.
@@ -84,6 +86,7 @@ class Job:
     model: nn.Module
     module: nn.Module
     seed: int
+    groups: tuple[NamedGroup, ...] | None = None
     num_parameters: int = 0
     tied: dict[str, list[str]] = field(default_factory=dict)
     mesh: Mesh | None = None
@@ -105,7 +108,11 @@ class Job:
 
     @classmethod
     def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int) -> Job:
-        """A job to which nothing has been done yet."""
+        """A job to which nothing has been done yet.
+
+        Raises:
+            InputError: if ``optim_param_func`` does not give groups of the model's parameters.
+        """
         model = inputs.model
         return cls(
             inputs=inputs,
@@ -114,6 +121,7 @@ class Job:
             model=model,
             module=model,
             seed=seed,
+            groups=name_groups(inputs),
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tied={first: others for first, *others in parameter_names(model).values() if others},
         )

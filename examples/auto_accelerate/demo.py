@@ -26,7 +26,7 @@ from text import VOCABULARY_SIZE, ByteWindows, decode, encode, english_text
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from atorch_ns import Result, auto_accelerate
+from atorch_ns import Result, auto_accelerate, checkpoint
 
 PROMPT = "The statement "
 LEARNING_RATE = 3e-3
@@ -111,7 +111,7 @@ def show_strategy(console: Console, result: Result) -> None:
     )
     console.print(table)
     for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
 
 
 def train(result: Result, progress: TrainingProgress, num_steps: int, num_tokens: int) -> None:
@@ -162,7 +162,7 @@ def peak_memory_mib() -> list[float]:
 def main() -> None:
     """Accelerates, trains, and lets the model write."""
     options = read_options()
-    console = Console(quiet=not is_first_process(), highlight=False)
+    console = Console(quiet=not is_first_process(), highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 110
     result = accelerate(options)
@@ -170,6 +170,7 @@ def main() -> None:
 
     progress = TrainingProgress(console, options.steps, line_every=max(1, options.steps // 15))
     train(result, progress, options.steps, options.batchsize * options.seq_length)
+    checkpoint.save(options.save / "checkpoint", result, extra={"loss": smoothed(progress.losses)})
     line = continue_text(result.model, PROMPT, num_bytes=100, context=options.seq_length)
 
     losses = progress.losses
@@ -178,7 +179,8 @@ def main() -> None:
     console.print(f"speed       {progress.tokens_per_second:,.0f} tokens/s over {progress.seconds:.0f} s")
     console.print(f"peak memory {memory}")
     console.print(f"strategy    {options.save / 'strategy.json'}")
-    console.print(f"it writes   {' '.join(line.split())}", markup=False)
+    console.print(f"checkpoint  {checkpoint.latest(options.save / 'checkpoint')}")
+    console.print(f"it writes   {' '.join(line.split())}")
 
 
 if __name__ == "__main__":

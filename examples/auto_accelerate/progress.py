@@ -40,7 +40,7 @@ class TrainingProgress:
     Attributes:
         losses: of every step so far.
         num_tokens: trained on so far, over all processes.
-        seconds: since the loop began.
+        seconds: that the loop has taken so far.
     """
 
     def __init__(self, console: Console, num_steps: int, *, line_every: int) -> None:
@@ -49,7 +49,7 @@ class TrainingProgress:
         self._console = console
         self._num_steps = num_steps
         self._line_every = line_every
-        self._begin = time.perf_counter()
+        self._begin = self._now = time.perf_counter()
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=30),
@@ -62,7 +62,7 @@ class TrainingProgress:
         self._task = self._bar.add_task("training", total=num_steps, loss=float("nan"), speed=0.0)
 
     def __enter__(self) -> TrainingProgress:
-        self._begin = time.perf_counter()
+        self._begin = self._now = time.perf_counter()
         self._bar.start()
         return self
 
@@ -73,16 +73,17 @@ class TrainingProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the loop began."""
-        return time.perf_counter() - self._begin
+        """From the beginning of the loop to the end of the last step."""
+        return self._now - self._begin
 
     @property
     def tokens_per_second(self) -> float:
         """The mean over the run so far."""
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.seconds if self.losses else 0.0
 
     def advance(self, loss: float, num_tokens: int) -> None:
         """One step is done; ``loss`` and ``num_tokens`` are those of its global batch."""
+        self._now = time.perf_counter()
         self.losses.append(loss)
         self.num_tokens += num_tokens
         step = len(self.losses)
