@@ -15,7 +15,7 @@ from torch import nn
 
 from atorch_ns._version import __version__
 from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
-from atorch_ns.errors import AtorchError, InputError, StrategyFileError
+from atorch_ns.errors import InputError, StrategyFileError
 from atorch_ns.job import Inputs, Job, Result, build, dry_run
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
@@ -122,7 +122,7 @@ def auto_accelerate(
             if not ignore_dryrun_on_load_strategy:
                 dry_run(result)
         strategy = _save(result, cluster, save_strategy_to_file)
-    except AtorchError as error:
+    except Exception as error:
         if raise_errors:
             raise
         log.error("auto_accelerate failed: %s: %s", type(error).__name__, error)
@@ -158,7 +158,7 @@ def _resolved(
 
     resolved = agree(read, what="checking the arguments", distributed=cluster.distributed)
     text = canonical_text([[step.name, step.config] for step in resolved.strategy])
-    same_everywhere(text, what="strategies", distributed=cluster.distributed)
+    same_everywhere({"strategy": text, **inputs.digest()}, distributed=cluster.distributed)
     return resolved
 
 
@@ -207,7 +207,7 @@ def _save(result: Result, cluster: Cluster, path: str | PathLike[str] | None) ->
         requires=applied.requires,
         provenance={
             "made_by": f"atorch_ns {__version__}",
-            "model": type(result.job.inputs.model).__name__,
+            "model": result.job.model_class,
             "num_parameters": result.report.num_parameters,
         },
     )

@@ -65,7 +65,8 @@ class Problem:
         shown = f"={self.value}" if self.value is not None else ""
         head = f"{place}{shown}: " if place else ""
         tail = f" Accepted: {self.accepted}." if self.accepted else ""
-        return f"{head}{self.message}{tail}"
+        stop = "." if tail and self.message[-1:] not in ".?!" else ""
+        return f"{head}{self.message}{stop}{tail}"
 
 
 class AtorchError(Exception):

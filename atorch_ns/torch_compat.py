@@ -30,7 +30,8 @@ def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> 
 
 def unwrap_checkpoint(module: nn.Module) -> nn.Module:
     """The module inside a checkpoint wrapper; any other module as it is."""
-    inner = module._modules.get("_checkpoint_wrapped_module")
+    children = module._modules  # of a TorchScript module, it is no dictionary and has no get()
+    inner = children["_checkpoint_wrapped_module"] if "_checkpoint_wrapped_module" in children else None  # noqa: SIM401
     return module if inner is None else inner
 
 

@@ -82,12 +82,15 @@ def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
     oss = require("fairscale.optim.oss", needed_by="OSS", install=INSTALL)
     # OSS gives each parameter in turn to the rank that has least: largest first, the shares come out even.
     groups = [{**group, "params": sorted(group["params"], key=torch.numel, reverse=True)} for group in groups]
-    return oss.OSS(
+    optimizer = oss.OSS(
         groups,
         optim=job.inputs.optim_func,
         group=job.mesh.shard.get_group(),
         **dict(job.inputs.optim_args or {}),
     )
+    # Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold.
+    optimizer.defaults.update(optimizer.optim.defaults)
+    return optimizer
 
 
 def _require_one_dtype(groups: list[dict[str, Any]]) -> None:

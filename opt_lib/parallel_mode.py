@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
-from pydantic import Field
+from pydantic import Field, StrictInt, field_validator
 
 from atorch_ns.cluster import AXES, Cluster, Mesh, check_axes, fit, mesh_ranks
 from atorch_ns.job import Job
@@ -19,7 +19,7 @@ __all__ = ["ParallelMode", "ParallelModeConfig"]
 class ParallelModeConfig(MethodConfig):
     """The mesh of the job."""
 
-    axes: tuple[tuple[str, int], ...] = Field(
+    axes: tuple[tuple[str, StrictInt], ...] = Field(
         default=(("data", 1),),
         description=f"(name, size) of each axis, innermost first; names are {', '.join(AXES)}. "
         "The size of data is fitted to the number of processes.",
@@ -27,6 +27,18 @@ class ParallelModeConfig(MethodConfig):
     rank_order: tuple[int, ...] | None = Field(
         default=None, description="The rank at each position of the mesh; null for 0, 1, 2, ….", min_length=1
     )
+
+    @field_validator("axes")
+    @classmethod
+    def _known_axes(cls, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        return check_axes(axes)
+
+    @field_validator("rank_order")
+    @classmethod
+    def _each_rank_once(cls, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if order is not None and sorted(order) != list(range(len(order))):
+            raise ValueError(f"a rank order names each of the ranks 0 to {len(order) - 1} once")
+        return order
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
@@ -54,7 +66,7 @@ class ParallelMode(Method[ParallelModeConfig]):
 
     def fit(self, config: ParallelModeConfig, cluster: Cluster) -> ParallelModeConfig:
         """Sets the size of ``data`` and checks the rank order."""
-        axes = fit(check_axes(config.axes), cluster.world_size)
+        axes = fit(config.axes, cluster.world_size)
         mesh_ranks(axes, cluster.world_size, config.rank_order)
         return config.model_copy(update={"axes": axes})
 

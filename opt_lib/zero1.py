@@ -99,12 +99,15 @@ def _shard_optimizer(job: Job) -> None:
 
     def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
         assert job.inputs.optim_func is not None
-        return ZeroRedundancyOptimizer(
+        optimizer = ZeroRedundancyOptimizer(
             groups,
             optimizer_class=job.inputs.optim_func,  # type: ignore[arg-type]  # any callable does
             process_group=group,
             **dict(job.inputs.optim_args or {}),
         )
+        # Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold.
+        optimizer.defaults.update(optimizer.optim.defaults)
+        return optimizer
 
     job.make_optimizer = make
     job.make_states = partial(ParameterStates, holder=attrgetter("optim"))

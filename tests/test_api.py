@@ -100,7 +100,7 @@ def test_saved_strategy_is_what_was_applied_and_loads_again(tmp_path: Path) -> N
     )
     assert result is not None
     assert Strategy.load(path) == best
-    assert best.names == ("amp_native",)
+    assert best.names == ("fsdp", "amp_native"), "what one process leaves out is kept for more of them"
     assert best.provenance["num_parameters"] == sum(p.numel() for p in case.build().parameters())
     _, _, again = auto_accelerate(case.build(), load_strategy=path)
     assert again == best
@@ -158,6 +158,58 @@ def test_quiet_failure(caplog: pytest.LogCaptureFixture) -> None:
         answer = auto_accelerate(nn.Linear(1, 1), load_strategy=["fsdpp"], raise_errors=False)
     assert answer == (False, None, None)
     assert "Did you mean 'fsdp'" in caplog.text
+
+
+def test_quiet_failure_of_the_users_own_function(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: Any) -> Any:
+        raise RuntimeError("of the user's own")
+
+    case = get_case("mlp")
+    answer = auto_accelerate(
+        case.build(), torch.optim.SGD, optim_param_func=broken, load_strategy=[], raise_errors=False
+    )
+    assert answer == (False, None, None)
+    assert "of the user's own" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", [["amp_native"], [("half", "bf16")]], ids=str)
+def test_an_accelerated_model_can_be_copied_and_pickled(strategy: Any) -> None:
+    import pickle
+
+    case = get_case("mlp")
+    model = accelerate_case(case, strategy).model
+    batch = case.make_batch(4, 0)
+    expected = case.call(model, batch)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(case.call(again, batch), expected)
+
+
+def test_lbfgs_is_refused_where_it_cannot_work() -> None:
+    case = get_case("mlp")
+    result = accelerate_case(case, [], optim_func=torch.optim.LBFGS, optim_args={"lr": 0.1})
+    with pytest.raises(StepError, match="closure"):
+        result.train_step(next(iter(result.dataloader or ())))
+
+
+class _Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = get_case("mlp").build()
+        self.scripted = torch.jit.script(nn.Linear(1, 1))
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        out: torch.Tensor = self.scripted(self.inner(*batch)[..., :1])
+        return out
+
+
+def test_a_scripted_submodule_is_no_obstacle() -> None:
+    from atorch_ns.profile import Profile, repeated_blocks
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _Scripted()
+    assert repeated_blocks(model)
+    assert Profile.of(model).num_parameters
 
 
 def test_save_folder_must_exist_before_anything_is_done(tmp_path: Path) -> None:
@@ -249,11 +301,47 @@ def test_different_strategies_are_refused_on_all_ranks() -> None:
     assert "zero1" in outcomes[0].message
 
 
+DIFFERENT: list[dict[str, Any]] = [
+    {"optim_args": {"lr": 0.1}},
+    {"optim_func": torch.optim.SGD, "optim_args": {"lr": 1e-2}},
+    {"global_batch": 16},
+    {"gradient_accumulation_steps": 2},
+    {"max_grad_norm": 1.0},
+    {"sampler_seed": 3},
+    {"steps": 4},
+    {"model": nn.Linear(3, 3)},
+]
+
+
+def _different_on_rank_one(cases: list[dict[str, Any]]) -> list[str]:
+    import torch.distributed as dist
+
+    return [str(_rank_error(case if dist.get_rank() == 1 else {})) for case in cases]
+
+
+def _rank_error(arguments: dict[str, Any]) -> RankError | None:
+    try:
+        accelerate_case(get_case("mlp"), ["ddp"], **{"optim_args": {"lr": 1e-2}, **arguments})
+    except RankError as error:
+        return error
+    return None
+
+
+def test_arguments_that_differ_between_ranks_are_named_on_all() -> None:
+    words = ["optim_args", "optim_func", "dataset", "accumulation", "max_grad_norm", "sampler_seed", "dataset", "model"]
+    ranks = run_ranks(_different_on_rank_one, 2, args=(DIFFERENT,))
+    assert ranks[0] == ranks[1]
+    for word, text in zip(words, ranks[0], strict=True):
+        assert word in text
+
+
 def _bad_optimizer_on_rank_one() -> None:
     import torch.distributed as dist
 
-    rate = 0.1 if dist.get_rank() == 0 else -1.0
-    accelerate_case(get_case("mlp"), ["ddp"], optim_args={"lr": rate})
+    def optim_func(groups: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1 if dist.get_rank() == 0 else -1.0)
+
+    accelerate_case(get_case("mlp"), ["ddp"], optim_func=optim_func)
 
 
 def test_a_failing_optimizer_on_one_rank_stops_all() -> None:
@@ -478,6 +566,33 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     return [{"params": decayed, "weight_decay": 0.3, "lr": 3e-3}, {"params": rest, "weight_decay": 0.0}]
+
+
+def _train_one_cycle(strategy: Any) -> Any:
+    from atorch_ns.testing.parity import Trajectory, snapshot
+
+    result = accelerate_case(
+        get_case("mlp"),
+        strategy,
+        lr_scheduler_cls=torch.optim.lr_scheduler.OneCycleLR,
+        lr_scheduler_args={"max_lr": 1e-2, "total_steps": 5},
+    )
+    initial, losses = snapshot(result.model), []
+    for batch in result.dataloader or ():
+        losses.append(float(result.train_step(batch)))
+        result.lr_scheduler.step()
+    return Trajectory(losses=losses, initial=initial, final=snapshot(result.model))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [["zero1"], ["zero2"], [("zero1", {"backend": "fairscale"})], [("zero2", {"not_use_fsdp": True})]],
+    ids=str,
+)
+def test_a_scheduler_that_moves_momentum_reaches_the_inner_optimizer(strategy: Any) -> None:
+    alone = _train_one_cycle([])
+    runs = run_ranks(_train_one_cycle, 2, args=(strategy,))
+    assert_parity(compare(alone, runs[0]))
 
 
 def _train_groups(strategy: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from atorch_ns.errors import RankError
@@ -45,21 +46,32 @@ def agree(
     return result[0]
 
 
-def same_everywhere(value: str, *, what: str, distributed: bool) -> None:
-    """Checks that all ranks hold the same text.
+def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
+    """Checks that all ranks hold the same texts; one exchange for all of them.
+
+    Args:
+        values: the text that this rank holds, by what it is, as the message will call it.
+        distributed: whether there is a process group to ask.
 
     Raises:
-        RankError: on every rank, naming who holds what.
+        RankError: on every rank, naming what differs and who holds which.
     """
     if not distributed:
         return
-    values = [text or "" for text in _exchange(value)]
-    if len(set(values)) > 1:
-        groups: dict[str, list[int]] = {}
-        for rank, text in enumerate(values):
-            groups.setdefault(text, []).append(rank)
-        shown = "; ".join(f"ranks {ranks}: {text[:400]}" for text, ranks in groups.items())
-        raise RankError(f"the ranks were given different {what}, so nothing was started. {shown}")
+    gathered = [json.loads(text or "{}") for text in _exchange(json.dumps(dict(values)))]
+    lines = []
+    for what in values:
+        holders: dict[str, list[int]] = {}
+        for rank, held in enumerate(gathered):
+            holders.setdefault(held.get(what, ""), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"{what}: " + "; ".join(f"ranks {r} have {_short(t)}" for t, r in holders.items()))
+    if lines:
+        raise RankError("the ranks were given different arguments, so nothing was started. " + ". ".join(lines))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _attempt(action: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
 from atorch_ns.data._samplers import distributed_position
@@ -220,4 +221,4 @@ def _is_asked(given: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0

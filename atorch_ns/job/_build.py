@@ -106,7 +106,10 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
         InputError: if it does not return a torch optimizer.
     """
     assert job.inputs.optim_func is not None
-    optimizer = job.inputs.optim_func(groups, **dict(job.inputs.optim_args or {}))
+    try:
+        optimizer = job.inputs.optim_func(groups, **dict(job.inputs.optim_args or {}))
+    except TypeError as error:
+        raise InputError(f"optim_func cannot be called with optim_args={job.inputs.optim_args}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optim_func returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
     return optimizer
@@ -148,12 +151,19 @@ def _loss(job: Job, scaler: LossScaler | None) -> LossFunction | None:
 def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
     if job.inputs.lr_scheduler_cls is None:
         return None
-    return job.inputs.lr_scheduler_cls(optimizer, **dict(job.inputs.lr_scheduler_args or {}))
+    try:
+        return job.inputs.lr_scheduler_cls(optimizer, **dict(job.inputs.lr_scheduler_args or {}))
+    except TypeError as error:
+        raise InputError(
+            f"lr_scheduler_cls cannot be called with lr_scheduler_args={job.inputs.lr_scheduler_args}: {error}"
+        ) from error
 
 
 def _report(job: Job, resolved: Resolved) -> Report:
     rows = []
-    for item, step in zip(resolved.chosen, resolved.strategy, strict=True):
+    steps = {step.name: step for step in resolved.strategy}
+    for item in resolved.chosen:
+        step = steps[item.method.name]
         done = job.explanations.get(item.method.name, [])
         why = "; ".join([item.method.explain(item.config, job.cluster).rstrip("."), *done])
         settings = str(step).removeprefix(step.name).strip("()")

@@ -50,10 +50,13 @@ def parameter_groups(model: nn.Module, groups: tuple[NamedGroup, ...] | None) ->
     """The same groups over the parameters that the model has now.
 
     Raises:
-        InputError: if a method has removed one of the parameters.
+        InputError: if nothing is trainable, or a method has removed one of the parameters.
     """
     if groups is None:
-        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise InputError("the model has no parameter that requires a gradient, so there is nothing to optimize.")
+        return [{"params": trainable}]
     now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     missing = [name for group in groups for name in group.names if name not in now]
     if missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,25 @@ class Inputs:
         if problems:
             raise InputError("\n".join(problems))
 
+    def digest(self) -> dict[str, str]:
+        """What must be the same on all ranks, or they would train apart or wait for each other for ever."""
+        args = self.dataloader_args or {}
+        named = list(self.model.named_parameters())
+        shapes = [f"{name}{list(p.shape)}{p.dtype}{p.requires_grad}" for name, p in named]
+        sized = hasattr(self.dataset, "__len__")
+        return {
+            "model": f"{type(self.model).__qualname__}, {len(named)} parameters, "
+            f"{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}",
+            "optim_func": getattr(self.optim_func, "__qualname__", type(self.optim_func).__qualname__),
+            "optim_args": _plain_text(self.optim_args),
+            "loss_func": "given" if self.loss_func is not None else "None",
+            "dataset": f"{len(self.dataset)} samples" if sized else type(self.dataset).__qualname__,
+            "dataloader_args": _plain_text({k: args[k] for k in ("batch_size", "drop_last", "shuffle") if k in args}),
+            "gradient_accumulation_steps": str(self.gradient_accumulation_steps),
+            "max_grad_norm": str(self.max_grad_norm),
+            "sampler_seed": str(self.sampler_seed),
+        }
+
     def _type_problems(self) -> list[str]:
         problems = []
         if not isinstance(self.model, nn.Module):
@@ -119,10 +138,11 @@ class Inputs:
         return problems
 
 
-def unknown_argument(name: str, known: Iterable[str]) -> str:
-    """The message for a keyword that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"unknown argument {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+def _plain_text(mapping: Mapping[str, Any] | None) -> str:
+    """Numbers, texts and truth values as they are; other values by their type, which is all that has a text."""
+    plain = (bool, int, float, str, tuple, list, type(None))
+    items = sorted((mapping or {}).items())
+    return ", ".join(f"{k}={v!r}" if isinstance(v, plain) else f"{k}: {type(v).__qualname__}" for k, v in items)
 
 
 def _is_dataset(value: Any) -> bool:

@@ -61,6 +61,7 @@ class Job:
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         seed: seed for initial values, the same on every rank.
         groups: the user's parameter groups by name; ``None`` for one group of all that trains.
+        model_class: name of the user's class, before any method gives it another.
         num_parameters: elements of the user's model, before any sharding.
         tied: for each parameter that has several names, the other names by the first one.
         placed: whether a method has put the model on its device.
@@ -87,6 +88,7 @@ class Job:
     module: nn.Module
     seed: int
     groups: tuple[NamedGroup, ...] | None = None
+    model_class: str = ""
     num_parameters: int = 0
     tied: dict[str, list[str]] = field(default_factory=dict)
     mesh: Mesh | None = None
@@ -122,6 +124,7 @@ class Job:
             module=model,
             seed=seed,
             groups=name_groups(inputs),
+            model_class=type(model).__name__,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tied={first: others for first, *others in parameter_names(model).values() if others},
         )

@@ -79,6 +79,11 @@ class StepOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
+        if closure is not None and self.scaler is not None:
+            raise StepError(
+                "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
+                "bf16 with optimizers that need a closure."
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss: float | None = closure()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,28 +19,15 @@ def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> 
         device_type: ``"cpu"`` or ``"cuda"``.
         dtype: of matrix products.
     """
-    entered: list[AbstractContextManager[None]] = []
-
-    def enter(*_: Any) -> None:
-        context = torch.autocast(device_type, dtype=dtype)
-        context.__enter__()
-        entered.append(context)
-
-    def leave(*_: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    model.register_forward_pre_hook(enter, prepend=True)
-    model.register_forward_hook(leave, always_call=True)
+    scope = _AutocastScope(device_type, dtype)
+    model.register_forward_pre_hook(scope.enter, prepend=True)
+    model.register_forward_hook(scope.leave, always_call=True)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the floating tensors among the model's inputs to ``dtype``, before every forward pass."""
 
-    def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return floats_to(args, dtype), floats_to(kwargs, dtype)
-
-    model.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+    model.register_forward_pre_hook(_Cast(dtype), with_kwargs=True, prepend=True)
 
 
 def floats_to(data: Any, dtype: torch.dtype) -> Any:
@@ -54,4 +39,30 @@ def floats_to(data: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(torch.Tensor, convert, data)
 
 
-LossFunction = Callable[[Any, Any], Any]
+class _AutocastScope:
+    """Enters autocast before a forward pass and leaves it after; copies and pickles with the model."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type = device_type
+        self._dtype = dtype
+        self._entered: list[torch.autocast] = []
+
+    def enter(self, *_: Any) -> None:
+        context = torch.autocast(self._device_type, dtype=self._dtype)
+        context.__enter__()
+        self._entered.append(context)
+
+    def leave(self, *_: Any) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_entered": []}
+
+
+class _Cast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return floats_to(args, self._dtype), floats_to(kwargs, self._dtype)

@@ -29,7 +29,7 @@ class Report:
     """What was decided and done.
 
     Attributes:
-        strategy: as applied.
+        strategy: as it is saved: with what is left out here and can be used elsewhere.
         rows: one for every method, in order of application.
         notes: methods added, left out and fitted, each a sentence.
         world_size: number of processes.

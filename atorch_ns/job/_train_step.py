@@ -12,7 +12,7 @@ import torch.distributed as dist
 from atorch_ns.data import call_model, split_batch
 from atorch_ns.errors import StepError
 from atorch_ns.job._loss import LossFunction, first_loss
-from atorch_ns.job._optimizer import StepOptimizer
+from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
 
 if TYPE_CHECKING:
     from atorch_ns.job._job import Job
@@ -110,6 +110,10 @@ class TrainStep:
         if self._optimizer is None or self._loss_func is None:
             missing = "optim_func" if self._optimizer is None else "loss_func"
             raise StepError(f"train_step needs {missing}; pass it to auto_accelerate.")
+        if isinstance(inner_optimizer(self._optimizer), torch.optim.LBFGS):
+            raise StepError(
+                "LBFGS evaluates the model several times in one step; write the loop with optim.step(closure)."
+            )
         return self._optimizer, self._loss_func
 
     def _micro_batches(self, batch: Any) -> list[Any]:

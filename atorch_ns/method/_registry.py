@@ -65,7 +65,7 @@ class Registry:
 
     def unknown(self, name: str) -> Problem:
         """The problem of a name that is not registered, with suggestions."""
-        near = difflib.get_close_matches(name, self._names, n=1)
+        near = difflib.get_close_matches(name.lower(), self._names, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(self._methods))}."
         return Problem(message=f"unknown method {name!r}. {hint}")
 

@@ -51,7 +51,7 @@ class Resolved:
     Attributes:
         chosen: methods and configs in order of application.
         plan: what they decide together.
-        strategy: the same as a strategy to be saved, defaults left out.
+        strategy: as it is saved, defaults left out. It keeps what is left out here, for where it can be used.
         notes: what was decided for the user.
     """
 
@@ -75,17 +75,23 @@ def resolve(
     chosen, problems = _validate(strategy, registry)
     if problems:
         raise _error(problems)
-    chosen, notes = _leave_out(chosen, cluster)
+    chosen, left_out, notes = _leave_out(chosen, cluster)
     chosen, fitted, problems = _fit(chosen, cluster)
     chosen, added, unfilled = _complete(chosen, cluster, registry)
-    problems += unfilled + _clashes(chosen)
+    # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
+    problems += unfilled + _clashes([*chosen, *left_out])
     if not problems:
         for item in chosen:
             problems += item.method.check(item.config, cluster, profile)
     if problems:
         raise _error(problems)
-    ordered = tuple(sorted(chosen, key=lambda item: ORDER.index(item.method.phase)))
-    return Resolved(ordered, fold_plan(ordered), _as_strategy(ordered, cluster), (*notes, *fitted, *added))
+    ordered = _ordered(chosen)
+    saved = _as_strategy(_ordered([*chosen, *left_out]), cluster)
+    return Resolved(ordered, fold_plan(ordered), saved, (*notes, *fitted, *added))
+
+
+def _ordered(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
+    return tuple(sorted(chosen, key=lambda item: ORDER.index(item.method.phase)))
 
 
 def fold_plan(chosen: Iterable[Chosen]) -> Plan:
@@ -133,8 +139,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note]]:
+def _leave_out(
+    chosen: list[Chosen], cluster: Cluster
+) -> tuple[list[Chosen], list[Chosen], list[Note]]:
     kept: list[Chosen] = []
+    left_out: list[Chosen] = []
     notes: list[Note] = []
     for item in chosen:
         reason = item.method.unavailable(item.config, cluster)
@@ -144,8 +153,9 @@ def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], li
             kept.append(item)
             notes += [Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)]
         else:
+            left_out.append(item)
             notes.append(Note("left out", item.method.name, f"{item.method.name} is left out: {reason}"))
-    return kept, notes
+    return kept, left_out, notes
 
 
 def _fit(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from common import is_first_process, parse_strategy, use_same_seed
 from progress import TrainingProgress, smoothed, sparkline
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from text import VOCABULARY_SIZE, ByteWindows, decode, encode, english_text
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ MIB = 2**20
 def read_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small Llama on English text under a strategy.")
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--batchsize", type=int, default=8, help="windows in a batch of all processes")
     parser.add_argument("--seq-length", type=int, default=128, help="bytes in a window")
     parser.add_argument(
@@ -104,7 +105,7 @@ def show_strategy(console: Console, result: Result) -> None:
     for heading in ("method", "settings", "why"):
         table.add_column(heading, overflow="fold")
     for row in report.rows:
-        table.add_row(row.name, row.settings, row.why)
+        table.add_row(row.name, escape(row.settings), escape(row.why))
     console.print(
         f"{report.num_parameters / 1e6:.2f} M parameters, {report.world_size} process(es) ({mesh}) "
         f"on {report.device}; {report.parameter_bytes_per_rank / MIB:.2f} MiB of parameters on each"
@@ -180,7 +181,7 @@ def main() -> None:
     console.print(f"peak memory {memory}")
     console.print(f"strategy    {options.save / 'strategy.json'}")
     console.print(f"checkpoint  {checkpoint.latest(options.save / 'checkpoint')}")
-    console.print(f"it writes   {' '.join(line.split())}")
+    console.print(f"it writes   {' '.join(line.split())}", soft_wrap=True)
 
 
 if __name__ == "__main__":

