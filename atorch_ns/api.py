@@ -116,7 +116,9 @@ def auto_accelerate(
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
-        resolved = _resolved(inputs, cluster, load_strategy, save_strategy_to_file, excluded, included, finetune_strategy)
+        resolved = _resolved(
+            inputs, cluster, load_strategy, save_strategy_to_file, excluded, included, finetune_strategy
+        )
         with _caller_rng(cluster):
             result = _apply(inputs, cluster, resolved)
             if not ignore_dryrun_on_load_strategy:

@@ -46,9 +46,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-def found_inf_tensors(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
-) -> list[torch.Tensor]:
+def found_inf_tensors(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The flags, one per device, that ``scaler.unscale_(optimizer)`` has just set; 0-d or 1-element float."""
     state = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
@@ -107,7 +105,9 @@ def fsdp1_parts(root: nn.Module) -> Iterator[FlatPart]:
         if wrapper._handle is None:
             continue
         flat: Any = wrapper._handle.flat_param
-        local = getattr(flat, "_local_shard", None)  # set when training begins; until then it is `flat` itself
+        local = getattr(
+            flat, "_local_shard", None
+        )  # set when training begins; until then it is `flat` itself
         shard = flat.detach() if local is None else local.detach()
         originals = flat._params
         for place, info in enumerate(flat._shard_param_infos):

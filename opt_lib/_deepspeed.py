@@ -46,9 +46,7 @@ def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
     """
     return (
         Conflict("half", _WHY_NOT_HALF, when=lambda mine, _: used(mine)),
-        Conflict(
-            "amp_native", _WHY_NOT_FP16, when=lambda mine, amp: used(mine) and amp.dtype == "float16"
-        ),
+        Conflict("amp_native", _WHY_NOT_FP16, when=lambda mine, amp: used(mine) and amp.dtype == "float16"),
         one_axis_only(used, "DeepSpeed"),
     )
 

@@ -81,9 +81,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             The norm before, 0-d float32, the same on every rank.
         """
         self._reduce()
-        return clip_parts(
-            self._gradients(), max_norm, norm_type, group=self._group, device=self._device
-        )
+        return clip_parts(self._gradients(), max_norm, norm_type, group=self._group, device=self._device)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights and clears the gradients; does nothing if there are none. Collective.

@@ -52,9 +52,7 @@ def _cut(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:
     return [flat[:position], flat[position:]]
 
 
-def _updated(
-    job: Job, start: list[torch.Tensor], gradients: list[list[torch.Tensor]]
-) -> torch.Tensor:
+def _updated(job: Job, start: list[torch.Tensor], gradients: list[list[torch.Tensor]]) -> torch.Tensor:
     parameters = [nn.Parameter(piece.clone()) for piece in start]
     optimizer = make_user_optimizer(job, [{"params": parameters}])
     for step in gradients:

@@ -132,7 +132,9 @@ class FlatStates:
             tensors.setdefault(name, {})[entry] = self._gathered(name, part, dtype)
         return OptimizerStates(tensors, values)
 
-    def blank_states(self, specs: Mapping[str, Mapping[str, StateSpec]]) -> dict[str, dict[str, torch.Tensor]]:
+    def blank_states(
+        self, specs: Mapping[str, Mapping[str, StateSpec]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """Shards of what has the parameter's shape, and whole tensors of everything else."""
         known = {*self._specs, *self._whole}
         return {

@@ -104,7 +104,9 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, torch.distributed.tensor.DTensor)
 
 
-def _shard_trainable(job: Job, config: ShardConfig, options: dict[str, Any], materialiser: Materialiser) -> None:
+def _shard_trainable(
+    job: Job, config: ShardConfig, options: dict[str, Any], materialiser: Materialiser
+) -> None:
     """Makes one unit of all modules that own trainable parameters, gathered once a step."""
     frozen = any(not parameter.requires_grad for parameter in job.module.parameters())
     modules = [

@@ -30,7 +30,9 @@ def norm_of_parts(
         for part in parts
         if part.numel()
     ]
-    here = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    here = (
+        torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    )
     if norm_type == float("inf"):
         dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
         return here

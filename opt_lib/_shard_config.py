@@ -99,7 +99,11 @@ class ShardConfig(MethodConfig):
     @classmethod
     def _read_wrap_policy(cls, value: Any) -> Any:
         if not isinstance(value, Mapping) or value.get("auto_wrap_policy") is None:
-            return {k: v for k, v in value.items() if k != "auto_wrap_policy"} if isinstance(value, Mapping) else value
+            return (
+                {k: v for k, v in value.items() if k != "auto_wrap_policy"}
+                if isinstance(value, Mapping)
+                else value
+            )
         rest = {key: item for key, item in value.items() if key != "auto_wrap_policy"}
         return {**_from_wrap_policy(value["auto_wrap_policy"]), **rest}
 

@@ -24,9 +24,7 @@ __all__ = ["AmpNative", "AmpNativeConfig"]
 class AmpNativeConfig(MethodConfig):
     """dtype and what to do about gradients that overflow. A bare dtype is shorthand for ``dtype``."""
 
-    dtype: ReducedDtype = Field(
-        default="float16", description="dtype of matrix products: fp16 or bf16."
-    )
+    dtype: ReducedDtype = Field(default="float16", description="dtype of matrix products: fp16 or bf16.")
     skip_if_nonfinite: Flag = Field(
         default=False,
         description="With bf16, check the gradients and skip a step if one is infinite or NaN. "

@@ -139,9 +139,7 @@ def _function(config: CheckpointConfig) -> Callable[..., Any]:
             preserve_rng_state=config.preserve_rng_state,
             context_fn=context,
         )
-    return functools.partial(
-        recompute, use_reentrant=False, preserve_rng_state=config.preserve_rng_state
-    )
+    return functools.partial(recompute, use_reentrant=False, preserve_rng_state=config.preserve_rng_state)
 
 
 def _reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:
@@ -173,5 +171,3 @@ def _operator(name: str) -> Any:
     if found is None or len(path) < 2:
         raise ValueError(f"{name!r} is no torch operator; write it as aten.mm or aten.mm.default")
     return found.default if len(path) == 2 else found
-
-

@@ -80,7 +80,9 @@ class Compile(Method[CompileConfig]):
         if config.wrap_class is None:
             targets = [block.module for block in repeated_blocks(job.module)] or [job.module]
         else:
-            targets = [found.module for found in select_modules(job.module, config.wrap_class, outermost=True)]
+            targets = [
+                found.module for found in select_modules(job.module, config.wrap_class, outermost=True)
+            ]
         options: dict[str, Any] = {
             "backend": config.backend,
             "dynamic": config.dynamic,

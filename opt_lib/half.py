@@ -65,7 +65,6 @@ class Half(Method[HalfConfig]):
     provides = ("precision",)
     variants = MappingProxyType({"bf16": {"dtype": "bf16"}})
 
-
     def plan(self, plan: Plan, config: HalfConfig) -> Plan:
         """Weights in half precision; masters in fp32."""
         return replace(

@@ -45,7 +45,9 @@ class ParallelModeConfig(MethodConfig):
         """``([("tensor", 4), ("data", 2)], None)``, or the list of axes alone."""
         if not isinstance(value, (list, tuple)):
             raise ValueError("write its config as ([(name, size), ...], rank_order or None)")
-        pairs_alone = all(isinstance(item, (list, tuple)) and item and isinstance(item[0], str) for item in value)
+        pairs_alone = all(
+            isinstance(item, (list, tuple)) and item and isinstance(item[0], str) for item in value
+        )
         if pairs_alone:
             return {"axes": value}
         if len(value) == 2:
@@ -77,7 +79,9 @@ class ParallelMode(Method[ParallelModeConfig]):
             if name in DATA_AXES:
                 ranks *= size
             elif size > 1:
-                yield Need(f"axis:{name}", f"parallel_mode has {name}={size}, which divides nothing by itself")
+                yield Need(
+                    f"axis:{name}", f"parallel_mode has {name}={size}, which divides nothing by itself"
+                )
         if ranks > 1:
             yield Need("gradient_sync", f"{ranks} ranks see different data and must agree on gradients")
 

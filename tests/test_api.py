@@ -63,7 +63,11 @@ def test_nothing_of_the_callers_is_changed() -> None:
         "optim_args": {"lr": 0.1},
         "dataloader_args": {"batch_size": 8, "shuffle": True},
         "lr_scheduler_args": {"step_size": 3},
-        "load_strategy": ["parallel_mode", ("amp_native", {"dtype": torch.bfloat16}), ("checkpoint", {"every_n": 2})],
+        "load_strategy": [
+            "parallel_mode",
+            ("amp_native", {"dtype": torch.bfloat16}),
+            ("checkpoint", {"every_n": 2}),
+        ],
     }
     before = copy.deepcopy(given)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
@@ -328,7 +332,16 @@ def _rank_error(arguments: dict[str, Any]) -> RankError | None:
 
 
 def test_arguments_that_differ_between_ranks_are_named_on_all() -> None:
-    words = ["optim_args", "optim_func", "dataset", "accumulation", "max_grad_norm", "sampler_seed", "dataset", "model"]
+    words = [
+        "optim_args",
+        "optim_func",
+        "dataset",
+        "accumulation",
+        "max_grad_norm",
+        "sampler_seed",
+        "dataset",
+        "model",
+    ]
     ranks = run_ranks(_different_on_rank_one, 2, args=(DIFFERENT,))
     assert ranks[0] == ranks[1]
     for word, text in zip(words, ranks[0], strict=True):
@@ -421,7 +434,9 @@ def test_every_way_to_wrap_and_shard() -> None:
     reference = reference_run(get_case("tied_llama"))
     block = get_case("tied_llama").block
     configs = [
-        {**config, "atorch_wrap_cls": [block]} if config.get("atorch_wrap_cls") == ["Block", "Attention"] else config
+        {**config, "atorch_wrap_cls": [block]}
+        if config.get("atorch_wrap_cls") == ["Block", "Attention"]
+        else config
         for config in FSDP_CONFIGS
     ]
     ranks = run_ranks(_train_configs, 2, args=(configs,), timeout_s=100)
@@ -636,7 +651,9 @@ def _python(code: str) -> str:
 
 
 def test_importing_the_package_imports_little_and_patches_nothing() -> None:
-    loaded = _python("import sys, atorch_ns; print([m for m in ('torch', 'transformers', 'grpc') if m in sys.modules])")
+    loaded = _python(
+        "import sys, atorch_ns; print([m for m in ('torch', 'transformers', 'grpc') if m in sys.modules])"
+    )
     assert loaded == "[]"
     code = """
         import sys

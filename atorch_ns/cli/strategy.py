@@ -44,7 +44,9 @@ def validate(
 
     strategy = Strategy.load(file)
     size = world_size or strategy.requires.world_size or 1
-    cluster = Cluster(world_size=size, local_world_size=size, distributed=size > 1, packages=installed_packages())
+    cluster = Cluster(
+        world_size=size, local_world_size=size, distributed=size > 1, packages=installed_packages()
+    )
     resolved = resolve(strategy, cluster, load_registry())
     typer.echo(f"valid for {size} process(es): {resolved.strategy}")
     for note in resolved.notes:
@@ -78,5 +80,3 @@ def convert(
     strategy = convert_pickle(file, classes=classes)
     strategy.save(output)
     typer.echo(f"{output}: {strategy}")
-
-

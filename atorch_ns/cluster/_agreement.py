@@ -67,7 +67,9 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
         if len(holders) > 1:
             lines.append(f"{what}: " + "; ".join(f"ranks {r} have {_short(t)}" for t, r in holders.items()))
     if lines:
-        raise RankError("the ranks were given different arguments, so nothing was started. " + ". ".join(lines))
+        raise RankError(
+            "the ranks were given different arguments, so nothing was started. " + ". ".join(lines)
+        )
 
 
 def _short(text: str) -> str:

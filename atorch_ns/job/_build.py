@@ -40,9 +40,7 @@ def build(job: Job, resolved: Resolved) -> Result:
     loader = _loader(job)
     loss_func = _loss(job, scaler)
     prepare_input = job.inputs.prepare_input or default_prepare_input
-    step = TrainStep(
-        job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input
-    )
+    step = TrainStep(job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input)
     return Result.of(
         model=job.model,
         optim=optimizer,
@@ -109,7 +107,9 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
     try:
         optimizer = job.inputs.optim_func(groups, **dict(job.inputs.optim_args or {}))
     except TypeError as error:
-        raise InputError(f"optim_func cannot be called with optim_args={job.inputs.optim_args}: {error}") from error
+        raise InputError(
+            f"optim_func cannot be called with optim_args={job.inputs.optim_args}: {error}"
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optim_func returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
     return optimizer

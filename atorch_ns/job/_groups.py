@@ -55,7 +55,9 @@ def parameter_groups(model: nn.Module, groups: tuple[NamedGroup, ...] | None) ->
     if groups is None:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
-            raise InputError("the model has no parameter that requires a gradient, so there is nothing to optimize.")
+            raise InputError(
+                "the model has no parameter that requires a gradient, so there is nothing to optimize."
+            )
         return [{"params": trainable}]
     now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     missing = [name for group in groups for name in group.names if name not in now]

@@ -83,7 +83,9 @@ class Inputs:
             "optim_args": _plain_text(self.optim_args),
             "loss_func": "given" if self.loss_func is not None else "None",
             "dataset": f"{len(self.dataset)} samples" if sized else type(self.dataset).__qualname__,
-            "dataloader_args": _plain_text({k: args[k] for k in ("batch_size", "drop_last", "shuffle") if k in args}),
+            "dataloader_args": _plain_text(
+                {k: args[k] for k in ("batch_size", "drop_last", "shuffle") if k in args}
+            ),
             "gradient_accumulation_steps": str(self.gradient_accumulation_steps),
             "max_grad_norm": str(self.max_grad_norm),
             "sampler_seed": str(self.sampler_seed),
@@ -142,7 +144,9 @@ def _plain_text(mapping: Mapping[str, Any] | None) -> str:
     """Numbers, texts and truth values as they are; other values by their type, which is all that has a text."""
     plain = (bool, int, float, str, tuple, list, type(None))
     items = sorted((mapping or {}).items())
-    return ", ".join(f"{k}={v!r}" if isinstance(v, plain) else f"{k}: {type(v).__qualname__}" for k, v in items)
+    return ", ".join(
+        f"{k}={v!r}" if isinstance(v, plain) else f"{k}: {type(v).__qualname__}" for k, v in items
+    )
 
 
 def _is_dataset(value: Any) -> bool:

@@ -73,9 +73,7 @@ class LossScaler:
 
 class _ScaleInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, loss: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         ctx.scale = scale
         return loss.view_as(loss)
 

@@ -19,7 +19,9 @@ class MethodConfig(BaseModel):
     A subclass may accept shorthand by overriding :meth:`from_shorthand`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False
+    )
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:

@@ -127,7 +127,10 @@ def _config_problem(method: Method[Any], issue: Any) -> Problem:
         near = difflib.get_close_matches(path[0], fields, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return Problem(
-            message=f"unknown key.{hint}", method=method.name, key=key, accepted=", ".join(fields) or "no keys"
+            message=f"unknown key.{hint}",
+            method=method.name,
+            key=key,
+            accepted=", ".join(fields) or "no keys",
         )
     message = issue["msg"].removeprefix("Value error, ")
     shown = None if not path else _short(issue["input"])
@@ -139,9 +142,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _leave_out(
-    chosen: list[Chosen], cluster: Cluster
-) -> tuple[list[Chosen], list[Chosen], list[Note]]:
+def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Chosen], list[Note]]:
     kept: list[Chosen] = []
     left_out: list[Chosen] = []
     notes: list[Note] = []
@@ -151,7 +152,9 @@ def _leave_out(
             reason = "there is one process and no process group; start it with torchrun to use it"
         if reason is None:
             kept.append(item)
-            notes += [Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)]
+            notes += [
+                Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)
+            ]
         else:
             left_out.append(item)
             notes.append(Note("left out", item.method.name, f"{item.method.name} is left out: {reason}"))

@@ -37,7 +37,9 @@ def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
             source=str(path),
         ) from None
     except OSError as error:
-        raise StrategyFileError(f"cannot read the strategy file {place}: {error}", source=str(path)) from error
+        raise StrategyFileError(
+            f"cannot read the strategy file {place}: {error}", source=str(path)
+        ) from error
     return read_strategy_bytes(content, name=str(place))
 
 
@@ -104,7 +106,9 @@ def _parse(content: bytes, name: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "YAML" if as_yaml else "JSON"
         shown = " ".join(str(error).split())
-        raise StrategyFileError(f"not readable as {kind}, truncated or damaged: {shown}", source=name) from error
+        raise StrategyFileError(
+            f"not readable as {kind}, truncated or damaged: {shown}", source=name
+        ) from error
 
 
 def _entries(items: list[Any]) -> list[Any]:

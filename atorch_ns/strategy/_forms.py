@@ -24,9 +24,7 @@ def steps_from(entries: Iterable[Any]) -> tuple[Step, ...]:
         try:
             step = _step_from(entry)
         except _EntryError as error:
-            problems.append(
-                Problem(message=f"entry {position} of the strategy {error}", method=error.method)
-            )
+            problems.append(Problem(message=f"entry {position} of the strategy {error}", method=error.method))
             continue
         if any(step.name == earlier.name for earlier in steps):
             problems.append(Problem(message="named twice; keep one of the two", method=step.name))
@@ -50,7 +48,9 @@ def _step_from(entry: Any) -> Step:
     if isinstance(entry, Mapping):
         unknown = set(entry) - {"name", "config"}
         if "name" not in entry or unknown:
-            raise _EntryError(f"has the keys {sorted(map(str, entry))}; it needs 'name' and may have 'config'")
+            raise _EntryError(
+                f"has the keys {sorted(map(str, entry))}; it needs 'name' and may have 'config'"
+            )
         return _make(entry["name"], entry.get("config"))
     if isinstance(entry, Sequence):
         return _step_from_sequence(entry)

@@ -16,7 +16,9 @@ from atorch_ns.strategy._strategy import Strategy
 __all__ = ["convert_pickle"]
 
 _BUILTINS = frozenset({"list", "dict", "tuple", "set", "frozenset", "str", "int", "float", "bool", "bytes"})
-_STRATEGY_CLASSES = frozenset({("atorch.auto.strategy", "Strategy"), ("atorch.auto.strategy", "OptimizationMethod")})
+_STRATEGY_CLASSES = frozenset(
+    {("atorch.auto.strategy", "Strategy"), ("atorch.auto.strategy", "OptimizationMethod")}
+)
 
 
 class _PickledObject:
@@ -84,7 +86,9 @@ def _entries(value: Any, source: str) -> list[Any]:
         state = value.state if isinstance(value.state, dict) else {}
         value = state.get("opt_list", value.items)
     if not isinstance(value, (list, tuple)):
-        raise StrategyFileError(f"holds a {type(value).__name__} where a list of methods is expected", source=source)
+        raise StrategyFileError(
+            f"holds a {type(value).__name__} where a list of methods is expected", source=source
+        )
     return [_entry(item) for item in value]
 
 

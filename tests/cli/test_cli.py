@@ -27,7 +27,9 @@ def test_help_imports_no_torch() -> None:
         "try: main()\n"
         "except SystemExit: print('torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "strategy" in done.stdout
     assert done.stdout.strip().endswith("False")
 

@@ -32,7 +32,9 @@ def _initial(name: str, strategy: Any, seed: int = 5) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ["mlp", "hf_llama", "hf_gpt2"])
-@pytest.mark.parametrize("strategy", [["fsdp"], ["ddp"], ["zero2", "checkpoint"], ["fsdp", ("half", "bf16")]], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [["fsdp"], ["ddp"], ["zero2", "checkpoint"], ["fsdp", ("half", "bf16")]], ids=str
+)
 def test_values_do_not_depend_on_the_strategy(name: str, strategy: Any) -> None:
     alone = _initial(name, [step for step in strategy if step not in ("fsdp", "ddp", "zero2")])
     for rank in run_ranks(_initial, 2, args=(name, strategy)):

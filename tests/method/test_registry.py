@@ -92,5 +92,3 @@ def test_every_field_of_every_config_is_described() -> None:
     for method in load_registry():
         for name, field in method.Config.model_fields.items():
             assert field.description, f"{method.name}.{name}"
-
-

@@ -126,7 +126,11 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     """No decay for vectors, another learning rate for matrices, found by clean names."""
     named = dict(model.named_parameters())
     assert all(part not in name for name in named for part in ("_wrapped", "_fsdp", "module."))
-    small = [named[name] for name, parameter in get_case("tied_llama").build().named_parameters() if parameter.ndim < 2]
+    small = [
+        named[name]
+        for name, parameter in get_case("tied_llama").build().named_parameters()
+        if parameter.ndim < 2
+    ]
     rest = [parameter for parameter in named.values() if all(parameter is not other for other in small)]
     return [{"params": small, "weight_decay": 0.0}, {"params": rest, "lr": 3e-3}]
 
@@ -134,7 +138,9 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 def backward(result: Result, scale: float = 1.0) -> None:
     """One backward pass of this rank's part of a batch of the case mlp."""
     case = get_case("mlp")
-    mine = tuple(tensor[result.job.data_rank :: result.job.num_data_ranks] for tensor in case.make_batch(8, 0))
+    mine = tuple(
+        tensor[result.job.data_rank :: result.job.num_data_ranks] for tensor in case.make_batch(8, 0)
+    )
     assert result.loss_func is not None
     loss = result.loss_func(mine, call_model(result.model, mine, case.model_input_format)) * scale
     if result.args["use_optim_backward"]:

@@ -84,7 +84,9 @@ def alone() -> Trajectory:
 
 
 @pytest.mark.parametrize("strategy", BACKENDS)
-def test_training_goes_on_under_another_strategy(strategy: list[Any], alone: Trajectory, tmp_path: Path) -> None:
+def test_training_goes_on_under_another_strategy(
+    strategy: list[Any], alone: Trajectory, tmp_path: Path
+) -> None:
     runs = run_ranks(_there_and_back, 2, args=(strategy, tmp_path))
     for name in runs[0]:
         assert_ranks_agree([run[name] for run in runs])

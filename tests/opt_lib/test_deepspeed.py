@@ -273,4 +273,3 @@ def test_a_missing_package_is_one_problem_among_all(monkeypatch: pytest.MonkeyPa
     assert _deepspeed.INSTALL in str(caught.value)
     assert "no such backend" in str(caught.value)
     resolve(Strategy(["zero1"]), TWO, REGISTRY)
-

@@ -183,14 +183,18 @@ def test_loss_scaling_needs_a_parameter_on_every_rank() -> None:
         assert message.startswith("BackendError: ShardedDataParallel leaves data ranks [1] of 2")
 
 
-@pytest.mark.parametrize(("other", "said"), [(("half", "fp16"), "fp32 copies"), (MESH, "one axis"), ("ddp", "gradient_sync")])
+@pytest.mark.parametrize(
+    ("other", "said"), [(("half", "fp16"), "fp32 copies"), (MESH, "one axis"), ("ddp", "gradient_sync")]
+)
 def test_what_cannot_stand_with_it_is_said(other: Any, said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         resolve(Strategy([SDP, other]), FOUR, load_registry())
 
 
 @pytest.mark.parametrize("zero", [OSS, SDP], ids=["zero1", "zero2"])
-def test_a_missing_or_broken_package_is_one_problem_among_all(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_broken_package_is_one_problem_among_all(
+    zero: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> None:
         raise RuntimeError(f"{name} was built for another machine")
 

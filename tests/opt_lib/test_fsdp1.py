@@ -177,7 +177,9 @@ def _refused(strategy: list[Any], arguments: dict[str, Any]) -> str:
     ],
     ids=["flat groups", "adafactor", "nothing frozen", "unused", "flat frozen"],
 )
-def test_what_would_train_wrongly_is_refused(strategy: list[Any], arguments: dict[str, Any], said: str) -> None:
+def test_what_would_train_wrongly_is_refused(
+    strategy: list[Any], arguments: dict[str, Any], said: str
+) -> None:
     for message in run_ranks(_refused, 2, args=(strategy, arguments)):
         assert message.startswith(said)
 

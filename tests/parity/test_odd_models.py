@@ -122,7 +122,9 @@ def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
     return [accelerated_run(_case(kind), strategy, **options) for strategy in STRATEGIES]
 
 
-@pytest.mark.parametrize("kind", [Unused, OneParameter, Frozen, Convolutions, Twice], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [Unused, OneParameter, Frozen, Convolutions, Twice], ids=lambda k: k.__name__
+)
 def test_odd_models(kind: Callable[[], nn.Module]) -> None:
     trainable = lambda model: [p for p in model.parameters() if p.requires_grad]  # noqa: E731
     reference = reference_run(_case(kind), optim_param_func=trainable)
