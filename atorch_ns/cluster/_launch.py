@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 
 from atorch_ns.cluster._cluster import Cluster
 from atorch_ns.errors import BackendError
 
 __all__ = ["join_process_group"]
+
+_SETTLING_S = 0.2
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -48,7 +51,14 @@ def join_process_group(cluster: Cluster) -> None:
 
 
 def _leave() -> None:
+    """Leaves the process group and lets its threads come to rest before the interpreter goes.
+
+    A thread of the backend that still holds a tensor of the last collective needs the interpreter lock to
+    release it. Once the interpreter is finalising, asking for the lock ends the thread, and with it the
+    process ("terminate called without an active exception"). Sleeping hands the lock over in time.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    time.sleep(_SETTLING_S)
