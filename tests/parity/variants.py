@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from atorch_ns.method import Chosen, Registry, clash
-from atorch_ns.testing.models import Case, get_case
+from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, Trajectory, reference_run
 
 CASES = ("mlp", "tied_llama", "hf_llama", "hf_gpt2")
@@ -171,8 +171,3 @@ class _WithMasters(nn.Module):
         weights = {name: parameter.to(self.dtype) for name, parameter in self.inner.named_parameters()}
         args, kwargs = _to((args, kwargs), self.dtype)
         return _to(torch.func.functional_call(self.inner, weights, args, kwargs), torch.float32)
-
-
-def case_of(name: str) -> Case:
-    """A case by name."""
-    return get_case(name)
