@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from common import is_first_process, parse_strategy, use_same_seed
 from progress import TrainingProgress, smoothed, sparkline
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from text import VOCABULARY_SIZE, ByteWindows, decode, encode, english_text
 from torch import Tensor, nn
@@ -105,7 +104,7 @@ def show_strategy(console: Console, result: Result) -> None:
     for heading in ("method", "settings", "why"):
         table.add_column(heading, overflow="fold")
     for row in report.rows:
-        table.add_row(row.name, escape(row.settings), escape(row.why))
+        table.add_row(row.name, row.settings, row.why)
     console.print(
         f"{report.num_parameters / 1e6:.2f} M parameters, {report.world_size} process(es) ({mesh}) "
         f"on {report.device}; {report.parameter_bytes_per_rank / MIB:.2f} MiB of parameters on each"
