@@ -24,7 +24,7 @@ from opt_lib.zero2 import Zero2
 class TestParallelMode(MethodConformance):
     method = ParallelMode
     configs = (None, [("data", 2)], ([("data", 2)], [1, 0]), [("zero", 2), ("data", 1)])
-    bad_configs = ((3, None), ({"axis": []}, "axis"), ([("dta", 2)], None))
+    bad_configs = ((3, None), ({"axis": []}, "axis"), ([("dta", 2)], "axes"))
     cases = ("mlp",)
 
 
