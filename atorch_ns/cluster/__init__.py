@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from atorch_ns.cluster._agreement import agree, same_everywhere
 from atorch_ns.cluster._cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
+from atorch_ns.cluster._hardware import Device, Hardware, Link, Rate
 from atorch_ns.cluster._launch import join_process_group
 from atorch_ns.cluster._layout import AXES, check_axes, fit, layout, mesh_ranks
 
@@ -16,7 +17,11 @@ __all__ = [
     "AXES",
     "OPTIONAL_PACKAGES",
     "Cluster",
+    "Device",
+    "Hardware",
+    "Link",
     "Mesh",
+    "Rate",
     "agree",
     "check_axes",
     "fit",

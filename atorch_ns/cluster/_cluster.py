@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from atorch_ns.cluster._hardware import Hardware
 from atorch_ns.errors import BackendError
 
 __all__ = ["OPTIONAL_PACKAGES", "Cluster", "installed_packages"]
@@ -44,6 +45,7 @@ class Cluster:
         capability: CUDA compute capability, ``None`` on CPU.
         packages: version of each optional package that is installed.
         torch: version of torch.
+        hardware: how fast devices and links are; ``None`` until somebody asks the table or measures.
     """
 
     world_size: int = 1
@@ -57,6 +59,7 @@ class Cluster:
     capability: tuple[int, int] | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     torch: str = ""
+    hardware: Hardware | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from atorch_ns.profile._blocks import repeated_blocks
 from atorch_ns.profile._select import class_names
+from atorch_ns.profile._trace import Trace
 
 __all__ = ["Profile"]
 
@@ -27,6 +28,7 @@ class Profile:
         num_trainable: those that require gradients.
         parameter_dtypes: names of the parameters' dtypes.
         on_meta: whether any parameter or buffer is on the meta device.
+        trace: what one step costs; ``None`` where only the structure was read.
     """
 
     model_class: str
@@ -37,6 +39,7 @@ class Profile:
     num_trainable: int
     parameter_dtypes: tuple[str, ...]
     on_meta: bool
+    trace: Trace | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> Profile:

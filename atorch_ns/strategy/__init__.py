@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atorch_ns.strategy._diff import Difference, StrategyDiff, diff
 from atorch_ns.strategy._pickle import convert_pickle
-from atorch_ns.strategy._plan import DATA_AXES, AxisSize, Plan
+from atorch_ns.strategy._plan import DATA_AXES, AxisSize, Extra, Plan
 from atorch_ns.strategy._requires import Requires
 from atorch_ns.strategy._schema import json_schema
 from atorch_ns.strategy._step import Step
@@ -16,6 +16,7 @@ __all__ = [
     "JSON",
     "AxisSize",
     "Difference",
+    "Extra",
     "Plan",
     "Requires",
     "Step",

@@ -6,11 +6,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["AxisSize", "Plan"]
+__all__ = ["AxisSize", "Extra", "Plan"]
 
 AxisSize = tuple[str, int]
 
 DATA_AXES = ("data", "zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """A cost of a method that no other field of a plan expresses.
+
+    Attributes:
+        method: whose.
+        parameter_copies: bytes on every rank, in units of all the model's parameters as they are stored.
+        gradient_copies: the same, only while gradients are alive.
+        fixed_bytes: bytes on every rank, whatever the model.
+        compute_factor: factor on the time of all computation (0.8 for a kernel that saves a fifth).
+        seconds_per_step: time added to each step.
+    """
+
+    method: str
+    parameter_copies: float = 0.0
+    gradient_copies: float = 0.0
+    fixed_bytes: int = 0
+    compute_factor: float = 1.0
+    seconds_per_step: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +55,19 @@ class Plan:
         offload: whether parameters, gradients and optimizer states stay in host memory.
         compiled: whether blocks are compiled.
         replaced: whether modules are replaced by fused ones.
+        num_micro_batches: passes over parts of a rank's batch that gradients are accumulated over.
+        units: what is gathered together where parameters are sharded: selectors of modules, ``None`` for the
+            repeated blocks, ``()`` for the whole model at once.
+        keeps_gathered: whether gathered parameters stay from the forward to the backward pass.
+        gather_dtype: of gathered parameters, where it differs.
+        reduce_dtype: of reduced gradients, where it differs.
+        prefetched_units: units gathered ahead of the one that computes.
+        bucket_bytes: gradients are reduced in buckets of about this size; 0 for unit by unit.
+        shard_layout: how a tensor is divided: ``rows`` of each parameter (fully_shard), ``flat`` (all of a
+            unit as one vector), or whole ``parameters`` given to ranks (ZeroRedundancyOptimizer).
+        recomputed: selectors of what is recomputed, ``None`` for the repeated blocks.
+        saved_operators: operators whose results recomputation keeps.
+        extras: costs that none of the fields above expresses.
     """
 
     axes: tuple[AxisSize, ...] = ()
@@ -51,6 +85,17 @@ class Plan:
     offload: bool = False
     compiled: bool = False
     replaced: bool = False
+    num_micro_batches: int = 1
+    units: tuple[str, ...] | None = None
+    keeps_gathered: bool = False
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
+    prefetched_units: int = 1
+    bucket_bytes: int = 0
+    shard_layout: Literal["rows", "flat", "parameters"] = "rows"
+    recomputed: tuple[str, ...] | None = None
+    saved_operators: tuple[str, ...] = ()
+    extras: tuple[Extra, ...] = ()
 
     def size(self, names: str | Iterable[str]) -> int:
         """The product of the sizes of the named axes; an absent axis counts 1."""

@@ -1,0 +1,19 @@
+"""Estimates: plans and a profile on a cluster, priced in bytes and seconds."""
+
+from __future__ import annotations
+
+from atorch_ns.estimate._estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate._price import Prices, estimate, price
+from atorch_ns.estimate._table import PlanTable
+
+__all__ = [
+    "Collective",
+    "Estimate",
+    "MemoryParts",
+    "PlanTable",
+    "Prices",
+    "TimeParts",
+    "Workload",
+    "estimate",
+    "price",
+]

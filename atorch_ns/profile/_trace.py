@@ -1,0 +1,242 @@
+"""Trace: what one training step of a model costs, segment by segment, as numbers that a plan can be priced with.
+
+Legend: B samples in the batch that one rank computes at once (a micro-batch), T tokens in a sample (1 for
+models without a sequence). Bytes are of tensors, as their storages count them, not of an allocator's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "Growth",
+    "OperatorCost",
+    "OptimizerSpec",
+    "ParameterSpec",
+    "PhaseCost",
+    "Segment",
+    "SegmentCost",
+    "Trace",
+    "precision_key",
+]
+
+
+def precision_key(weights: str, autocast: str | None) -> str:
+    """The key of :attr:`Segment.costs`: the weights' dtype as operators see it, and autocast's.
+
+    Both 16-bit types cost the same, so ``float16`` is read as ``bfloat16``.
+
+    Example:
+        >>> precision_key("float32", None), precision_key("float32", "float16")
+        ('float32', 'float32/bfloat16')
+    """
+    names = [weights.replace("float16", "bfloat16") if weights == "float16" else weights]
+    if autocast is not None:
+        names.append("bfloat16" if autocast == "float16" else autocast)
+    return "/".join(names)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A quantity as a function of the micro-batch: ``constant + B (per_sample + T (per_token + T per_pair))``."""
+
+    constant: float = 0.0
+    per_sample: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+
+    def at(self, num_samples: float | np.ndarray, num_tokens: float | np.ndarray = 1) -> Any:
+        """The value at B and T; arrays give arrays."""
+        inner = self.per_sample + num_tokens * (self.per_token + num_tokens * self.per_pair)
+        return self.constant + num_samples * inner
+
+    def __add__(self, other: Growth) -> Growth:
+        return Growth(
+            self.constant + other.constant,
+            self.per_sample + other.per_sample,
+            self.per_token + other.per_token,
+            self.per_pair + other.per_pair,
+        )
+
+    def __mul__(self, factor: float) -> Growth:
+        return Growth(
+            self.constant * factor, self.per_sample * factor, self.per_token * factor, self.per_pair * factor
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCost:
+    """One kind of operator in a segment, for the plan analysis.
+
+    Attributes:
+        name: as ``aten.mm``.
+        count: calls, forward and backward together.
+        flops: floating point operations.
+        moved: bytes read and written.
+    """
+
+    name: str
+    count: int
+    flops: Growth
+    moved: Growth
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseCost:
+    """The forward or the backward pass of one segment.
+
+    Attributes:
+        flops: floating point operations of matrix products, convolutions and attention.
+        moved: bytes that all other operators read and write.
+        num_operators: operators started; each costs the device its launch time.
+        peak: bytes of tensors at the worst moment, beyond those that were alive when the phase began.
+            Gradients of parameters are not counted.
+    """
+
+    flops: Growth
+    moved: Growth
+    num_operators: int
+    peak: Growth
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentCost:
+    """What one instance of a segment costs in one precision.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass.
+        saved: bytes that the forward pass leaves behind for the backward pass, its output included, copies of
+            parameters in the compute dtype not.
+        output: bytes of what the segment hands to the next one: what recomputation keeps of it.
+        cast_parameters: bytes of the copies of parameters in the compute dtype, which autocast makes and
+            keeps until its context ends.
+        operators: the kinds of operators, dearest first.
+    """
+
+    forward: PhaseCost
+    backward: PhaseCost
+    saved: Growth
+    output: Growth
+    cast_parameters: int = 0
+    operators: tuple[OperatorCost, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One parameter of a segment.
+
+    Attributes:
+        name: relative to the segment; the full path where the segment is no module.
+        shape: of the whole tensor.
+        dtype: torch name, of the user's model.
+        trainable: whether it requires a gradient.
+        tied_to: full path of the parameter that this is another name of; such a one takes no memory.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    tied_to: str | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of the forward pass: a repeated block, or what runs before, between and after blocks.
+
+    Equal blocks that follow each other are one segment with a count.
+
+    Attributes:
+        name: path of the first block, or what it is: ``"before model.layers"``, ``"after model.layers"``.
+        paths: module paths of the blocks; empty for a stretch between blocks.
+        block_class: class of the blocks, empty for a stretch between blocks.
+        fingerprint: equal for blocks of equal structure, shapes and settings.
+        parameters: of one instance; for stretches between blocks, of the modules first used there.
+        buffer_bytes: of one instance.
+        costs: by :func:`precision_key`.
+    """
+
+    name: str
+    paths: tuple[str, ...] = ()
+    block_class: str = ""
+    fingerprint: str = ""
+    parameters: tuple[ParameterSpec, ...] = ()
+    buffer_bytes: int = 0
+    costs: Mapping[str, SegmentCost] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def count(self) -> int:
+        """How often it runs."""
+        return len(self.paths) or 1
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a run of repeated blocks."""
+        return bool(self.paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """What the user's optimizer keeps, found by letting it step on a small parameter.
+
+    Attributes:
+        name: of its class.
+        state_dtypes: for each state of the parameter's shape its dtype, ``"same"`` for the parameter's own.
+        fixed_bytes: bytes of states of a fixed size for each parameter (step counters).
+        temporary_copies: tensors of the size of all gradients that a step holds at its worst moment (1 for
+            foreach implementations, 0 for fused ones and loops).
+    """
+
+    name: str
+    state_dtypes: tuple[str, ...] = ("same", "same")
+    fixed_bytes: int = 0
+    temporary_copies: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one step costs.
+
+    Attributes:
+        segments: in the order of the forward pass; the loss is in the last one.
+        num_samples: samples in the batch that was traced.
+        num_tokens: tokens in each; 1 where there is no sequence.
+        batch_bytes: of the batch itself.
+        num_heads, num_key_value_heads, vocabulary_size: 0 where unknown.
+        optimizer: the optimizer's states; ``None`` without an optimizer.
+        how: ``"fake"`` tensors, or one ``"real"`` step for models that do not run on them.
+        seconds: measured seconds by ``"<fingerprint>:<precision key>:<forward|backward>"`` on the device
+            named by :attr:`timed_on`; empty where nothing was measured.
+        timed_on: the device of these times.
+        notes: what could not be found out and was assumed, as sentences.
+    """
+
+    segments: tuple[Segment, ...]
+    num_samples: int
+    num_tokens: int = 1
+    batch_bytes: Growth = Growth()
+    num_heads: int = 0
+    num_key_value_heads: int = 0
+    vocabulary_size: int = 0
+    optimizer: OptimizerSpec | None = None
+    how: str = "fake"
+    seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    timed_on: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precision keys that every segment has costs for."""
+        common = set.intersection(*(set(segment.costs) for segment in self.segments))
+        return tuple(sorted(common))

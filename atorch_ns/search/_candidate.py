@@ -1,0 +1,55 @@
+"""Candidate: one strategy that a search may choose, with what it is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from atorch_ns.estimate import Estimate
+from atorch_ns.strategy import Strategy
+
+__all__ = ["Candidate", "Fate", "Pruned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """Why a candidate is not worth a trial.
+
+    Attributes:
+        kind: ``"memory"`` (does not fit), ``"slower"`` (the estimate rules it out), ``"same"`` (amounts to
+            another candidate), ``"impossible"`` (refused when it was resolved).
+        reason: in one sentence with its numbers.
+    """
+
+    kind: Literal["memory", "slower", "same", "impossible"]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One strategy of the space. Plain values only, so it travels as JSON (pydantic's ``TypeAdapter``).
+
+    Attributes:
+        key: short, unique, the same on every rank and in every run: a digest of the steps.
+        steps: ``(name, config)`` of each method, as in a strategy file; configs are JSON values.
+        label: the steps in a few words, for tables.
+        estimate: what it is predicted to cost; ``None`` where it could not be priced.
+        is_baseline: whether this is the plain strategy that others are held against.
+        pruned: why it will not be tried; ``None`` if it may.
+    """
+
+    key: str
+    steps: tuple[tuple[str, Any], ...]
+    label: str
+    estimate: Estimate | None = None
+    is_baseline: bool = False
+    pruned: Pruned | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """The candidate as a strategy."""
+        return Strategy(self.steps)
+
+
+Fate = Literal["won", "lost", "failed", "pruned", "untried"]
+"""What became of a candidate."""
