@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from atorch_ns._version import __version__
 from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
 from atorch_ns.errors import InputError, StrategyFileError
-from atorch_ns.job import Inputs, Job, Result, build, dry_run
+from atorch_ns.job import Inputs, Result, apply_strategy, dry_run
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy, canonical_text
@@ -119,10 +118,9 @@ def auto_accelerate(
         resolved = _resolved(
             inputs, cluster, load_strategy, save_strategy_to_file, excluded, included, finetune_strategy
         )
-        with _caller_rng(cluster):
-            result = _apply(inputs, cluster, resolved)
-            if not ignore_dryrun_on_load_strategy:
-                dry_run(result)
+        result = apply_strategy(inputs, cluster, resolved)
+        if not ignore_dryrun_on_load_strategy:
+            dry_run(result)
         strategy = _save(result, cluster, save_strategy_to_file)
     except Exception as error:
         if raise_errors:
@@ -171,35 +169,6 @@ def _check_names(registry: Registry, **lists: Sequence[str] | None) -> None:
         unknown = [str(registry.unknown(name)) for name in names or () if name not in registry]
         if unknown:
             raise InputError(f"{argument}: " + " ".join(unknown))
-
-
-def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
-    seed = _common_seed(cluster)
-    job = agree(
-        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed),
-        what="grouping the parameters",
-        distributed=cluster.distributed,
-    )
-    for chosen in resolved.chosen:
-        chosen.method.apply(job, chosen.config)
-    if job.take_over is not None:  # such a backend communicates while it builds
-        return build(job, resolved)
-    return agree(
-        lambda: build(job, resolved), what="building optimizer and data", distributed=cluster.distributed
-    )
-
-
-def _common_seed(cluster: Cluster) -> int:
-    """Rank 0's seed, for values that all ranks must draw alike."""
-    seeds = [torch.initial_seed()]
-    if cluster.distributed:
-        dist.broadcast_object_list(seeds, src=0)
-    return seeds[0]
-
-
-def _caller_rng(cluster: Cluster) -> Any:
-    devices = [cluster.local_rank] if cluster.device_type == "cuda" else []
-    return torch.random.fork_rng(devices=devices)
 
 
 def _save(result: Result, cluster: Cluster, path: str | PathLike[str] | None) -> Strategy:

@@ -38,12 +38,14 @@ class Prices:
     @property
     def peak_bytes(self) -> np.ndarray:
         """[N] bytes per rank."""
-        return self.memory.sum(axis=1)
+        total: np.ndarray = self.memory.sum(axis=1)
+        return total
 
     @property
     def step_seconds(self) -> np.ndarray:
         """[N] seconds per step."""
-        return self.time.sum(axis=1)
+        total: np.ndarray = self.time.sum(axis=1)
+        return total
 
     def estimate(self, row: int) -> Estimate:
         """The figures of one plan, without its collectives."""

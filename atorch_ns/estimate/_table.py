@@ -67,9 +67,11 @@ class PlanTable:
         template = self.templates[self.template[row]]
         axes = tuple((name, sizes.get(name, size)) for name, size in template.axes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
-        return replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
+        plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
+        return plan
 
 
 def _kind(plan: Plan) -> Plan:
     axes = tuple((name, 0 if name in ("data", "zero") else size) for name, size in plan.axes)
-    return replace(plan, axes=axes, num_micro_batches=1)
+    kind: Plan = replace(plan, axes=axes, num_micro_batches=1)
+    return kind

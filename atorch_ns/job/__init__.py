@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from atorch_ns.job._apply import apply_strategy
 from atorch_ns.job._build import build, make_user_optimizer
 from atorch_ns.job._clip import clip_gradients, gradient_norm
 from atorch_ns.job._dry_run import dry_run
 from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._job import Autocast, Job, LossScaling
+from atorch_ns.job._loss import first_loss
 from atorch_ns.job._materialise import Materialiser, is_on_meta
+from atorch_ns.job._memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
 from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job._parameter_states import ParameterStates
 from atorch_ns.job._report import MethodRow, Report
@@ -29,22 +32,29 @@ __all__ = [
     "LossScaling",
     "MakeStates",
     "Materialiser",
+    "MemoryTracker",
     "MethodRow",
     "OptimizerStates",
     "ParameterStates",
+    "PeakMemory",
     "Report",
     "Result",
+    "StateBytes",
     "StateSpec",
     "StateValue",
     "StepOptimizer",
     "TrainStep",
     "TrainingStates",
+    "apply_strategy",
     "build",
     "clip_gradients",
     "dry_run",
+    "first_loss",
     "gradient_norm",
     "inner_optimizer",
     "is_on_meta",
     "make_user_optimizer",
     "parameter_names",
+    "state_bytes",
+    "track_memory",
 ]

@@ -13,7 +13,7 @@ __all__ = ["dry_run"]
 def dry_run(result: Result) -> torch.Tensor:
     """Runs the first batch forward and backward without stepping; collective.
 
-    Weights, buffers, data position and optimizer are as before; the caller keeps its RNG states.
+    Weights, buffers, data position, optimizer and the caller's random states are as before.
 
     Returns:
         The loss, 0-d.
@@ -25,8 +25,10 @@ def dry_run(result: Result) -> torch.Tensor:
         raise InputError("a dry run needs dataset, loss_func and optim_func.")
     position = result.dataloader.state_dict()
     buffers = {name: buffer.clone() for name, buffer in result.model.named_buffers()}
-    batch = next(iter(result.dataloader))
-    loss = result.train_step.forward_backward(batch)
+    devices = [result.job.cluster.local_rank] if result.job.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        batch = next(iter(result.dataloader))
+        loss = result.train_step.forward_backward(batch)
     result.optim.zero_grad()
     result.dataloader.load_state_dict(position)
     with torch.no_grad():

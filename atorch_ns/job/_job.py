@@ -65,6 +65,7 @@ class Job:
         num_parameters: elements of the user's model, before any sharding.
         tied: for each parameter that has several names, the other names by the first one.
         placed: whether a method has put the model on its device.
+        num_micro_batches: parts that ``train_step`` splits a batch into.
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
         autocast: autocast around the step, if any.
@@ -93,6 +94,7 @@ class Job:
     tied: dict[str, list[str]] = field(default_factory=dict)
     mesh: Mesh | None = None
     placed: bool = False
+    num_micro_batches: int = 1
     skip_sync: SkipSync = never_synchronised
     clip: Clip = clip_gradients
     autocast: Autocast | None = None
@@ -125,6 +127,7 @@ class Job:
             seed=seed,
             groups=name_groups(inputs),
             model_class=type(model).__name__,
+            num_micro_batches=inputs.gradient_accumulation_steps,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tied={first: others for first, *others in parameter_names(model).values() if others},
         )

@@ -23,9 +23,9 @@ __all__ = ["TrainStep"]
 class TrainStep:
     """Runs forward, backward, clipping and the optimizer on one batch, as the strategy needs it.
 
-    A batch is this rank's part of a global batch, as the data loader gives it. It is split into
-    ``gradient_accumulation_steps`` micro-batches; gradients are synchronised with the last one only. The
-    loss is taken to be a mean over the batch.
+    A batch is this rank's part of a global batch, as the data loader gives it. It is split into as many
+    micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
+    are synchronised with the last one only. The loss is taken to be a mean over the batch.
 
     Attributes:
         num_steps: batches trained on.
@@ -118,7 +118,7 @@ class TrainStep:
 
     def _micro_batches(self, batch: Any) -> list[Any]:
         data = self._prepare_input(batch, self._job.device)
-        count = self._job.inputs.gradient_accumulation_steps
+        count = self._job.num_micro_batches
         return [data] if count == 1 else split_batch(data, count)
 
     def _forward_backward(self, micro_batch: Any) -> torch.Tensor:
@@ -126,7 +126,7 @@ class TrainStep:
         optimizer, loss_func = self._require()
         output = call_model(job.model, micro_batch, job.inputs.model_input_format)
         loss = first_loss(loss_func(micro_batch, output))
-        count = job.inputs.gradient_accumulation_steps
+        count = job.num_micro_batches
         share = loss if count == 1 else loss / count
         if job.use_optim_backward:
             optimizer.backward(share)  # type: ignore[attr-defined]

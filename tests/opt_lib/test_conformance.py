@@ -14,6 +14,7 @@ from opt_lib.checkpoint import Checkpoint
 from opt_lib.compile import Compile
 from opt_lib.ddp import Ddp
 from opt_lib.fsdp import Fsdp
+from opt_lib.gradient_accumulation import GradientAccumulation
 from opt_lib.half import Half
 from opt_lib.module_replace import ModuleReplace
 from opt_lib.parallel_mode import ParallelMode
@@ -48,6 +49,13 @@ class TestCheckpoint(MethodConformance):
         ({"save_operators": ["aten.no_such"]}, "save_operators"),
         ({"reentrant": True}, "reentrant"),
     )
+    cases = ("mlp",)
+
+
+class TestGradientAccumulation(MethodConformance):
+    method = GradientAccumulation
+    configs = (None, 2, {"num_micro_batches": 4})
+    bad_configs = ((0, "num_micro_batches"), ({"num_micro_batch": 2}, "num_micro_batch"))
     cases = ("mlp",)
 
 

@@ -42,6 +42,7 @@ VARIANTS = (
     Variant("half", "bf16", "half bfloat16"),
     Variant("half", "fp16", "half float16"),
     Variant("compile", "aot_eager"),
+    Variant("gradient_accumulation", 2),
 )
 
 # The other backends, each alone and with everything above that it may stand with.

@@ -1,0 +1,264 @@
+"""A few samples of the user's data, so that profile and trials need not touch the dataset again.
+
+Legend: B global batch size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from atorch_ns.data import call_model, default_prepare_input, split_batch
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs, first_loss
+
+__all__ = ["Sample", "SampledDataset", "forward_loss", "kept_random_state", "sample_inputs"]
+
+_MAX_BYTES: Final = 256 * 2**20
+_NUM_BATCHES: Final = 64
+_PROFILED_SAMPLES: Final = 4
+
+
+class SampledDataset(Dataset[Any]):
+    """A few samples, cycled up to any length."""
+
+    def __init__(self, samples: Sequence[Any], length: int) -> None:
+        self._samples = list(samples)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index % len(self._samples)]
+
+
+class _Joined:
+    """Collates one-row batches into one batch."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return _join(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What stands for the user's data.
+
+    Attributes:
+        inputs: the user's, with the samples as dataset, without samplers, workers and schedulers.
+        batch: a prepared batch of a few samples on the CPU, for the profile.
+        num_samples: rows of ``batch``.
+        global_batch: B, samples in one training step.
+    """
+
+    inputs: Inputs
+    batch: Any
+    num_samples: int
+    global_batch: int
+
+
+def sample_inputs(
+    inputs: Inputs, *, num_data_ranks: int, sample_batch: Any = None, batch_size: int | None = None
+) -> Sample:
+    """Takes a few samples; the caller's random states are as before.
+
+    Args:
+        inputs: what the user gave.
+        num_data_ranks: ranks that see different data: the batch size if nothing else says.
+        sample_batch: a collated batch in place of the dataset's samples.
+        batch_size: B, where ``dataloader_args`` does not say.
+
+    Raises:
+        InputError: if there is no data to sample, or the user's functions fail on it.
+    """
+    _require(inputs, sample_batch)
+    with kept_random_state():
+        if sample_batch is not None:
+            return _from_batch(inputs, sample_batch, batch_size)
+        return _from_dataset(inputs, num_data_ranks, batch_size)
+
+
+def forward_loss(inputs: Inputs) -> Callable[[Any, Any], torch.Tensor]:
+    """``(model, prepared batch) -> loss``, as a training step computes it without any method."""
+
+    def run(model: Any, batch: Any) -> torch.Tensor:
+        assert inputs.loss_func is not None
+        loss: torch.Tensor = first_loss(
+            inputs.loss_func(batch, call_model(model, batch, inputs.model_input_format))
+        )
+        return loss
+
+    return run
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """The random states of Python, numpy and torch (CPU) are the same after the block as before."""
+    python, legacy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(torch_state)
+
+
+def _require(inputs: Inputs, sample_batch: Any) -> None:
+    missing = [name for name in ("optim_func", "loss_func") if getattr(inputs, name) is None]
+    if inputs.dataset is None and sample_batch is None:
+        missing.append("dataset (or sample_batch)")
+    if missing:
+        raise InputError(
+            f"the fully automatic mode runs training steps, so it needs {', '.join(missing)}. Give them, or "
+            "name the methods yourself with load_strategy."
+        )
+
+
+def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
+    rows = _num_rows(batch)
+    wanted = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
+    pieces = split_batch(batch, rows)
+    kept = min(rows, _PROFILED_SAMPLES)
+    trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": _Joined()}, wanted)
+    return Sample(
+        inputs=trial,
+        batch=_prepared(inputs, _join(pieces[:kept])),
+        num_samples=kept,
+        global_batch=wanted,
+    )
+
+
+def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -> Sample:
+    args = dict(inputs.dataloader_args or {})
+    collate = args.get("collate_fn")
+    if "batch_size" in args and args["batch_size"] is None:  # every item is a batch already
+        items = _take(inputs.dataset, 2)
+        rows = _num_rows(items[0])
+        trial = _trial_inputs(inputs, items, {"batch_size": None}, 1)
+        return Sample(inputs=trial, batch=_prepared(inputs, items[0]), num_samples=rows, global_batch=rows)
+    wanted = batch_size or args.get("batch_size") or _batch_sampler_size(args) or num_data_ranks
+    samples = _take(inputs.dataset, 2 * wanted)
+    loader_args = {"batch_size": wanted, **({} if collate is None else {"collate_fn": collate})}
+    kept = samples[: min(wanted, _PROFILED_SAMPLES)]
+    try:
+        batch = (collate or default_collate)(kept)
+    except Exception as error:
+        raise InputError(
+            f"the samples of the dataset cannot be collated: {type(error).__name__}: {error}. Give a "
+            "collate_fn in dataloader_args."
+        ) from error
+    return Sample(
+        inputs=_trial_inputs(inputs, samples, loader_args, wanted),
+        batch=_prepared(inputs, batch),
+        num_samples=len(kept),
+        global_batch=wanted,
+    )
+
+
+def _trial_inputs(inputs: Inputs, samples: Sequence[Any], args: Mapping[str, Any], batch: int) -> Inputs:
+    return replace(
+        inputs,
+        dataset=SampledDataset(samples, _NUM_BATCHES * batch),
+        dataloader_args=dict(args),
+        distributed_sampler_cls=None,
+        lr_scheduler_cls=None,
+        lr_scheduler_args=None,
+    )
+
+
+def _take(dataset: Any, wanted: int) -> list[Any]:
+    """Up to ``wanted`` samples, fewer where the dataset is short or its samples are large."""
+    samples: list[Any] = []
+    held = 0
+    try:
+        for sample in itertools.islice(_samples(dataset), wanted):
+            samples.append(sample)
+            held += _num_bytes(sample)
+            if held > _MAX_BYTES:
+                break
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the dataset raised {type(error).__name__} at sample {len(samples)}: {error}"
+        ) from error
+    if not samples:
+        raise InputError("the dataset is empty, so there is nothing to try a strategy on.")
+    return samples
+
+
+def _samples(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        stream: Iterator[Any] = iter(dataset)
+        if stream is dataset:
+            raise InputError(
+                "the dataset can be iterated over only once, and sampling it would lose what it gives first. "
+                "Give sample_batch, one collated batch, as well."
+            )
+        return stream
+    return (dataset[index] for index in range(len(dataset)))
+
+
+def _batch_sampler_size(args: Mapping[str, Any]) -> int | None:
+    """The size of the batch sampler's batches, where it says; drawing one could advance it."""
+    size = getattr(args.get("batch_sampler"), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _prepared(inputs: Inputs, batch: Any) -> Any:
+    prepare = inputs.prepare_input or default_prepare_input
+    try:
+        return prepare(batch, torch.device("cpu"))
+    except Exception as error:
+        raise InputError(f"prepare_input raised {type(error).__name__}: {error}") from error
+
+
+def _num_rows(batch: Any) -> int:
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    if len(sizes) != 1:
+        raise InputError(
+            f"the tensors of a batch must have the same size of dim 0; they have {sorted(sizes)}."
+        )
+    return int(sizes.pop())
+
+
+def _num_bytes(sample: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(sample))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, np.ndarray):
+        yield torch.empty(value.shape, dtype=torch.uint8, device="meta").expand(value.shape)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None))
+
+
+def _join(rows: Sequence[Any]) -> Any:
+    first = rows[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(rows)) if first.dim() else first
+    if isinstance(first, Mapping):
+        return type(first)({key: _join([row[key] for row in rows]) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, tuple) and hasattr(first, "_make"):
+        return first._make(_join(items) for items in zip(*rows, strict=True))
+    if isinstance(first, (list, tuple)):
+        return type(first)(_join(items) for items in zip(*rows, strict=True))
+    return first

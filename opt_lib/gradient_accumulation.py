@@ -1,0 +1,60 @@
+"""gradient_accumulation: a batch is computed in several passes, which need less memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, final
+
+from pydantic import Field
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job
+from atorch_ns.method import Method, MethodConfig, Phase
+from atorch_ns.strategy import Plan
+
+__all__ = ["GradientAccumulation", "GradientAccumulationConfig"]
+
+
+class GradientAccumulationConfig(MethodConfig):
+    """Into how many parts. A bare number is shorthand for ``num_micro_batches``."""
+
+    num_micro_batches: int = Field(
+        default=1,
+        ge=1,
+        description="Parts that train_step splits each rank's batch into; gradients are synchronised with "
+        "the last one only.",
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """``4``."""
+        return {"num_micro_batches": value}
+
+
+@final
+class GradientAccumulation(Method[GradientAccumulationConfig]):
+    """Computes each batch in several passes and accumulates their gradients."""
+
+    name = "gradient_accumulation"
+    phase = Phase.STEP
+    Config = GradientAccumulationConfig
+
+    def plan(self, plan: Plan, config: GradientAccumulationConfig) -> Plan:
+        """The number of passes."""
+        return replace(plan, num_micro_batches=config.num_micro_batches)
+
+    def apply(self, job: Job, config: GradientAccumulationConfig) -> None:
+        """Sets the number of micro-batches of ``train_step``."""
+        asked = job.inputs.gradient_accumulation_steps
+        if asked not in (1, config.num_micro_batches):
+            raise InputError(
+                f"gradient_accumulation_steps={asked} was given to auto_accelerate, and the strategy says "
+                f"gradient_accumulation with num_micro_batches={config.num_micro_batches}. Leave one of them out."
+            )
+        job.num_micro_batches = config.num_micro_batches
+
+    def explain(self, config: GradientAccumulationConfig, cluster: Cluster) -> str:
+        """What a step does."""
+        return f"train_step computes each rank's batch in {config.num_micro_batches} part(s)"
