@@ -11,16 +11,19 @@ import sys
 import textwrap
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import atorch_ns
-from atorch_ns import Strategy, auto_accelerate
+from atorch_ns import Result, Strategy, auto_accelerate
+from atorch_ns.data import split_batch
 from atorch_ns.errors import AtorchError, InputError, RankError, StepError, StrategyError, StrategyFileError
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.parity import assert_parity, assert_ranks_agree, compare, reference_run
@@ -387,6 +390,31 @@ def test_accumulation_and_clipping(strategy: Any) -> None:
     assert compare(free, reference).max_param_error > 0.1, "the norm must be small enough to matter"
     arguments = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}
     runs = run_ranks(_train, 2, args=(strategy, arguments))
+    assert_parity(compare(reference, runs[0]))
+    assert_ranks_agree(runs)
+
+
+def _accumulate_by_hand(result: Result, batch: Any) -> torch.Tensor:
+    """Two micro-batches of a plain loop, the first without synchronisation."""
+    assert result.optim is not None
+    assert result.loss_func is not None
+    result.optim.zero_grad()
+    total = torch.zeros((), device=result.device)
+    parts = split_batch(result.prepare_input(batch, result.device), 2)
+    for position, part in enumerate(parts):
+        with result.no_sync() if position == 0 else nullcontext():
+            loss = result.loss_func(part, result.model(part)) / 2
+            loss.backward()
+        total += loss.detach()
+    result.optim.step()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@pytest.mark.parametrize("strategy", [["ddp"], ["fsdp"]], ids=str)
+def test_accumulation_by_hand(strategy: Any) -> None:
+    reference = reference_run(get_case("tied_llama"))
+    runs = run_ranks(lambda: accelerated_run(get_case("tied_llama"), strategy, step=_accumulate_by_hand), 2)
     assert_parity(compare(reference, runs[0]))
     assert_ranks_agree(runs)
 

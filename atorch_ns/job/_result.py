@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -55,6 +56,23 @@ class Result(_Fields):
         result.report = report
         result.job = job
         return result
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.job.device
+
+    @property
+    def rank(self) -> int:
+        """This process, 0 to the number of processes less one."""
+        return self.job.cluster.rank
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes add to local gradients and communicate nothing.
+
+        For the plain loop: all micro-batches but the last run in it. ``train_step`` does so by itself.
+        """
+        return self.job.skip_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all ranks together to ``max_norm``; returns the norm before, 0-d.

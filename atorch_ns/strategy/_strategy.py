@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from atorch_ns.errors import StrategyError
@@ -16,6 +18,8 @@ from atorch_ns.strategy._step import Step
 from atorch_ns.strategy._values import JSON, canonical, canonical_text
 
 __all__ = ["Strategy"]
+
+_NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")
 
 
 @dataclass(frozen=True, init=False)
@@ -85,7 +89,7 @@ class Strategy:
 
         Args:
             source: a :class:`Strategy`; a list or tuple of names, ``(name, config)`` pairs and
-                :class:`Step`; a path; JSON text; or the bytes of a file.
+                :class:`Step`; names with commas between them; a path; JSON text; or the bytes of a file.
 
         Raises:
             StrategyFileError: a file that is missing, truncated, garbage, of an unknown schema, or a pickle.
@@ -97,6 +101,8 @@ class Strategy:
             return cls._from_document(read_strategy_bytes(bytes(source), name="the given bytes"))
         if isinstance(source, str) and source.lstrip()[:1] in ("[", "{"):
             return cls._from_document(read_strategy_bytes(source.encode(), name="the given text"))
+        if isinstance(source, str) and _NAMES.fullmatch(source) and not Path(source).exists():
+            return cls(name.strip() for name in source.split(","))
         if isinstance(source, (str, PathLike)):
             return cls._from_document(read_strategy_path(source))
         if isinstance(source, Mapping):

@@ -97,7 +97,7 @@ def test_bad_yaml(tmp_path: Path, content: bytes) -> None:
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(StrategyFileError, match=r"no such strategy file.*To use methods by name"):
-        Strategy.load("fsdp")
+        Strategy.load("fsdp.json")
     with pytest.raises(StrategyFileError, match="cannot read"):
         Strategy.load(tmp_path)
 
@@ -142,6 +142,14 @@ def test_the_converter_reads_a_list_of_known_names(tmp_path: Path) -> None:
         convert_pickle(path)
     allowed = convert_pickle(path, classes={"torch.nn.modules.linear.Linear"})
     assert allowed["checkpoint"] == ["torch.nn.modules.linear.Linear"]
+
+
+def test_names_with_commas_between_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Strategy.load("fsdp") == Strategy(["fsdp"])
+    assert Strategy.load("fsdp, checkpoint,half").names == ("fsdp", "checkpoint", "half")
+    Strategy(["zero1"]).save("fsdp")
+    assert Strategy.load("fsdp").names == ("zero1",), "a file of that name comes first"
 
 
 def test_truncated_pickle_and_missing_file(tmp_path: Path) -> None:
