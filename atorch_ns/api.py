@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from atorch_ns._version import __version__
@@ -18,11 +22,16 @@ from atorch_ns.errors import InputError, StrategyFileError
 from atorch_ns.job import Inputs, Result, apply_strategy, dry_run
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
+from atorch_ns.report import TrainingReport, observer_for
+from atorch_ns.search import SearchOutcome, SearchSettings, read_wishes
 from atorch_ns.strategy import Strategy, canonical_text
 
 __all__ = ["auto_accelerate"]
 
 log = logging.getLogger("atorch_ns")
+
+_ACTUAL_STEPS = 5
+"""Steps of training after which the report tells what they took."""
 
 
 def auto_accelerate(
@@ -36,8 +45,8 @@ def auto_accelerate(
     optim_param_func: Callable[[nn.Module], Iterable[Any]] | None = None,
     dataloader_args: Mapping[str, Any] | None = None,
     distributed_sampler_cls: type | None = None,
-    excluded: Sequence[str] | None = None,
-    included: Sequence[str] | None = None,
+    excluded: Sequence[Any] | None = None,
+    included: Sequence[Any] | None = None,
     load_strategy: Any = None,
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
@@ -51,9 +60,18 @@ def auto_accelerate(
     sampler_seed: int = 0,
     gradient_accumulation_steps: int = 1,
     max_grad_norm: float | None = None,
+    sample_batch: Any = None,
+    batch_size: int | None = None,
+    search: SearchSettings | Mapping[str, Any] | None = None,
+    search_history: str | PathLike[str] | None = None,
+    search_calibration: str | PathLike[str] | None = None,
     raise_errors: bool = True,
 ) -> tuple[bool, Result | None, Strategy | None]:
-    """Applies a strategy to a model, its optimizer, data and loss.
+    """Finds or takes a strategy and applies it to a model, its optimizer, data and loss.
+
+    Without ``load_strategy`` the strategy is searched for on the ranks that will train with it: the model is
+    profiled without its weights, every candidate is priced, a few are tried in processes of their own, and
+    the best is checked against one process and applied.
 
     Works in one process and, started by torchrun, on all its processes; every rank must call it with the
     same arguments. The model is changed in place where methods do so; no other argument is.
@@ -70,21 +88,27 @@ def auto_accelerate(
         optim_param_func: ``model -> parameters or groups`` for options per parameter.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is global.
         distributed_sampler_cls: a class with the interface of ``DistributedSampler``.
-        excluded: methods that the fully automatic mode may not use.
-        included: methods that the fully automatic mode must use.
-        load_strategy: the strategy: a list of names and ``(name, config)`` pairs, a ``Strategy``, a path or
+        excluded: what the fully automatic mode may not use: names of methods, ``(name, config)`` pairs, or
+            groups such as ``"precision"``.
+        included: what it must use, in the same forms.
+        load_strategy: ``None`` to search for one; else the strategy: a list of names and ``(name, config)`` pairs, a ``Strategy``, a path or
             the bytes of a strategy file.
         lr_scheduler_cls: ``(optimizer, **lr_scheduler_args) -> scheduler``; stepping it is the caller's.
         lr_scheduler_args: its keyword arguments.
-        finetune_strategy: search around a given strategy; needs the fully automatic mode.
+        finetune_strategy: keep the methods of ``load_strategy`` and search for their configs.
         save_strategy_to_file: where rank 0 writes the strategy as applied, JSON or YAML by suffix.
         ignore_dryrun_on_load_strategy: ``False`` runs one forward and backward pass before returning.
         verbose: log what was applied and why, on rank 0.
-        time_limit: seconds for the fully automatic mode.
+        time_limit: seconds for the search; as ``search={"time_limit_s": ...}``.
         find_unused_parameters: for DDP.
         sampler_seed: seed of the default sampler.
         gradient_accumulation_steps: micro-batches that ``train_step`` splits each batch into.
         max_grad_norm: norm to which ``train_step`` clips; ``None`` for no clipping.
+        sample_batch: one collated batch for profile and trials, in place of samples of the dataset.
+        batch_size: samples in a step, over all ranks, where ``dataloader_args`` does not say.
+        search: a :class:`SearchSettings` or its fields: objective, sampler, limits, seed.
+        search_history: file that every trial is appended to; an interrupted search resumes from it.
+        search_calibration: file of factors that ``result.report.refit(path)`` of an earlier job has written.
         raise_errors: ``False`` logs the reason of a failure and returns ``(False, None, None)``.
 
     Returns:
@@ -115,13 +139,26 @@ def auto_accelerate(
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
-        resolved = _resolved(
-            inputs, cluster, load_strategy, save_strategy_to_file, excluded, included, finetune_strategy
+        asked = _Asked(
+            load_strategy=load_strategy,
+            finetune=finetune_strategy,
+            save_to=save_strategy_to_file,
+            excluded=excluded,
+            included=included,
+            search=search,
+            time_limit=time_limit,
+            history=search_history,
+            calibration=search_calibration,
+            sample_batch=sample_batch,
+            batch_size=batch_size,
+            verbose=verbose,
         )
+        resolved, outcome = _strategy(inputs, cluster, asked)
         result = apply_strategy(inputs, cluster, resolved)
         if not ignore_dryrun_on_load_strategy:
             dry_run(result)
-        strategy = _save(result, cluster, save_strategy_to_file)
+        strategy = _save(result, cluster, save_strategy_to_file, outcome)
+        result.make_report = partial(_report, result, outcome)
     except Exception as error:
         if raise_errors:
             raise
@@ -131,55 +168,123 @@ def auto_accelerate(
     return True, result, strategy
 
 
-def _resolved(
-    inputs: Inputs,
-    cluster: Cluster,
-    load_strategy: Any,
-    save_to: str | PathLike[str] | None,
-    excluded: Sequence[str] | None,
-    included: Sequence[str] | None,
-    finetune: bool,
-) -> Resolved:
-    """Reads and checks everything that can be checked without the other ranks, then compares with them."""
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """The arguments that say where the strategy comes from."""
 
-    def read() -> Resolved:
-        inputs.check()
-        registry = load_registry()
-        _check_names(registry, excluded=excluded, included=included)
-        if load_strategy is None or finetune:
+    load_strategy: Any
+    finetune: bool
+    save_to: str | PathLike[str] | None
+    excluded: Sequence[Any] | None
+    included: Sequence[Any] | None
+    search: SearchSettings | Mapping[str, Any] | None
+    time_limit: float | None
+    history: str | PathLike[str] | None
+    calibration: str | PathLike[str] | None
+    sample_batch: Any
+    batch_size: int | None
+    verbose: bool
+
+    @property
+    def searches(self) -> bool:
+        return self.load_strategy is None or self.finetune
+
+    def check(self, registry: Registry, cluster: Cluster) -> None:
+        if self.finetune and self.load_strategy is None:
             raise InputError(
-                "the fully automatic mode (load_strategy=None, finetune_strategy=True) is not part of this "
-                "version. Name the methods: load_strategy=['fsdp', ('amp_native', 'bf16'), 'checkpoint']."
+                "finetune_strategy=True searches around a strategy; give it as load_strategy, or leave "
+                "finetune_strategy out to search over all strategies."
             )
-        if save_to is not None and not Path(save_to).parent.is_dir():
-            raise StrategyFileError(f"the folder of save_strategy_to_file={str(save_to)!r} does not exist")
-        strategy = Strategy.load(load_strategy)
-        return resolve(strategy, cluster, registry, profile=Profile.of(inputs.model))
+        for name, path in (("save_strategy_to_file", self.save_to), ("search_history", self.history)):
+            if path is not None and not Path(path).parent.is_dir():
+                raise StrategyFileError(f"the folder of {name}={str(path)!r} does not exist")
+        for name, value in (("excluded", self.excluded), ("included", self.included)):
+            if isinstance(value, str):
+                raise InputError(f"{name} is a list; write [{value!r}].")
+        read_wishes(registry, included=self.included, excluded=self.excluded, cluster=cluster)
 
-    resolved = agree(read, what="checking the arguments", distributed=cluster.distributed)
+    def settings(self) -> SearchSettings:
+        given = self.search or {}
+        fields = given.model_dump(exclude_unset=True) if isinstance(given, SearchSettings) else dict(given)
+        if self.time_limit is not None:
+            fields["time_limit_s"] = self.time_limit
+        try:
+            return SearchSettings(**fields)
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise InputError(f"search: {'; '.join(lines)}") from None
+
+
+def _strategy(inputs: Inputs, cluster: Cluster, asked: _Asked) -> tuple[Resolved, SearchOutcome | None]:
+    """The strategy to apply: the given one, or the one that a search finds."""
+    registry = load_registry()
+
+    def read() -> tuple[Strategy | None, SearchSettings]:
+        inputs.check()
+        asked.check(registry, cluster)
+        given = None if asked.load_strategy is None else Strategy.load(asked.load_strategy)
+        return given, asked.settings()
+
+    given, settings = agree(read, what="checking the arguments", distributed=cluster.distributed)
+    if not asked.searches:
+        assert given is not None
+        return _resolved(inputs, cluster, registry, given), None
+    same_everywhere(
+        {"excluded": repr(asked.excluded), "included": repr(asked.included), **inputs.digest()},
+        distributed=cluster.distributed,
+    )
+    # The engine loads gRPC and Optuna, which a job with a given strategy does without.
+    from atorch_ns.engine import SearchRequest, find_strategy
+
+    view = observer_for(verbose=asked.verbose, time_limit_s=settings.time_limit_s)
+    request = SearchRequest(
+        settings=settings,
+        excluded=asked.excluded,
+        included=asked.included,
+        base=given,
+        sample_batch=asked.sample_batch,
+        batch_size=asked.batch_size,
+        history=None if asked.history is None else Path(asked.history),
+        calibration=None if asked.calibration is None else Path(asked.calibration),
+        observer=view,
+    )
+    with view if cluster.rank == 0 else nullcontext():
+        outcome = find_strategy(inputs, cluster, registry, request)
+    assert outcome.winner is not None
+    return _resolved(inputs, cluster, registry, outcome.winner.candidate.strategy), outcome
+
+
+def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: Strategy) -> Resolved:
+    """Checks everything that can be checked without the other ranks, then compares with them."""
+    resolved = agree(
+        lambda: resolve(strategy, cluster, registry, profile=Profile.of(inputs.model)),
+        what="checking the strategy",
+        distributed=cluster.distributed,
+    )
     text = canonical_text([[step.name, step.config] for step in resolved.strategy])
     same_everywhere({"strategy": text, **inputs.digest()}, distributed=cluster.distributed)
     return resolved
 
 
-def _check_names(registry: Registry, **lists: Sequence[str] | None) -> None:
-    for argument, names in lists.items():
-        if isinstance(names, str):
-            raise InputError(f"{argument} is a list of method names; write [{names!r}].")
-        unknown = [str(registry.unknown(name)) for name in names or () if name not in registry]
-        if unknown:
-            raise InputError(f"{argument}: " + " ".join(unknown))
+def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
+    """What is known by now."""
+    report = TrainingReport(applied=result.applied, search=outcome)
+    seconds = result.train_step.times.seconds
+    return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
 
-def _save(result: Result, cluster: Cluster, path: str | PathLike[str] | None) -> Strategy:
-    applied = result.report.strategy
+def _save(
+    result: Result, cluster: Cluster, path: str | PathLike[str] | None, outcome: SearchOutcome | None
+) -> Strategy:
+    applied = result.applied.strategy
     strategy = Strategy(
         applied.steps,
         requires=applied.requires,
         provenance={
             "made_by": f"atorch_ns {__version__}",
             "model": result.job.model_class,
-            "num_parameters": result.report.num_parameters,
+            "num_parameters": result.applied.num_parameters,
+            **({} if outcome is None else _found(outcome)),
         },
     )
 
@@ -191,10 +296,33 @@ def _save(result: Result, cluster: Cluster, path: str | PathLike[str] | None) ->
     return strategy
 
 
+def _found(outcome: SearchOutcome) -> dict[str, Any]:
+    """What the strategy's file says about the search that found it."""
+    row = outcome.winner
+    assert row is not None
+    found: dict[str, Any] = {
+        "fingerprint": outcome.setting.fingerprint,
+        "objective": outcome.settings.objective,
+        "num_trials": outcome.num_trials,
+    }
+    if row.trial is not None and row.trial.succeeded:
+        found["measured"] = {
+            "step_seconds": row.trial.median_seconds,
+            "num_steps": len(row.trial.step_seconds),
+            "peak_bytes": max(row.trial.peak_bytes, default=0),
+        }
+    if row.candidate.estimate is not None:
+        found["predicted"] = {
+            "step_seconds": row.candidate.estimate.step_seconds,
+            "peak_bytes": int(row.candidate.estimate.peak_bytes),
+        }
+    return found
+
+
 def _tell(result: Result, cluster: Cluster, resolved: Resolved, verbose: bool) -> None:
     if cluster.rank != 0:
         return
     left_out = [note.text for note in resolved.notes if note.kind == "left out"]
     if left_out:
         warnings.warn("\n".join(left_out), stacklevel=3)
-    log.log(logging.INFO if not verbose else logging.WARNING, "strategy as applied:\n%s", result.report)
+    log.log(logging.INFO if not verbose else logging.WARNING, "strategy as applied:\n%s", result.applied)

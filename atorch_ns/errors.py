@@ -14,6 +14,8 @@
     ├── BackendError(RuntimeError)          a backend would train wrongly, or failed to start
     ├── StepError(RuntimeError)             the training step was driven in an order that loses gradients
     ├── CheckpointError(RuntimeError)       a checkpoint is missing, incomplete or of another model
+    ├── CoordinatorError(RuntimeError)      the coordinator of a search refuses or cannot be reached
+    ├── SearchError(RuntimeError)           no strategy could be found: carries everything that was tried
     └── RankError(RuntimeError)             another rank failed or disagrees: names the ranks and reasons
 
 Messages say what happened, why, what to do, and where.
@@ -29,6 +31,7 @@ __all__ = [
     "BackendError",
     "BatchSizeError",
     "CheckpointError",
+    "CoordinatorError",
     "InputError",
     "LayoutError",
     "MethodNotFoundError",
@@ -36,6 +39,7 @@ __all__ = [
     "Problem",
     "RankError",
     "RegistrationError",
+    "SearchError",
     "StepError",
     "StrategyError",
     "StrategyFileError",
@@ -148,6 +152,22 @@ class StepError(AtorchError, RuntimeError):
 
 class CheckpointError(AtorchError, RuntimeError):
     """A checkpoint that is missing, incomplete, or does not fit the model."""
+
+
+class SearchError(AtorchError, RuntimeError):
+    """A search that found no strategy which runs.
+
+    Attributes:
+        outcome: a ``SearchOutcome`` with every candidate and the reason of its fate.
+    """
+
+    def __init__(self, message: str, *, outcome: object = None) -> None:
+        self.outcome = outcome
+        super().__init__(message)
+
+
+class CoordinatorError(AtorchError, RuntimeError):
+    """The coordinator of a search cannot be started or reached, or refuses what it was asked."""
 
 
 class RankError(AtorchError, RuntimeError):

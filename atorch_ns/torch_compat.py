@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
@@ -122,3 +124,133 @@ def fsdp1_parts(root: nn.Module) -> Iterator[FlatPart]:
                 start=info.intra_param_start_idx or 0,
                 length=info.numel_in_shard or 0,
             )
+
+
+class CpuMemoryRecord:
+    """Bytes of CPU tensor memory that are alive, at every allocation and release between start and stop.
+
+    torch's CPU allocator tells the profiler about everything it gives and takes back, in Python or C++
+    (gradients, DDP's buckets, buffers of collectives), with the bytes asked for. The profiler sees the thread
+    that started it and what it hands to others; the allocator's own count, which each event carries, is of
+    all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. A gloo thread may give back what the
+    main thread took, so without the flag the count drifts.
+    """
+
+    def __init__(self) -> None:
+        self._flag = _cpu_memory_flag()
+        self._profiler: Any = None
+
+    def count(self, on: bool) -> None:
+        """Switches the allocator's count of all threads on or off; what was allocated before is not in it."""
+        if self._flag is not None:
+            self._flag.value = on
+
+    def start(self) -> None:
+        """Begins a record."""
+        import torch
+
+        with _silent_kineto():
+            self._profiler = torch.autograd.profiler.profile(profile_memory=True)
+            self._profiler.__enter__()
+
+    def stop(self) -> list[int]:
+        """Ends the record; the counts in the order of time."""
+        import torch
+
+        # A last release, for the count as it stands now.
+        torch.empty(1)
+        with _silent_kineto():
+            self._profiler.__exit__(None, None, None)
+        roots = self._profiler.kineto_results.experimental_event_tree()
+        return [fields.total_allocated for fields in _allocations(roots)]
+
+
+def _allocations(roots: Any) -> Iterator[Any]:
+    from torch._C._profiler import _ExtraFields_Allocation
+
+    found, waiting = [], list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            found.append(event)
+    found.sort(key=lambda event: event.start_time_ns)
+    return (event.extra_fields for event in found)
+
+
+def _cpu_memory_flag() -> Any:
+    """The allocator's flag as a ctypes bool; ``None`` where this build of torch does not show it."""
+    import ctypes
+    from pathlib import Path
+
+    import torch
+
+    libraries = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libc10.*")]
+    try:
+        library = ctypes.CDLL(libraries[0])
+        return ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except (IndexError, OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """The profiler prints a line whenever it starts and stops, unless its log level says otherwise."""
+    import os
+
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """A mode in which tensors have shapes, dtypes and storages but no memory (``torch._subclasses``).
+
+    Real tensors that meet fake ones are taken as fake too.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def count_operators(action: Callable[[], object]) -> int:
+    """The operators that ``action`` starts, forward and backward, views left out, as a dispatch mode sees them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        count: int = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            returned = [value.alias_info for value in func._schema.returns]
+            is_view = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+            self.count += not is_view
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:  # type: ignore[no-untyped-call]
+        action()
+    return int(counter.count)
+
+
+def process_groups() -> list[Any]:
+    """Every process group of this process, the default one too (``distributed_c10d._world.pg_map``)."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def fake_tensor_type() -> type[torch.Tensor]:
+    """The class of fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def outside_fake_mode() -> AbstractContextManager[Any]:
+    """Suspends the fake mode that is active: what runs inside is real."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()

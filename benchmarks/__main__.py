@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-NAMES = ("imports", "materialise", "memory", "overhead", "speed")
+NAMES = ("estimate_memory", "estimate_time", "imports", "materialise", "memory", "overhead", "planning", "speed")
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,13 +17,14 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import BackendError, InputError, Problem
 from atorch_ns.job import Job, StateSpec, make_user_optimizer, parameter_names
 from atorch_ns.method import Conflict
+from atorch_ns.strategy import Plan
 from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
 from opt_lib._flat_shards import require_elementwise
 from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._optional import missing_problem, require
 from opt_lib._whole_world import one_axis_only
 
-__all__ = ["INSTALL", "check", "conflicts", "shard"]
+__all__ = ["INSTALL", "check", "conflicts", "plan", "shard"]
 
 INSTALL = "pip install --no-build-isolation deepspeed"
 """Without isolation: its build reads the installed torch."""
@@ -36,6 +38,8 @@ _WHY_NOT_FP16 = (
     "backend."
 )
 _BUCKET_ELEMENTS = 500_000_000
+_PIECE_MULTIPLE = 2
+"""DeepSpeed's ``nccl_start_alignment_factor``: each rank's piece begins at a multiple of so many elements."""
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
@@ -67,6 +71,20 @@ def check(method: str, cluster: Cluster) -> list[Problem]:
             method=method,
         )
     ]
+
+
+def plan(plan: Plan) -> Plan:
+    """The plan under ZeRO 1: the optimizer updates fp32 pieces of the model as one vector."""
+    return replace(
+        plan,
+        gradient_sync="all_reduce",
+        optimizer_over=plan.shard_axes,
+        shard_layout="flat",
+        units=(),
+        flat_multiple=_PIECE_MULTIPLE,
+        updates_copy=True,
+        frees_gradients=True,
+    )
 
 
 def shard(job: Job, method: str, *, stage: int) -> None:

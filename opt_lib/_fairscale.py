@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,13 +16,14 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import BackendError, InputError, Problem
 from atorch_ns.job import Job, ParameterStates
 from atorch_ns.method import Conflict
+from atorch_ns.strategy import Plan
 from opt_lib._flat_shards import require_share
 from opt_lib._optional import missing_problem, require
 from opt_lib._partial_gradients import clip_parts
 from opt_lib._reduced_gradients import ReducedGradients
 from opt_lib._whole_world import one_axis_only
 
-__all__ = ["INSTALL", "check", "conflicts", "shard_gradients", "shard_optimizer"]
+__all__ = ["INSTALL", "check", "conflicts", "plan", "shard_gradients", "shard_optimizer"]
 
 INSTALL = "pip install --no-build-isolation fairscale"
 """Without isolation: its build reads the installed torch."""
@@ -48,6 +50,18 @@ def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
 def check(method: str, cluster: Cluster) -> list[Problem]:
     """The package must be there."""
     return missing_problem(method, "fairscale", install=INSTALL)
+
+
+def plan(plan: Plan) -> Plan:
+    """The plan under ShardedDataParallel: each gradient goes to the rank that updates the parameter."""
+    axes = plan.shard_axes
+    return replace(
+        plan,
+        gradient_sync="reduce_scatter",
+        gradients_over=axes,
+        optimizer_over=axes,
+        shard_layout="parameters",
+    )
 
 
 def shard_optimizer(job: Job, method: str) -> None:

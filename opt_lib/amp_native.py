@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, final
@@ -16,7 +16,7 @@ from atorch_ns.job import Autocast, Job, LossScaling
 from atorch_ns.method import Flag, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._reduced_dtype import ReducedDtype
+from opt_lib._reduced_dtype import ReducedDtype, searched_dtype
 
 __all__ = ["AmpNative", "AmpNativeConfig"]
 
@@ -67,7 +67,15 @@ class AmpNative(Method[AmpNativeConfig]):
 
     def plan(self, plan: Plan, config: AmpNativeConfig) -> Plan:
         """Matrix products in the reduced dtype."""
-        return replace(plan, compute_dtype=config.dtype, loss_scaling=config.dtype == "float16")
+        plan = replace(plan, compute_dtype=config.dtype, loss_scaling=config.dtype == "float16")
+        if plan.follows_compute:
+            plan = replace(plan, gather_dtype=config.dtype, reduce_dtype="float32")
+        return plan
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[AmpNativeConfig]:
+        """bf16, or fp16 where the device has no bf16."""
+        dtype = searched_dtype(profile, cluster)
+        return () if dtype is None else (AmpNativeConfig(dtype=dtype),)
 
     def apply(self, job: Job, config: AmpNativeConfig) -> None:
         """Asks for autocast, and for a scaler with fp16."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -98,7 +98,16 @@ class Checkpoint(Method[CheckpointConfig]):
             plan,
             recompute="selective" if config.save_operators else "blocks",
             recompute_every=config.every_n,
+            recomputed=config.wrap_class,
+            saved_operators=config.save_operators,
         )
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[CheckpointConfig]:
+        """All repeated blocks, or every second."""
+        if profile.blocks:
+            yield CheckpointConfig()
+        if len(profile.blocks) > 1:
+            yield CheckpointConfig(every_n=2)
 
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""

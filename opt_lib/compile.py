@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, final
 
@@ -53,27 +55,19 @@ class Compile(Method[CompileConfig]):
 
     def check(self, config: CompileConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The backend and the modules must exist."""
-        import torch
-
-        problems = []
-        known = torch.compiler.list_backends(exclude_tags=())
-        if config.backend not in known:
-            problems.append(
-                Problem(
-                    message="no such backend",
-                    method=self.name,
-                    key="backend",
-                    value=config.backend,
-                    accepted=", ".join(known),
-                )
-            )
+        problems = _backend_problem(self.name, config.backend)
         if profile is not None:
             problems += unmatched_problem(self.name, "wrap_class", config.wrap_class, profile)
         return problems
 
     def plan(self, plan: Plan, config: CompileConfig) -> Plan:
         """Blocks are compiled."""
-        return replace(plan, compiled=True)
+        return replace(plan, compiled=True, compiler=config.backend)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[CompileConfig]:
+        """Where inductor works: on GPUs, and on CPUs where there is a C++ compiler."""
+        if cluster.device_type == "cuda" or _cpp_compiler() is not None:
+            yield CompileConfig()
 
     def apply(self, job: Job, config: CompileConfig) -> None:
         """Marks the modules; they are compiled at their first call."""
@@ -93,3 +87,28 @@ class Compile(Method[CompileConfig]):
         for module in targets:
             module.compile(**options)
         job.explain(self.name, f"{len(targets)} module(s) by {config.backend}, at their first call")
+
+
+def _cpp_compiler() -> str | None:
+    """The compiler that inductor would call for CPU code; ``None`` if there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+
+
+def _backend_problem(method: str, backend: str) -> list[Problem]:
+    """The problem of a backend that torch does not know; to list those it knows takes a second of imports."""
+    if backend == CompileConfig().backend:
+        return []
+    import torch
+
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend in known:
+        return []
+    return [
+        Problem(
+            message="no such backend",
+            method=method,
+            key="backend",
+            value=backend,
+            accepted=", ".join(known),
+        )
+    ]

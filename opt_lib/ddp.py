@@ -19,6 +19,9 @@ from atorch_ns.strategy import Plan
 
 __all__ = ["Ddp", "DdpConfig"]
 
+DEFAULT_BUCKET_MIB = 25
+"""``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
+
 
 class DdpConfig(MethodConfig):
     """Arguments of ``DistributedDataParallel``."""
@@ -62,7 +65,17 @@ class Ddp(Method[DdpConfig]):
 
     def plan(self, plan: Plan, config: DdpConfig) -> Plan:
         """Gradients are all-reduced."""
-        return replace(plan, gradient_sync="all_reduce")
+        bucket_mib = DEFAULT_BUCKET_MIB if config.bucket_cap_mb is None else config.bucket_cap_mb
+        return replace(
+            plan,
+            gradient_sync="all_reduce",
+            bucket_bytes=int(bucket_mib * 2**20),
+            bucket_views=config.gradient_as_bucket_view,
+        )
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[DdpConfig]:
+        """As it is."""
+        return (DdpConfig(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: DdpConfig) -> None:
         """Wraps the model; collective."""

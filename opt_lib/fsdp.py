@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import final
 
@@ -17,6 +16,7 @@ from opt_lib import _fsdp1
 from opt_lib._fully_shard import shard
 from opt_lib._selectors import unmatched_problem
 from opt_lib._shard_config import ShardConfig
+from opt_lib._shard_plan import plan_shards
 
 __all__ = ["Fsdp", "FsdpConfig"]
 
@@ -60,15 +60,20 @@ class Fsdp(Method[FsdpConfig]):
 
     def plan(self, plan: Plan, config: FsdpConfig) -> Plan:
         """Everything is sharded."""
-        axes = plan.shard_axes
-        return replace(
-            plan,
-            gradient_sync="reduce_scatter",
-            parameters_over=axes,
-            gradients_over=axes,
-            optimizer_over=axes,
-            offload=config.cpu_offload,
-        )
+        return plan_shards(plan, config, keep_gathered=False)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[FsdpConfig]:
+        """Block by block, or the whole model at once, which suits models of a few small blocks.
+
+        On GPUs also with everything in host memory, for models that fit in no other way.
+        """
+        if cluster.world_size == 1:
+            return
+        yield FsdpConfig()
+        if profile.blocks:
+            yield FsdpConfig(atorch_wrap_cls=())
+        if cluster.device_type == "cuda":
+            yield FsdpConfig(cpu_offload=True)
 
     def apply(self, job: Job, config: FsdpConfig) -> None:
         """Shards the model; collective."""

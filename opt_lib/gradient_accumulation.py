@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -12,6 +12,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
 from atorch_ns.method import Method, MethodConfig, Phase
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 
 __all__ = ["GradientAccumulation", "GradientAccumulationConfig"]
@@ -44,6 +45,10 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
     def plan(self, plan: Plan, config: GradientAccumulationConfig) -> Plan:
         """The number of passes."""
         return replace(plan, num_micro_batches=config.num_micro_batches)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[GradientAccumulationConfig]:
+        """Powers of two; the search keeps those that divide a rank's batch."""
+        return (GradientAccumulationConfig(num_micro_batches=2**power) for power in range(1, 11))
 
     def apply(self, job: Job, config: GradientAccumulationConfig) -> None:
         """Sets the number of micro-batches of ``train_step``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, final
@@ -15,8 +15,9 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, LossScaling
 from atorch_ns.method import Flag, Method, MethodConfig, Phase
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._reduced_dtype import ReducedDtype
+from opt_lib._reduced_dtype import ReducedDtype, searched_dtype
 
 __all__ = ["Half", "HalfConfig"]
 
@@ -73,6 +74,14 @@ class Half(Method[HalfConfig]):
             master_dtype="float32" if config.keeps_masters else None,
             loss_scaling=config.dtype == "float16",
         )
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[HalfConfig]:
+        """With fp32 master weights only: bf16 weights without them lose small updates and converge otherwise.
+
+        Whoever accepts that names it: ``included=[("half", "bf16")]``.
+        """
+        dtype = searched_dtype(profile, cluster)
+        return () if dtype is None else (HalfConfig(dtype=dtype, master_weights=True),)
 
     def apply(self, job: Job, config: HalfConfig) -> None:
         """Casts the model; inputs follow by themselves."""

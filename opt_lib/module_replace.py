@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, final
 
@@ -89,6 +89,12 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
     def plan(self, plan: Plan, config: ModuleReplaceConfig) -> Plan:
         """Modules are replaced."""
         return replace(plan, replaced=True)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[ModuleReplaceConfig]:
+        """Everything, where the model has a class that a replacement looks for."""
+        names = {name for classes in profile.module_classes.values() for name in classes}
+        if any(candidate.wanted_among(names) for candidate in known_replacements().values()):
+            yield ModuleReplaceConfig()
 
     def apply(self, job: Job, config: ModuleReplaceConfig) -> None:
         """Lets every chosen replacement do what it can, one after the other."""

@@ -11,6 +11,7 @@ from pydantic import Field, StrictInt, field_validator
 from atorch_ns.cluster import AXES, Cluster, Mesh, check_axes, fit, mesh_ranks
 from atorch_ns.job import Job
 from atorch_ns.method import Method, MethodConfig, Need, Phase
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import DATA_AXES, Plan
 
 __all__ = ["ParallelMode", "ParallelModeConfig"]
@@ -88,6 +89,19 @@ class ParallelMode(Method[ParallelModeConfig]):
     def plan(self, plan: Plan, config: ParallelModeConfig) -> Plan:
         """The mesh."""
         return replace(plan, axes=config.axes, rank_order=config.rank_order)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[ParallelModeConfig]:
+        """All ranks along ``data``, and every division into ``zero`` inside and ``data`` outside.
+
+        Groups along ``zero`` lie within a node or are made of whole nodes.
+        """
+        world, node = cluster.world_size, cluster.local_world_size
+        if world == 1:
+            return
+        yield ParallelModeConfig(axes=(("data", world),))
+        for zero in range(2, world):
+            if world % zero == 0 and (node % zero == 0 or zero % node == 0):
+                yield ParallelModeConfig(axes=(("zero", zero), ("data", world // zero)))
 
     def apply(self, job: Job, config: ParallelModeConfig) -> None:
         """Makes the mesh; collective."""

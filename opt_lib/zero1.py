@@ -76,8 +76,13 @@ class Zero1(Method[Zero1Config]):
 
     def plan(self, plan: Plan, config: Zero1Config) -> Plan:
         """Optimizer states are sharded."""
-        plan = replace(plan, optimizer_over=plan.shard_axes)
-        return replace(plan, gradient_sync="all_reduce") if config.deepspeed else plan
+        if config.deepspeed:
+            return _deepspeed.plan(plan)
+        return replace(plan, optimizer_over=plan.shard_axes, shard_layout="parameters")
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[Zero1Config]:
+        """By torch."""
+        return (Zero1Config(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: Zero1Config) -> None:
         """Chooses how the optimizer is made."""

@@ -19,6 +19,7 @@ from opt_lib import _deepspeed, _fairscale, _fsdp1
 from opt_lib._fully_shard import shard
 from opt_lib._selectors import unmatched_problem
 from opt_lib._shard_config import ShardConfig
+from opt_lib._shard_plan import plan_shards
 
 __all__ = ["Zero2", "Zero2Config"]
 
@@ -78,14 +79,15 @@ class Zero2(Method[Zero2Config]):
 
     def plan(self, plan: Plan, config: Zero2Config) -> Plan:
         """Gradients and optimizer states are sharded."""
-        axes = plan.shard_axes
-        return replace(
-            plan,
-            gradient_sync="reduce_scatter",
-            gradients_over=axes,
-            optimizer_over=axes,
-            offload=config.cpu_offload,
-        )
+        if config.use_ds_zero:
+            return replace(_deepspeed.plan(plan), gradients_over=plan.shard_axes)
+        if config.not_use_fsdp:
+            return _fairscale.plan(plan)
+        return plan_shards(plan, config, keep_gathered=True)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[Zero2Config]:
+        """Block by block, by torch."""
+        return (Zero2Config(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: Zero2Config) -> None:
         """Shards through the chosen backend; collective."""

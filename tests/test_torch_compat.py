@@ -12,10 +12,13 @@ from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
     WRAPPER_PREFIXES,
     checkpoint_wrapper,
+    fake_tensor_mode,
+    fake_tensor_type,
     flatten_mesh,
     found_inf_tensors,
     fsdp1_parts,
     hybrid_shard_zero2,
+    outside_fake_mode,
     persistent_buffers,
     unwrap_checkpoint,
 )
@@ -92,3 +95,29 @@ def test_persistent_buffers() -> None:
     found = persistent_buffers(model)
     assert set(found) == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
     assert found["0.running_mean"] is model[1].shared
+
+
+def test_process_groups() -> None:
+    import torch.distributed as dist
+
+    from atorch_ns.torch_compat import process_groups
+
+    assert process_groups() == []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        new = dist.new_group([0])
+        assert process_groups() == [dist.group.WORLD, new]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fake_tensors() -> None:
+    with fake_tensor_mode():
+        fake = torch.empty(2, 3)
+        mixed = fake + torch.ones(3)
+        with outside_fake_mode():
+            real = torch.ones(2)
+    assert isinstance(fake, fake_tensor_type())
+    assert isinstance(mixed, fake_tensor_type())
+    assert fake.untyped_storage().nbytes() == 24
+    assert real.tolist() == [1.0, 1.0]

@@ -6,10 +6,17 @@ import sys
 
 import typer
 
-from atorch_ns.cli import methods, strategy
-from atorch_ns.errors import AtorchError
+from atorch_ns.cli import diff, engine, estimate, explain, methods, plan, report, strategy
+from atorch_ns.errors import (
+    AtorchError,
+    BackendError,
+    CoordinatorError,
+    InputError,
+    MissingPackageError,
+    SearchError,
+)
 
-__all__ = ["app", "main"]
+__all__ = ["app", "exit_code", "main"]
 
 app = typer.Typer(
     name="atorch-ns",
@@ -18,12 +25,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("plan")(plan.plan)
+app.command("estimate")(estimate.estimate)
+app.command("explain")(explain.explain)
+app.command("report")(report.report)
+app.command("diff")(diff.diff)
 app.command("methods")(methods.methods)
 app.add_typer(strategy.app, name="strategy")
+app.add_typer(engine.app, name="engine")
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of a failure. Also after a verb."),
+) -> None:
     if version:
         from atorch_ns._version import __version__
 
@@ -31,10 +47,25 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
+def exit_code(error: BaseException) -> int:
+    """1 failed, 2 usage, 3 infeasible, 4 environment."""
+    if isinstance(error, SearchError):
+        return 3
+    if isinstance(error, (BackendError, CoordinatorError, MissingPackageError)):
+        return 4
+    return 2 if isinstance(error, InputError) else 1
+
+
 def main() -> None:
-    """Runs the command. Exit codes: 0 ok, 1 failed, 2 usage."""
+    """Runs the command. Exit codes: 0 ok, 1 failed, 2 usage, 3 infeasible, 4 environment."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
     try:
-        app()
-    except AtorchError as error:
-        typer.echo(f"atorch-ns: {error}", err=True)
-        sys.exit(1)
+        app(args=arguments)
+    except Exception as error:
+        if debug:
+            raise
+        known = isinstance(error, AtorchError)
+        text = str(error) if known else f"unexpected {type(error).__name__}: {error}. --debug shows where."
+        typer.echo(f"atorch-ns: {text}", err=True)
+        sys.exit(exit_code(error))

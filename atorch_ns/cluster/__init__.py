@@ -5,16 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atorch_ns.cluster._agreement import agree, same_everywhere
+from atorch_ns.cluster._calibrate import calibrate
 from atorch_ns.cluster._cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
+from atorch_ns.cluster._devices import DEVICES
 from atorch_ns.cluster._hardware import Device, Hardware, Link, Rate
 from atorch_ns.cluster._launch import join_process_group
 from atorch_ns.cluster._layout import AXES, check_axes, fit, layout, mesh_ranks
+from atorch_ns.cluster._links import LINKS
 
 if TYPE_CHECKING:
     from atorch_ns.cluster._mesh import Mesh
 
 __all__ = [
     "AXES",
+    "DEVICES",
+    "LINKS",
     "OPTIONAL_PACKAGES",
     "Cluster",
     "Device",
@@ -23,6 +28,7 @@ __all__ = [
     "Mesh",
     "Rate",
     "agree",
+    "calibrate",
     "check_axes",
     "fit",
     "installed_packages",

@@ -7,11 +7,15 @@ import importlib.util
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from atorch_ns.cluster._devices import DEVICES, device_named
 from atorch_ns.cluster._hardware import Hardware
-from atorch_ns.errors import BackendError
+from atorch_ns.cluster._host import cpu_hardware
+from atorch_ns.cluster._links import LINKS
+from atorch_ns.errors import BackendError, InputError
 
 __all__ = ["OPTIONAL_PACKAGES", "Cluster", "installed_packages"]
 
@@ -103,6 +107,55 @@ class Cluster:
             packages=installed_packages(),
             torch=torch.__version__,
             **_device_facts(local_rank),
+        )
+
+    @classmethod
+    def from_spec(cls, text_or_path: str | Path) -> Cluster:
+        """A cluster that is written down, for planning without it.
+
+        Args:
+            text_or_path: ``"8xH100-80GB, 16 nodes, ib400"``, ``"4xA100"``, ``"2xcpu"``, or a YAML or JSON file
+                with the keys ``devices``, ``nodes``, ``within_node``, ``between_nodes``, ``memory``, ….
+
+        Raises:
+            InputError: naming everything that is wrong, and names that are almost right.
+        """
+        from atorch_ns.cluster._planned import (
+            cluster_from_spec,
+        )  # it makes a Cluster, so it imports this module
+
+        return cluster_from_spec(text_or_path)
+
+    def with_hardware(self) -> Cluster:
+        """The same with figures for its devices and links, from the table; those it has are kept.
+
+        On CPU each rank has its share of the machine's cores and memory, or of its cgroup's memory.
+
+        Raises:
+            InputError: if the table does not know the device.
+        """
+        if self.hardware is not None:
+            return self
+        if self.device_type == "cpu":
+            hardware = cpu_hardware(self.local_world_size)
+            return replace(self, hardware=hardware, device_memory_bytes=hardware.device.memory_bytes)
+        return replace(self, hardware=self._hardware_of_table())
+
+    def _hardware_of_table(self) -> Hardware:
+        name = device_named(self.device_name)
+        if name is None:
+            raise InputError(
+                f"the table of devices has no {self.device_name!r}. Describe it in a cluster file and give that, or "
+                f"let calibrate() measure it. Known: {', '.join(DEVICES)}."
+            )
+        sheet = DEVICES[name]
+        device = replace(sheet.device(name), memory_bytes=self.device_memory_bytes)
+        within, host = LINKS[sheet.within_node], LINKS[sheet.to_host]
+        return Hardware(
+            device=device,
+            within_node=within.link(sheet.within_node),
+            between_nodes=LINKS["ib400"].link("ib400", self.local_world_size),
+            to_host=host.link(sheet.to_host),
         )
 
 

@@ -23,6 +23,7 @@ from atorch_ns.job._states import (
     TrainingStates,
     parameter_names,
 )
+from atorch_ns.job._step_times import StepSummary, StepTimes
 from atorch_ns.job._train_step import TrainStep
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "StateSpec",
     "StateValue",
     "StepOptimizer",
+    "StepSummary",
+    "StepTimes",
     "TrainStep",
     "TrainingStates",
     "apply_strategy",

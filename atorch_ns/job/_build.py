@@ -53,7 +53,7 @@ def build(job: Job, resolved: Resolved) -> Result:
             "requires_set_gradient_accumulation_boundary": job.requires_boundary,
         },
         train_step=step,
-        report=_report(job, resolved),
+        applied=_report(job, resolved),
         job=job,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from atorch_ns.job._loss import LossFunction
     from atorch_ns.job._report import Report
     from atorch_ns.job._train_step import TrainStep
+    from atorch_ns.report import TrainingReport
 
 __all__ = ["Result"]
 
@@ -41,21 +43,30 @@ class Result(_Fields):
         lr_scheduler: the scheduler, or ``None``. Stepping it is the user's.
         args: ``use_optim_backward`` and ``requires_set_gradient_accumulation_boundary``.
         train_step: ``batch -> loss``: the whole step, right for every strategy.
-        report: what was applied, and why.
+        applied: what was applied, and why.
+        make_report: makes :attr:`report`.
     """
 
     train_step: TrainStep
-    report: Report
+    applied: Report
     job: Job
+    make_report: Callable[[], Any]
 
     @classmethod
-    def of(cls, *, train_step: TrainStep, report: Report, job: Job, **fields: Any) -> Result:
-        """Makes a result from its seven fields and its three attributes."""
+    def of(cls, *, train_step: TrainStep, applied: Report, job: Job, **fields: Any) -> Result:
+        """Makes a result from its seven fields and its attributes."""
         result = cls(**fields)
         result.train_step = train_step
-        result.report = report
+        result.applied = applied
         result.job = job
+        result.make_report = lambda: applied
         return result
+
+    @property
+    def report(self) -> TrainingReport:
+        """What was applied and why, what was searched, and, after some steps, what they took."""
+        report: TrainingReport = self.make_report()
+        return report
 
     @property
     def device(self) -> torch.device:

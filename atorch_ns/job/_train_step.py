@@ -13,6 +13,7 @@ from atorch_ns.data import call_model, split_batch
 from atorch_ns.errors import StepError
 from atorch_ns.job._loss import LossFunction, first_loss
 from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job._step_times import StepTimes
 
 if TYPE_CHECKING:
     from atorch_ns.job._job import Job
@@ -31,6 +32,7 @@ class TrainStep:
         num_steps: batches trained on.
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
         skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
+        times: how long the last steps took on this rank.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TrainStep:
     ) -> None:
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
+        self.times = StepTimes(job.device)
         self._job = job
         self._optimizer = optimizer
         self._loss_func = loss_func
@@ -67,11 +70,13 @@ class TrainStep:
             BatchSizeError: if the micro-batches do not divide the batch.
         """
         optimizer, _ = self._require()
+        self.times.start()
         optimizer.zero_grad()
         loss = self.forward_backward(batch)
         if self._job.inputs.max_grad_norm is not None:
             self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
         optimizer.step()
+        self.times.stop()
         self.num_steps += 1
         return loss
 

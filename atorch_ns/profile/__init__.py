@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from atorch_ns.profile._blocks import NamedModule, repeated_blocks
+from atorch_ns.profile._database import BlockKey, BlockSeconds, ProfileDatabase
+from atorch_ns.profile._precisions import ALL_PRECISIONS
 from atorch_ns.profile._profile import Profile
 from atorch_ns.profile._select import class_names, matches, select_modules, stand_for
+from atorch_ns.profile._timing import device_name, measure_blocks
 from atorch_ns.profile._trace import (
     Growth,
     OperatorCost,
@@ -16,8 +19,12 @@ from atorch_ns.profile._trace import (
     Trace,
     precision_key,
 )
+from atorch_ns.profile._tracing import profile_model
 
 __all__ = [
+    "ALL_PRECISIONS",
+    "BlockKey",
+    "BlockSeconds",
     "Growth",
     "NamedModule",
     "OperatorCost",
@@ -25,12 +32,16 @@ __all__ = [
     "ParameterSpec",
     "PhaseCost",
     "Profile",
+    "ProfileDatabase",
     "Segment",
     "SegmentCost",
     "Trace",
     "class_names",
+    "device_name",
     "matches",
+    "measure_blocks",
     "precision_key",
+    "profile_model",
     "repeated_blocks",
     "select_modules",
     "stand_for",

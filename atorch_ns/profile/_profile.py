@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from atorch_ns.profile._blocks import repeated_blocks
+from atorch_ns.profile._fingerprint import fingerprint
+from atorch_ns.profile._json import dumps, loads
 from atorch_ns.profile._select import class_names
 from atorch_ns.profile._trace import Trace
 
@@ -28,6 +30,7 @@ class Profile:
         num_trainable: those that require gradients.
         parameter_dtypes: names of the parameters' dtypes.
         on_meta: whether any parameter or buffer is on the meta device.
+        fingerprint: equal for models of equal structure, shapes and settings, whatever their weights.
         trace: what one step costs; ``None`` where only the structure was read.
     """
 
@@ -39,6 +42,7 @@ class Profile:
     num_trainable: int
     parameter_dtypes: tuple[str, ...]
     on_meta: bool
+    fingerprint: str = ""
     trace: Trace | None = None
 
     @classmethod
@@ -58,7 +62,21 @@ class Profile:
             num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             parameter_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
             on_meta=any(tensor.is_meta for tensor in (*parameters, *model.buffers())),
+            fingerprint=fingerprint(model),
         )
+
+    def to_json(self) -> str:
+        """The profile as one line of JSON, without the model's weights or the batch's values."""
+        return dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Profile:
+        """The profile that :meth:`to_json` wrote.
+
+        Raises:
+            InputError: if the text is no profile, or one of another schema.
+        """
+        return loads(cls, text)
 
     def unmatched(self, selectors: Iterable[str]) -> list[str]:
         """The selectors that match no module."""

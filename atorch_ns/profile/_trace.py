@@ -6,9 +6,9 @@ models without a sequence). Bytes are of tensors, as their storages count them, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,19 @@ class PhaseCost:
         num_operators: operators started; each costs the device its launch time.
         peak: bytes of tensors at the worst moment, beyond those that were alive when the phase began.
             Gradients of parameters are not counted.
+        peaks: the peak for any micro-batch: the largest of these. :attr:`peak` is near it at the traced size.
+        peaks_keeping: the same where the gradients of parameters that the phase makes are kept to its end.
+        peaks_passing: the same where each of them is handed on at once, as to a bucket: it is there until the
+            next operator runs.
     """
 
     flops: Growth
     moved: Growth
     num_operators: int
     peak: Growth
+    peaks: tuple[Growth, ...] = ()
+    peaks_keeping: tuple[Growth, ...] = ()
+    peaks_passing: tuple[Growth, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +121,14 @@ class SegmentCost:
         saved: bytes that the forward pass leaves behind for the backward pass, its output included, copies of
             parameters in the compute dtype not.
         output: bytes of what the segment hands to the next one: what recomputation keeps of it.
+        kept: bytes that are alive after its backward pass of what was made for it, less what it frees of
+            others: 0 for most blocks; a block's keys and values where the model's output holds a cache of
+            them.
+        incoming: bytes alive when its backward pass begins, beyond what it and all segments before it have
+            saved: the gradient of its output, and the model's output while a training loop holds it. What
+            segments after it have freed already is taken off, so it can be negative. It is the sum of
+            ``kept`` of all that runs later; of a segment with a count it is that of the last instance, and
+            each instance before has one ``kept`` more.
         cast_parameters: bytes of the copies of parameters in the compute dtype, which autocast makes and
             keeps until its context ends.
         operators: the kinds of operators, dearest first.
@@ -123,6 +138,8 @@ class SegmentCost:
     backward: PhaseCost
     saved: Growth
     output: Growth
+    kept: Growth = Growth()
+    incoming: Growth = Growth()
     cast_parameters: int = 0
     operators: tuple[OperatorCost, ...] = ()
 
@@ -148,7 +165,7 @@ class ParameterSpec:
     @property
     def num_elements(self) -> int:
         """Elements of the whole tensor."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +190,7 @@ class Segment:
     fingerprint: str = ""
     parameters: tuple[ParameterSpec, ...] = ()
     buffer_bytes: int = 0
-    costs: Mapping[str, SegmentCost] = field(default_factory=lambda: MappingProxyType({}))
+    costs: Mapping[str, SegmentCost] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -196,12 +213,17 @@ class OptimizerSpec:
         fixed_bytes: bytes of states of a fixed size for each parameter (step counters).
         temporary_copies: tensors of the size of all gradients that a step holds at its worst moment (1 for
             foreach implementations, 0 for fused ones and loops).
+        factored_dtypes: for a state that keeps of each matrix only its rows or its columns (Adafactor has one
+            of each), its dtype; rows first.
+        parameter_temporaries: tensors of the size of the largest parameter that a step holds besides.
     """
 
     name: str
     state_dtypes: tuple[str, ...] = ("same", "same")
     fixed_bytes: int = 0
     temporary_copies: float = 0.0
+    factored_dtypes: tuple[str, ...] = ()
+    parameter_temporaries: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +253,7 @@ class Trace:
     vocabulary_size: int = 0
     optimizer: OptimizerSpec | None = None
     how: str = "fake"
-    seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    seconds: Mapping[str, float] = field(default_factory=dict)
     timed_on: str = ""
     notes: tuple[str, ...] = ()
 

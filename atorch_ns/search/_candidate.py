@@ -19,10 +19,12 @@ class Pruned:
         kind: ``"memory"`` (does not fit), ``"slower"`` (the estimate rules it out), ``"same"`` (amounts to
             another candidate), ``"impossible"`` (refused when it was resolved).
         reason: in one sentence with its numbers.
+        hint: what would help, as a clause; empty if nothing is known to.
     """
 
     kind: Literal["memory", "slower", "same", "impossible"]
     reason: str
+    hint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Candidate:
         estimate: what it is predicted to cost; ``None`` where it could not be priced.
         is_baseline: whether this is the plain strategy that others are held against.
         pruned: why it will not be tried; ``None`` if it may.
+        setup_seconds: what a trial of it needs beyond the usual before its first step (compilation), predicted.
+        largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
     """
 
     key: str
@@ -44,6 +48,8 @@ class Candidate:
     estimate: Estimate | None = None
     is_baseline: bool = False
     pruned: Pruned | None = None
+    setup_seconds: float = 0.0
+    largest_batch: int | None = None
 
     @property
     def strategy(self) -> Strategy:

@@ -43,6 +43,10 @@ class SearchSettings(BaseModel):
         default=8, ge=1, description="Largest number of micro-batches that accumulation may use."
     )
     trial_deadline_s: float = Field(default=120.0, gt=0, description="Seconds after which a trial hangs.")
+    probe: bool = Field(
+        default=True,
+        description="Compare the winner's numbers with those of one process before it is returned.",
+    )
     re_profile: bool = Field(
         default=False, description="Measure blocks anew instead of reading the database."
     )

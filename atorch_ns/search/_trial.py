@@ -9,9 +9,19 @@ from typing import Any, Literal
 __all__ = ["StopRule", "TrialOutcome", "TrialStatus", "TrialTask"]
 
 TrialStatus = Literal[
-    "ok", "stopped early", "out of memory", "raised", "hung", "died", "non-finite", "refused", "cancelled"
+    "ok",
+    "stopped early",
+    "out of memory",
+    "raised",
+    "hung",
+    "died",
+    "non-finite",
+    "wrong",
+    "refused",
+    "cancelled",
 ]
-"""How a trial ended. ``refused``: the strategy cannot be applied. ``cancelled``: the search ended before."""
+"""How a trial ended. ``wrong``: a probe found numbers that differ from one process's. ``refused``: the
+strategy cannot be applied. ``cancelled``: another rank failed, or the search ended before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,7 @@ class TrialTask:
         rule: how long it runs.
         deadline_s: seconds after which a rank that has not reported is taken to hang, set-up included.
         attempt: 0, or the number of earlier tries that no fault of the candidate ended.
+        kind: ``"trial"``, or ``"probe"`` for a comparison of numerics with one process.
     """
 
     id: int
@@ -59,6 +70,7 @@ class TrialTask:
     rule: StopRule
     deadline_s: float = 120.0
     attempt: int = 0
+    kind: Literal["trial", "probe"] = "trial"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,13 @@ class Plan:
             unit as one vector), or whole ``parameters`` given to ranks (ZeroRedundancyOptimizer).
         recomputed: selectors of what is recomputed, ``None`` for the repeated blocks.
         saved_operators: operators whose results recomputation keeps.
+        flat_alignment: in the layout ``flat``, bytes whose multiple each parameter begins at; 0 for none.
+        flat_multiple: in the layout ``flat``, elements whose multiple each rank's piece is.
+        updates_copy: whether the optimizer updates a copy of its share, although the weights are in its dtype.
+        frees_gradients: whether no gradient is alive once the optimizer has stepped.
+        bucket_views: whether gradients lie in the buckets that are reduced; else both are kept.
+        follows_compute: whether parameters are gathered in the compute dtype of a method that comes later.
+        compiler: the backend that compiles blocks; empty where nothing is compiled.
         extras: costs that none of the fields above expresses.
     """
 
@@ -95,6 +102,13 @@ class Plan:
     shard_layout: Literal["rows", "flat", "parameters"] = "rows"
     recomputed: tuple[str, ...] | None = None
     saved_operators: tuple[str, ...] = ()
+    flat_alignment: int = 0
+    flat_multiple: int = 1
+    updates_copy: bool = False
+    frees_gradients: bool = False
+    bucket_views: bool = True
+    follows_compute: bool = False
+    compiler: str = ""
     extras: tuple[Extra, ...] = ()
 
     def size(self, names: str | Iterable[str]) -> int:

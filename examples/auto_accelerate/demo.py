@@ -1,9 +1,11 @@
-"""Trains a small Llama on English text, byte by byte, under a strategy, and lets it write a line.
+"""Finds a strategy for a small Llama, trains it on English text with it, and lets it write a line.
 
 ::
 
     torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/demo.py
-    python examples/auto_accelerate/demo.py --steps 100
+    python examples/auto_accelerate/demo.py --steps 100 --strategy amp_native:bf16,checkpoint
+
+The strategy that is found is saved and, if the script runs again, used without a search.
 
 Legend: T bytes of a window, V vocabulary (256 byte values).
 """
@@ -35,15 +37,16 @@ MIB = 2**20
 
 def read_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small Llama on English text under a strategy.")
+    parser = argparse.ArgumentParser(description="Find a strategy for a small Llama and train with it.")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--batchsize", type=int, default=8, help="windows in a batch of all processes")
     parser.add_argument("--seq-length", type=int, default=128, help="bytes in a window")
     parser.add_argument(
         "--strategy",
-        default="fsdp,amp_native:bf16,checkpoint",
-        help="a strategy file, or names with commas between them, each with its config behind a colon",
+        help="a strategy file, or names with commas between them, each with its config behind a colon; "
+        "without it the strategy of an earlier run is used, or one is searched for",
     )
+    parser.add_argument("--time-limit", type=float, default=90.0, help="seconds that the search may take")
     parser.add_argument("--save", type=Path, default=Path("runs/demo"), help="folder for what is kept")
     return parser.parse_args()
 
@@ -69,8 +72,16 @@ def next_byte_loss(batch: dict[str, Tensor], output: object) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
 
 
+def strategy_to_load(options: argparse.Namespace) -> object:
+    """What the command line names, else what an earlier run has found, else nothing: then it is searched for."""
+    if options.strategy is not None:
+        return parse_strategy(options.strategy)
+    found = options.save / "strategy.json"
+    return found if found.exists() else None
+
+
 def accelerate(options: argparse.Namespace) -> Result:
-    """Model, optimizer, data and loss under the strategy; the strategy's file goes into the folder."""
+    """Model, optimizer, data and loss under the strategy; its file and the search's report go into the folder."""
     options.save.mkdir(parents=True, exist_ok=True)
     use_same_seed(0)
     _, result, _ = auto_accelerate(
@@ -88,11 +99,16 @@ def accelerate(options: argparse.Namespace) -> Result:
             "pct_start": 0.1,
             "cycle_momentum": False,
         },
-        load_strategy=parse_strategy(options.strategy),
+        load_strategy=strategy_to_load(options),
         save_strategy_to_file=options.save / "strategy.json",
+        time_limit=options.time_limit,
         max_grad_norm=1.0,
+        verbose=True,
     )
     assert result is not None
+    if result.report.search is not None and is_first_process():
+        result.report.save(options.save / "report.html")
+        result.report.save(options.save / "report.json")
     return result
 
 
@@ -179,6 +195,8 @@ def main() -> None:
     console.print(f"speed       {progress.tokens_per_second:,.0f} tokens/s over {progress.seconds:.0f} s")
     console.print(f"peak memory {memory}")
     console.print(f"strategy    {options.save / 'strategy.json'}")
+    if result.report.search is not None:
+        console.print(f"report      {options.save / 'report.html'}")
     console.print(f"checkpoint  {checkpoint.latest(options.save / 'checkpoint')}")
     console.print(f"it writes   {' '.join(line.split())}", soft_wrap=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -82,6 +82,10 @@ class Replacement(ABC):
     @abstractmethod
     def looks_for(self) -> str:
         """What it replaces, as a noun phrase in the plural."""
+
+    def wanted_among(self, class_names: Set[str]) -> bool:
+        """Whether modules with these class names, bare and qualified, are likely to hold what it replaces."""
+        return False
 
     @abstractmethod
     def replace(self, model: nn.Module) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,6 +41,10 @@ class ClassPair(Replacement):
     def looks_for(self) -> str:
         """Modules of the source class."""
         return f"{self.source.__name__} modules"
+
+    def wanted_among(self, class_names: Set[str]) -> bool:
+        """Whether the source class is there."""
+        return f"{self.source.__module__}.{self.source.__qualname__}" in class_names
 
     def replace(self, model: nn.Module) -> Outcome:
         """Replaces the modules of the class.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ class FusedRmsNorm(Replacement):
     def looks_for(self) -> str:
         """Hand-written normalisations."""
         return "hand-written RMSNorms"
+
+    def wanted_among(self, class_names: Set[str]) -> bool:
+        """Whether a class other than torch's own is called an RMSNorm."""
+        return any("RMSNorm" in name and not name.startswith("torch.") for name in class_names - {"RMSNorm"})
 
     def replace(self, model: nn.Module) -> Outcome:
         """Replaces what computes the same."""

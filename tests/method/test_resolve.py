@@ -82,7 +82,9 @@ def test_plan() -> None:
     assert plan.loss_scaling
     assert (plan.recompute, plan.recompute_every) == ("blocks", 2)
     assert plan.num_data_ranks == 4
-    assert _resolve(["zero2"]).plan.parameters_over == ()
+    gathered = _resolve(["zero2"]).plan
+    assert gathered.keeps_gathered
+    assert gathered.parameters_over == ("data",)
 
 
 @pytest.mark.parametrize(

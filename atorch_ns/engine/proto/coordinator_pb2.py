@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(atorch_ns/engine/proto/coordinator.proto\x12\x13\x61torch_ns.engine.v1\"j\n\x10\x43reateJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0f\n\x07setting\x18\x03 \x01(\x0c\x12\x10\n\x08settings\x18\x04 \x01(\x0c\x12\x12\n\ncandidates\x18\x05 \x01(\x0c\"&\n\x0e\x43reateJobReply\x12\x14\n\x0cknown_trials\x18\x01 \x01(\x05\"O\n\x0bJoinRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x14\n\x0clast_task_id\x18\x04 \x01(\x03\"I\n\tJoinReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\"8\n\x06\x43\x61ller\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"_\n\x0fNextTaskRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0f\n\x07\x64one_id\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"i\n\rNextTaskReply\x12\x0e\n\x04task\x18\x01 \x01(\x0cH\x00\x12)\n\x04over\x18\x02 \x01(\x0b\x32\x19.atorch_ns.engine.v1.OverH\x00\x12\x15\n\x0b\x61sk_again_s\x18\x03 \x01(\x01H\x00\x42\x06\n\x04what\"\x92\x01\n\x04Over\x12\x0f\n\x07outcome\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x39\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\'.atorch_ns.engine.v1.Over.FailuresEntry\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"L\n\rReportRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0e\n\x06report\x18\x02 \x01(\x0c\"\x1e\n\x0bReportReply\x12\x0f\n\x07verdict\x18\x01 \x01(\t\"?\n\x10HeartbeatRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\".\n\x0eHeartbeatReply\x12\x0e\n\x06\x63\x61ncel\x18\x01 \x03(\x03\x12\x0c\n\x04over\x18\x02 \x01(\x08\"L\n\rCancelRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"K\n\x0cLeaveRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nLeaveReply2\xcc\x04\n\x0b\x43oordinator\x12W\n\tCreateJob\x12%.atorch_ns.engine.v1.CreateJobRequest\x1a#.atorch_ns.engine.v1.CreateJobReply\x12H\n\x04Join\x12 .atorch_ns.engine.v1.JoinRequest\x1a\x1e.atorch_ns.engine.v1.JoinReply\x12T\n\x08NextTask\x12$.atorch_ns.engine.v1.NextTaskRequest\x1a\".atorch_ns.engine.v1.NextTaskReply\x12N\n\x06Report\x12\".atorch_ns.engine.v1.ReportRequest\x1a .atorch_ns.engine.v1.ReportReply\x12W\n\tHeartbeat\x12%.atorch_ns.engine.v1.HeartbeatRequest\x1a#.atorch_ns.engine.v1.HeartbeatReply\x12N\n\x06\x43\x61ncel\x12\".atorch_ns.engine.v1.CancelRequest\x1a .atorch_ns.engine.v1.CancelReply\x12K\n\x05Leave\x12!.atorch_ns.engine.v1.LeaveRequest\x1a\x1f.atorch_ns.engine.v1.LeaveReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(atorch_ns/engine/proto/coordinator.proto\x12\x13\x61torch_ns.engine.v1\"j\n\x10\x43reateJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0f\n\x07setting\x18\x03 \x01(\x0c\x12\x10\n\x08settings\x18\x04 \x01(\x0c\x12\x12\n\ncandidates\x18\x05 \x01(\x0c\"&\n\x0e\x43reateJobReply\x12\x14\n\x0cknown_trials\x18\x01 \x01(\x05\"O\n\x0bJoinRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x14\n\x0clast_task_id\x18\x04 \x01(\x03\"I\n\tJoinReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x01\"8\n\x06\x43\x61ller\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"_\n\x0fNextTaskRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0f\n\x07\x64one_id\x18\x02 \x01(\x03\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"i\n\rNextTaskReply\x12\x0e\n\x04task\x18\x01 \x01(\x0cH\x00\x12)\n\x04over\x18\x02 \x01(\x0b\x32\x19.atorch_ns.engine.v1.OverH\x00\x12\x15\n\x0b\x61sk_again_s\x18\x03 \x01(\x01H\x00\x42\x06\n\x04what\"\x92\x01\n\x04Over\x12\x0f\n\x07outcome\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x39\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\'.atorch_ns.engine.v1.Over.FailuresEntry\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"L\n\rReportRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0e\n\x06report\x18\x02 \x01(\x0c\"\x1e\n\x0bReportReply\x12\x0f\n\x07verdict\x18\x01 \x01(\t\"b\n\x10HeartbeatRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\r\n\x05watch\x18\x02 \x01(\x08\x12\x12\n\nnum_events\x18\x03 \x01(\x03\">\n\x0eHeartbeatReply\x12\x0e\n\x06\x63\x61ncel\x18\x01 \x03(\x03\x12\x0c\n\x04over\x18\x02 \x01(\x08\x12\x0e\n\x06\x65vents\x18\x03 \x03(\x0c\"L\n\rCancelRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"K\n\x0cLeaveRequest\x12+\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1b.atorch_ns.engine.v1.Caller\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0c\n\nLeaveReply2\xcc\x04\n\x0b\x43oordinator\x12W\n\tCreateJob\x12%.atorch_ns.engine.v1.CreateJobRequest\x1a#.atorch_ns.engine.v1.CreateJobReply\x12H\n\x04Join\x12 .atorch_ns.engine.v1.JoinRequest\x1a\x1e.atorch_ns.engine.v1.JoinReply\x12T\n\x08NextTask\x12$.atorch_ns.engine.v1.NextTaskRequest\x1a\".atorch_ns.engine.v1.NextTaskReply\x12N\n\x06Report\x12\".atorch_ns.engine.v1.ReportRequest\x1a .atorch_ns.engine.v1.ReportReply\x12W\n\tHeartbeat\x12%.atorch_ns.engine.v1.HeartbeatRequest\x1a#.atorch_ns.engine.v1.HeartbeatReply\x12N\n\x06\x43\x61ncel\x12\".atorch_ns.engine.v1.CancelRequest\x1a .atorch_ns.engine.v1.CancelReply\x12K\n\x05Leave\x12!.atorch_ns.engine.v1.LeaveRequest\x1a\x1f.atorch_ns.engine.v1.LeaveReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -56,17 +56,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREPLY']._serialized_start=858
   _globals['_REPORTREPLY']._serialized_end=888
   _globals['_HEARTBEATREQUEST']._serialized_start=890
-  _globals['_HEARTBEATREQUEST']._serialized_end=953
-  _globals['_HEARTBEATREPLY']._serialized_start=955
-  _globals['_HEARTBEATREPLY']._serialized_end=1001
-  _globals['_CANCELREQUEST']._serialized_start=1003
-  _globals['_CANCELREQUEST']._serialized_end=1079
-  _globals['_CANCELREPLY']._serialized_start=1081
-  _globals['_CANCELREPLY']._serialized_end=1094
-  _globals['_LEAVEREQUEST']._serialized_start=1096
-  _globals['_LEAVEREQUEST']._serialized_end=1171
-  _globals['_LEAVEREPLY']._serialized_start=1173
-  _globals['_LEAVEREPLY']._serialized_end=1185
-  _globals['_COORDINATOR']._serialized_start=1188
-  _globals['_COORDINATOR']._serialized_end=1776
+  _globals['_HEARTBEATREQUEST']._serialized_end=988
+  _globals['_HEARTBEATREPLY']._serialized_start=990
+  _globals['_HEARTBEATREPLY']._serialized_end=1052
+  _globals['_CANCELREQUEST']._serialized_start=1054
+  _globals['_CANCELREQUEST']._serialized_end=1130
+  _globals['_CANCELREPLY']._serialized_start=1132
+  _globals['_CANCELREPLY']._serialized_end=1145
+  _globals['_LEAVEREQUEST']._serialized_start=1147
+  _globals['_LEAVEREQUEST']._serialized_end=1222
+  _globals['_LEAVEREPLY']._serialized_start=1224
+  _globals['_LEAVEREPLY']._serialized_end=1236
+  _globals['_COORDINATOR']._serialized_start=1239
+  _globals['_COORDINATOR']._serialized_end=1827
 # @@protoc_insertion_point(module_scope)

@@ -110,18 +110,24 @@ class ReportReply(_message.Message):
     def __init__(self, verdict: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller",)
+    __slots__ = ("caller", "watch", "num_events")
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+    watch: bool
+    num_events: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., watch: bool = ..., num_events: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("cancel", "over")
+    __slots__ = ("cancel", "over", "events")
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     cancel: _containers.RepeatedScalarFieldContainer[int]
     over: bool
-    def __init__(self, cancel: _Optional[_Iterable[int]] = ..., over: bool = ...) -> None: ...
+    events: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, cancel: _Optional[_Iterable[int]] = ..., over: bool = ..., events: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("caller", "reason")

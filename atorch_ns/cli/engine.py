@@ -1,0 +1,57 @@
+"""``atorch-ns engine``: a coordinator of its own, for many jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Run searches for many jobs, and remember what they found.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps ``serve`` a verb of its own while it is the only one."""
+
+
+@app.command()
+def serve(
+    history_dir: Path = typer.Option(  # noqa: B008  # how typer declares options
+        ..., help="Folder with the trials of all jobs and the jobs under way; made if it is not there."
+    ),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only for this machine."),
+    port: int = typer.Option(0, min=0, max=65535, help="0 for the last one used here, or any that is free."),
+    token_file: Path | None = typer.Option(  # noqa: B008
+        None,
+        help="File with the token that every job must show; one is made in the history folder if absent.",
+    ),
+    tls_cert: Path | None = typer.Option(None, help="Certificate with its chain, PEM."),  # noqa: B008
+    tls_key: Path | None = typer.Option(None, help="Private key of the certificate, PEM."),  # noqa: B008
+    allow_plain_remote: bool = typer.Option(
+        False,
+        "--allow-plain-remote",
+        help="Let other machines connect without TLS, on a network that you trust.",
+    ),
+) -> None:
+    """Serve searches until SIGINT or SIGTERM. Started again on its folder, it goes on where it stopped.
+
+    Prints the address on stdout once it listens; all else goes to stderr.
+
+    Example: atorch-ns engine serve --history-dir /var/lib/atorch-ns --port 7077
+    """
+    import logging
+
+    from atorch_ns.engine._engine_service import serve_engine, tls_files
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    serve_engine(
+        history_dir,
+        host=host,
+        port=port,
+        token_file=token_file,
+        tls=tls_files(tls_cert, tls_key),
+        allow_plain_remote=allow_plain_remote,
+        announce=typer.echo,
+    )

@@ -1,0 +1,134 @@
+"""``atorch-ns plan``: ranked strategies for a cluster that need not be there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atorch_ns.cli._options import (
+    AsJson,
+    Batch,
+    ClusterSpec,
+    InputFormat,
+    Loss,
+    MemoryLimit,
+    Model,
+    Optimizer,
+    ProfileFile,
+    Sample,
+)
+from atorch_ns.cli._planning import Asked, make_cluster, make_profile, make_settings, say
+
+if TYPE_CHECKING:
+    from atorch_ns.cluster import Cluster
+    from atorch_ns.profile import Profile
+    from atorch_ns.search import SearchOutcome
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: Model = None,
+    sample: Sample = None,
+    cluster: ClusterSpec = None,
+    loss: Loss = None,
+    optimizer: Optimizer = "torch.optim.AdamW",
+    batch: Batch = None,
+    objective: Annotated[str, typer.Option(help="time, memory, batch or cost.")] = "time",
+    memory_limit: MemoryLimit = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="A method or group that may not be there; repeatable."),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="A method or group that must be there, or NAME=CONFIG in JSON; repeatable."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Candidates shown.")] = 10,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the first strategy here, JSON or YAML by suffix."),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write the whole report here: .html, .json or .txt."),
+    ] = None,
+    profile: ProfileFile = None,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(help="Write the profile here, to plan again without the model."),
+    ] = None,
+    input_format: InputFormat = "auto",
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Also the operators that the best step spends its work on."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rank strategies for a model on a cluster, by prediction alone. The exit code is 3 if nothing fits.
+
+    Example: atorch-ns plan --model train.py:build --sample train.py:sample --cluster "8xH100-80GB, 2 nodes, ib400"
+    """
+    from atorch_ns.engine._plan_offline import plan_offline
+    from atorch_ns.report import TrainingReport, search_text
+
+    settings = make_settings(objective=objective, memory_limit=memory_limit)
+    place = make_cluster(cluster)
+    asked = Asked(model, sample, loss, optimizer, input_format, profile)
+    known, seconds = make_profile(asked, device=place.device_type)
+    outcome = plan_offline(
+        known,
+        place,
+        global_batch=batch,
+        settings=settings,
+        excluded=[_wish(text) for text in exclude or ()],
+        included=[_wish(text) for text in include or ()],
+        profile_seconds=seconds,
+    )
+    whole = TrainingReport(search=outcome)
+    if as_json:
+        typer.echo(whole.to_json(), nl=False)
+    else:
+        typer.echo(search_text(outcome, top=top))
+        if verbose:
+            typer.echo(_operators(known, outcome, place))
+    if save_profile is not None:
+        save_profile.write_text(known.to_json(), encoding="utf-8")
+        say(f"profile written to {save_profile}")
+    if report is not None:
+        whole.save(report)
+        say(f"report written to {report}")
+    if outcome.best is None:
+        say(f"atorch-ns: nothing fits. {outcome.nearest_miss}")
+        raise typer.Exit(3)
+    if save is not None:
+        whole.strategy.save(save)
+        say(f"strategy written to {save}")
+
+
+def _wish(text: str) -> Any:
+    """A name, or ``name=config`` whose config is JSON or a word."""
+    name, equals, config = text.partition("=")
+    if not equals:
+        return text
+    try:
+        return name, json.loads(config)
+    except ValueError:
+        return name, config
+
+
+def _operators(profile: Profile, outcome: SearchOutcome, cluster: Cluster) -> str:
+    from atorch_ns.estimate import Workload
+    from atorch_ns.method import load_registry, resolve
+    from atorch_ns.report import operators_info, operators_text
+
+    row = outcome.winner or (outcome.rows[0] if outcome.rows else None)
+    if row is None or profile.trace is None:
+        return ""
+    resolved = resolve(row.candidate.strategy, cluster, load_registry(), profile=profile)
+    workload = Workload(global_batch=outcome.setting.global_batch, num_tokens=outcome.setting.num_tokens)
+    info = operators_info(profile.trace, resolved.plan, workload, world_size=cluster.world_size)
+    return f"\nOperators of one rank's step with {row.candidate.label} ({info.precision})\n{operators_text(info)}"

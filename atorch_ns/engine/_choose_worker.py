@@ -1,0 +1,74 @@
+"""How a rank's trials are run: in a process of their own, or, where that cannot be, in the caller's."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._in_process import InProcessWorker
+from atorch_ns.engine._rank_report import Worker
+from atorch_ns.engine._rendezvous import Rendezvous
+from atorch_ns.engine._request import SearchRequest
+from atorch_ns.engine._worker import TrialWorker
+from atorch_ns.job import Inputs
+from atorch_ns.search import Note, memory_limit
+
+__all__ = ["make_worker"]
+
+
+def make_worker(
+    stack: contextlib.ExitStack,
+    inputs: Inputs,
+    cluster: Cluster,
+    request: SearchRequest,
+    *,
+    rendezvous: Rendezvous | None,
+    obstacle: str | None,
+) -> Worker:
+    """The worker of this rank; it ends with ``stack``.
+
+    Args:
+        stack: closes the worker, and removes its folder of logs if it stayed empty.
+        inputs: with a small dataset.
+        cluster: with hardware figures.
+        request: what the caller asked for.
+        rendezvous: where the ranks of a trial meet.
+        obstacle: why the arguments of some rank cannot be sent to another process; ``None`` if they can.
+    """
+    if obstacle is None:
+        limit = memory_limit(cluster, request.settings).num_bytes
+        worker: Worker = TrialWorker(
+            inputs,
+            cluster,
+            rendezvous=rendezvous,
+            log_dir=_log_dir(stack, request),
+            memory_limit_bytes=limit or None,
+        )
+    else:
+        worker = InProcessWorker(inputs, cluster)
+        if cluster.rank == 0:
+            request.observer(
+                Note(
+                    f"trials run in this process, since {obstacle}: a trial that crashes or hangs ends the "
+                    "search, and its memory is measured together with what this process holds."
+                )
+            )
+    stack.callback(worker.close)
+    return worker
+
+
+def _log_dir(stack: contextlib.ExitStack, request: SearchRequest) -> Path:
+    if request.log_dir is not None:
+        request.log_dir.mkdir(parents=True, exist_ok=True)
+        return request.log_dir
+    folder = Path(tempfile.mkdtemp(prefix="atorch_ns_trials_"))
+
+    def remove_if_empty() -> None:
+        if not any(path.stat().st_size for path in folder.rglob("*") if path.is_file()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    stack.callback(remove_if_empty)
+    return folder

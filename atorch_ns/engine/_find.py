@@ -1,0 +1,160 @@
+"""The fully automatic mode: from the user's objects to the outcome of a search on the real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from atorch_ns.cluster import Cluster, agree, calibrate
+from atorch_ns.engine._agent import run_agent
+from atorch_ns.engine._calibration import Calibration
+from atorch_ns.engine._choose_worker import make_worker
+from atorch_ns.engine._meeting import Meeting, join
+from atorch_ns.engine._pickling import describe_unpicklable
+from atorch_ns.engine._problem import pose
+from atorch_ns.engine._rendezvous import Rendezvous, open_rendezvous
+from atorch_ns.engine._request import SearchRequest
+from atorch_ns.engine._sampling import Sample, sample_inputs
+from atorch_ns.errors import SearchError
+from atorch_ns.job import Inputs
+from atorch_ns.method import Registry
+from atorch_ns.search import SearchOutcome
+
+__all__ = ["find_strategy"]
+
+T = TypeVar("T")
+
+_CALIBRATION_S = 4.0
+
+
+def find_strategy(
+    inputs: Inputs, cluster: Cluster, registry: Registry, request: SearchRequest
+) -> SearchOutcome:
+    """Searches for the best strategy; collective, and the outcome is the same on every rank.
+
+    The user's model, data and random states are as before: trials run in processes of their own, on the
+    model's structure and a few samples.
+
+    Raises:
+        InputError: if the arguments do not allow a search.
+        SearchError: if no candidate could be run; it carries the outcome.
+        RankError: if a rank failed or vanished.
+    """
+    sample = agree(
+        lambda: sample_inputs(
+            inputs,
+            num_data_ranks=cluster.world_size,
+            sample_batch=request.sample_batch,
+            batch_size=request.batch_size,
+        ),
+        what="sampling the data",
+        distributed=cluster.distributed,
+    )
+    measured = _with_measured_hardware(cluster, request)
+    with contextlib.ExitStack() as stack:
+        outcome = _search(stack, sample, measured, registry, request)
+    if outcome.best is None:
+        raise SearchError(_why_nothing(outcome), outcome=outcome)
+    return outcome
+
+
+def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster:
+    """The cluster with figures of what it does here, corrected by what earlier jobs have learned."""
+    known = cluster.with_hardware()
+    group = dist.group.WORLD if cluster.distributed else None
+    hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
+    if request.calibration is not None:
+        learned = agree(
+            lambda: Calibration.load(request.calibration),  # type: ignore[arg-type]  # not None, see above
+            what="reading the calibration",
+            distributed=cluster.distributed,
+        )
+        hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
+    return replace(known, hardware=hardware)
+
+
+def _search(
+    stack: contextlib.ExitStack,
+    sample: Sample,
+    cluster: Cluster,
+    registry: Registry,
+    request: SearchRequest,
+) -> SearchOutcome:
+    rendezvous = _rendezvous(stack, cluster)
+    obstacles = _gathered(cluster, describe_unpicklable(sample.inputs))
+    # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
+    worker = agree(
+        lambda: make_worker(
+            stack,
+            sample.inputs,
+            cluster,
+            request,
+            rendezvous=rendezvous,
+            obstacle=next(filter(None, obstacles), None),
+        ),
+        what="starting the trial workers",
+        distributed=cluster.distributed,
+    )
+    problem = _on_first(cluster, lambda: pose(sample, cluster, registry, request), what="profiling the model")
+    meeting = _on_first(
+        cluster,
+        lambda: Meeting(cluster, request, problem) if problem is not None else None,
+        what="opening the coordinator",
+    )
+    if meeting is not None:
+        stack.callback(meeting.close)
+    address = _shared(cluster, None if meeting is None else meeting.address)
+    here = meeting is not None and not address.address
+    client = meeting.client() if meeting is not None and here else join(address, cluster, request)
+    outcome = run_agent(client, worker, rank=cluster.rank)
+    if meeting is not None and problem is not None:
+        meeting.conclude()
+        outcome = replace(outcome, checks=(*outcome.checks, *problem.checks(outcome)))
+    found: SearchOutcome = _shared(cluster, outcome)
+    return found
+
+
+def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:
+    """The address of the store at which the ranks of a trial meet; it lives as long as ``stack``."""
+    if not cluster.distributed:
+        return None
+    opened = _on_first(cluster, lambda: open_rendezvous(cluster), what="opening the store of the trials")
+    stack.callback(lambda: opened)
+    address: Rendezvous = _shared(cluster, None if opened is None else opened[1])
+    return address
+
+
+def _on_first(cluster: Cluster, action: Callable[[], T], *, what: str) -> T | None:
+    """Runs ``action`` on rank 0 while the others wait; a failure is raised on all of them."""
+    return agree(lambda: action() if cluster.rank == 0 else None, what=what, distributed=cluster.distributed)
+
+
+def _shared(cluster: Cluster, value: Any) -> Any:
+    """Rank 0's value."""
+    values = [value]
+    if cluster.distributed:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _gathered(cluster: Cluster, value: Any) -> list[Any]:
+    if not cluster.distributed:
+        return [value]
+    values: list[Any] = [None] * cluster.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _why_nothing(outcome: SearchOutcome) -> str:
+    lines = [f"no strategy could be run on {outcome.setting.world_size} process(es): {outcome.stop_reason}"]
+    failed = [row for row in outcome.rows if row.fate in ("failed", "pruned")]
+    lines += [f"  {row.candidate.label}: {row.reason}" for row in failed[:8]]
+    if len(failed) > 8:
+        lines.append(f"  and {len(failed) - 8} more")
+    if outcome.nearest_miss:
+        lines.append(outcome.nearest_miss)
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""The probe's run under the strategy, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._probe_reference import MOMENTUM, part_of_ranks
+from atorch_ns.errors import StepError
+from atorch_ns.job import Inputs, Result, apply_strategy
+from atorch_ns.method import Resolved
+
+__all__ = ["StrategyRun", "run_strategy"]
+
+_MAX_SKIPS: Final = 24
+"""A loss scale begins at 2^16 and halves with every skipped step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRun:
+    """What the strategy made of the small model.
+
+    Attributes:
+        final: every weight, whole, on the CPU, by its first name; on rank 0 only.
+        losses: of each step.
+        differing: names of weights that ranks should hold alike and do not.
+    """
+
+    final: Mapping[str, torch.Tensor]
+    losses: tuple[float, ...]
+    differing: tuple[str, ...] = ()
+
+
+def run_strategy(
+    inputs: Inputs,
+    cluster: Cluster,
+    resolved: Resolved,
+    batches: Sequence[Sequence[Any]],
+    *,
+    learning_rate: float,
+    training: bool,
+) -> StrategyRun:
+    """Applies the strategy and trains on this rank's part of each batch; collective.
+
+    Args:
+        inputs: the small model, with SGD as optimizer; the model is used up.
+        cluster: what the job runs on.
+        resolved: the strategy.
+        batches: ``[step][part]``.
+        learning_rate: of SGD.
+        training: whether the model is in training mode.
+    """
+    given = replace(
+        inputs,
+        optim_args={"lr": learning_rate, "momentum": MOMENTUM},
+        dataset=None,
+        dataloader_args=None,
+        distributed_sampler_cls=None,
+        lr_scheduler_cls=None,
+        lr_scheduler_args=None,
+    )
+    result = apply_strategy(given, cluster, resolved)
+    result.model.train(training)
+    part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
+    losses = tuple(_train(result, batch[part]) for batch in batches)
+    final, differing = _gather(result)
+    return StrategyRun(final=final, losses=losses, differing=differing)
+
+
+def _train(result: Result, batch: Any) -> float:
+    """One step, again and again while a loss scale that is too large has it skipped."""
+    for _ in range(_MAX_SKIPS):
+        loss = float(result.train_step(batch))
+        if not result.train_step.skipped:
+            return loss
+    raise StepError(f"{_MAX_SKIPS} steps in a row were skipped, because gradients are infinite or NaN.")
+
+
+def _gather(result: Result) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """Whole weights on rank 0, and the names of plain ones whose bits differ between ranks; collective."""
+    job = result.job
+    weights = job.make_states(job, result.optim).weights()
+    whole: dict[str, torch.Tensor] = {}
+    sums: dict[str, int] = {}
+    for name, weight in weights.items():
+        value = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if not isinstance(weight, DTensor):
+            sums[name] = _bit_sum(value)
+        if job.cluster.rank == 0:
+            whole[name] = value.detach().to("cpu", copy=True)
+    if not job.cluster.distributed:
+        return whole, ()
+    gathered: list[dict[str, int]] = [{}] * job.cluster.world_size
+    dist.all_gather_object(gathered, sums)
+    names = dict.fromkeys(name for one in gathered for name in one)
+    differing = [name for name in names if len({one[name] for one in gathered if name in one}) > 1]
+    return whole, tuple(differing)
+
+
+def _bit_sum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's bytes, each weighted by its place in a word: equal for equal bits."""
+    flat = tensor.detach().contiguous().flatten()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(kind).sum(dtype=torch.int64))

@@ -1,0 +1,188 @@
+"""What a probe compares on: a small model, a few batches, and what one process makes of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, default_collate
+
+from atorch_ns.cluster import Cluster, agree
+from atorch_ns.engine._probe_model import bytes_needed, fill, round_to, structure_of
+from atorch_ns.engine._probe_reference import (
+    Deviation,
+    Reference,
+    bare_groups,
+    measure,
+    part_of_ranks,
+    run_reference,
+)
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs
+from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Strategy
+
+__all__ = ["Prepared", "prepare"]
+
+T = TypeVar("T")
+
+_NUM_STEPS: Final = 2
+_SEED: Final = 20
+_MEMORY_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the strategy is to be held against.
+
+    Attributes:
+        inputs: with the small model, and SGD for the optimizer.
+        resolved: the strategy.
+        batches: ``[step][part]``.
+        reference: one process in full precision; on rank 0 only.
+        noise: how far one process in bfloat16 is from it; on rank 0 only, ``None`` in full precision.
+        learning_rate, training: of the reference.
+    """
+
+    inputs: Inputs
+    resolved: Resolved
+    batches: list[list[Any]]
+    reference: Reference | None
+    noise: Deviation | None
+    learning_rate: float
+    training: bool
+
+
+def prepare(
+    inputs: Inputs,
+    cluster: Cluster,
+    strategy: Strategy,
+    registry: Registry,
+    *,
+    shallow: bool,
+    num_samples: int | None,
+) -> Prepared:
+    """Builds the small model on every rank, and trains it in one process on rank 0; collective.
+
+    Raises:
+        Exception: on every rank, whatever stands in the way of a comparison.
+    """
+
+    def agreed(action: Callable[[], T]) -> T:
+        return agree(action, what="preparing the numerics probe", distributed=cluster.distributed)
+
+    small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
+    resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
+    found = agreed(lambda: _prepare(small, cluster, resolved, num_samples))
+    return _shared(found, cluster)
+
+
+def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
+    """The inputs with a small model in the place of the user's, SGD for the optimizer, and no data loader."""
+    if inputs.loss_func is None or inputs.dataset is None:
+        raise InputError("a probe needs dataset and loss_func.")
+    model, originals = structure_of(inputs.model, shallow=shallow)
+    _require_memory(bytes_needed(model), cluster)
+    fill(model, originals, torch.device(cluster.device), seed=_SEED)
+    return replace(inputs, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
+
+
+def _require_memory(model_bytes: int, cluster: Cluster) -> None:
+    """Rank 0 holds two models, the gradients and momentum of one, and copies in host memory."""
+    needed = 6 * model_bytes
+    available = cluster.device_memory_bytes
+    if cluster.device_type == "cpu":
+        available //= max(1, cluster.local_world_size)
+    if available and needed > _MEMORY_SHARE * available:
+        raise InputError(
+            f"two blocks of each kind and what surrounds them take {needed / 2**30:.1f} GiB to compare, of "
+            f"{available / 2**30:.1f} GiB a rank has."
+        )
+
+
+def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: int | None) -> Prepared:
+    round_to(inputs.model, getattr(torch, resolved.plan.parameter_dtype))
+    if cluster.rank != 0:
+        return Prepared(
+            inputs=inputs,
+            resolved=resolved,
+            batches=[],
+            reference=None,
+            noise=None,
+            learning_rate=0.0,
+            training=False,
+        )
+    num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
+    parts = part_of_ranks(resolved.plan.num_data_ranks)
+    batches = _draw(inputs, 1 + max(parts), num_micro_batches, num_samples)
+    if cluster.distributed:
+        pickle.dumps(batches)  # rank 0 must fail here, not where the others wait for it
+    device = torch.device(cluster.device)
+
+    def run(**options: Any) -> Reference:
+        model = copy.deepcopy(inputs.model)
+        return run_reference(model, inputs, batches, parts, num_micro_batches, device, **options)
+
+    reference = run()
+    noise = None
+    if _is_reduced(resolved):
+        rounded = run(compute_dtype=torch.bfloat16, like=reference)
+        noise = measure(reference, rounded.final, rounded.losses)
+    return Prepared(
+        inputs=inputs,
+        resolved=resolved,
+        batches=batches,
+        reference=reference,
+        noise=noise,
+        learning_rate=reference.learning_rate,
+        training=reference.training,
+    )
+
+
+def _is_reduced(resolved: Resolved) -> bool:
+    plan = resolved.plan
+    dtypes = (plan.parameter_dtype, plan.compute_dtype, plan.gather_dtype, plan.reduce_dtype)
+    return any(dtype not in (None, "float32") for dtype in dtypes)
+
+
+def _draw(inputs: Inputs, num_parts: int, num_micro_batches: int, num_samples: int | None) -> list[list[Any]]:
+    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few."""
+    args = dict(inputs.dataloader_args or {})
+    unbatched = "batch_size" in args and args["batch_size"] is None
+    rows = 1 if unbatched else num_micro_batches * _rows(num_parts * num_micro_batches, num_samples)
+    dataset = inputs.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        taken = list(itertools.islice(iter(dataset), _NUM_STEPS * num_parts * rows))
+    else:
+        taken = [dataset[index] for index in range(min(len(dataset), _NUM_STEPS * num_parts * rows))]
+    if not taken:
+        raise InputError("the dataset is empty.")
+    samples = itertools.cycle(taken)
+    if unbatched:
+        return [[next(samples) for _ in range(num_parts)] for _ in range(_NUM_STEPS)]
+    collate = args.get("collate_fn") or default_collate
+    return [
+        [collate(list(itertools.islice(samples, rows))) for _ in range(num_parts)] for _ in range(_NUM_STEPS)
+    ]
+
+
+def _rows(num_micro_batches: int, num_samples: int | None) -> int:
+    """Samples of each micro-batch, of that many over all ranks."""
+    return 2 if num_samples is None else max(1, num_samples // num_micro_batches)
+
+
+def _shared(prepared: Prepared, cluster: Cluster) -> Prepared:
+    """The batches and settings of rank 0, on every rank."""
+    if not cluster.distributed:
+        return prepared
+    values = [(prepared.batches, prepared.learning_rate, prepared.training)]
+    dist.broadcast_object_list(values, src=0)
+    batches, rate, training = values[0]
+    return replace(prepared, batches=batches, learning_rate=rate, training=training)

@@ -1,0 +1,131 @@
+"""What a search is about: the profile, the workload and the priced candidates; found out on rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._checks import check_collectives, check_memory, check_price
+from atorch_ns.engine._request import SearchRequest
+from atorch_ns.engine._sampling import Sample, forward_loss
+from atorch_ns.estimate import Workload, estimate
+from atorch_ns.job import Inputs
+from atorch_ns.method import Registry, resolve
+from atorch_ns.profile import Profile, profile_model
+from atorch_ns.search import Candidate, Priced, Profiling, SearchOutcome, Setting, explore, memory_limit
+
+__all__ = ["SearchProblem", "pose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchProblem:
+    """What is known before the first trial.
+
+    Attributes:
+        profile: of the model, traced.
+        cluster: with hardware figures.
+        workload: of one step.
+        registry: the methods.
+        setting: the same in words and figures, for reports.
+        candidates: priced, best first.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    workload: Workload
+    registry: Registry
+    setting: Setting
+    candidates: tuple[Candidate, ...]
+
+    def checks(self, outcome: SearchOutcome) -> tuple[str, ...]:
+        """What can be checked of the winner without another trial, as sentences."""
+        row = outcome.winner
+        if row is None:
+            return ()
+        done = [check_price(row.candidate, self.profile, self.cluster, self.workload, self.registry)]
+        if row.trial is not None and row.trial.succeeded and row.candidate.estimate is not None:
+            plan = resolve(row.candidate.strategy, self.cluster, self.registry, profile=self.profile).plan
+            predicted = estimate(plan, self.profile, self.cluster, self.workload)
+            done.append(check_collectives(predicted.collectives, row.trial.collectives))
+            done.append(check_memory(predicted, row.trial.peak_bytes))
+        return tuple(str(check) for check in done)
+
+
+def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest) -> SearchProblem:
+    """Profiles the model and prices the candidates.
+
+    Raises:
+        InputError: if the model cannot be profiled, or the caller's wishes leave no candidate.
+    """
+    inputs = sample.inputs
+    request.observer(Profiling(type(inputs.model).__name__))
+    begun = time.monotonic()
+    profile = profile_model(
+        inputs.model, sample.batch, forward_loss(inputs), make_optimizer=_optimizer_maker(inputs)
+    )
+    assert profile.trace is not None
+    profiled = time.monotonic()
+    workload = Workload(global_batch=sample.global_batch, num_tokens=profile.trace.num_tokens)
+    space = explore(
+        profile,
+        cluster,
+        workload,
+        registry,
+        request.settings,
+        excluded=request.excluded,
+        included=request.included,
+        base=request.base,
+        finetune=request.base is not None,
+    )
+    setting = Setting(
+        model=profile.model_class.rpartition(".")[2],
+        num_parameters=profile.num_parameters,
+        world_size=cluster.world_size,
+        num_nodes=cluster.num_nodes,
+        device=cluster.device_name,
+        memory_limit_bytes=memory_limit(cluster, request.settings).num_bytes,
+        global_batch=workload.global_batch,
+        num_tokens=workload.num_tokens,
+        fingerprint=_fingerprint(profile, cluster, workload, space.candidates),
+        profile_seconds=profiled - begun,
+        estimate_seconds=time.monotonic() - profiled,
+        notes=(*profile.trace.notes, *space.notes),
+    )
+    request.observer(Priced(setting, space.candidates))
+    return SearchProblem(
+        profile=profile,
+        cluster=cluster,
+        workload=workload,
+        registry=registry,
+        setting=setting,
+        candidates=space.candidates,
+    )
+
+
+def _optimizer_maker(inputs: Inputs) -> Callable[[Any], torch.optim.Optimizer]:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        assert inputs.optim_func is not None
+        return inputs.optim_func(parameters, **dict(inputs.optim_args or {}))
+
+    return make
+
+
+def _fingerprint(
+    profile: Profile, cluster: Cluster, workload: Workload, candidates: Sequence[Candidate]
+) -> str:
+    """The same for the same model, devices, batch and candidates, whatever the weights."""
+    parts = [
+        profile.fingerprint,
+        cluster.device_name,
+        f"{cluster.world_size} ranks on {cluster.num_nodes} nodes",
+        cluster.torch,
+        str(workload),
+        *sorted(candidate.key for candidate in candidates),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

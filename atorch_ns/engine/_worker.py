@@ -1,0 +1,177 @@
+"""TrialWorker: runs the trials of one rank, each in a fresh process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._pickling import pack
+from atorch_ns.engine._rank_report import RankReport
+from atorch_ns.engine._rendezvous import Rendezvous
+from atorch_ns.engine._trial_process import Setting
+from atorch_ns.engine._trial_watch import TrialWatch
+from atorch_ns.engine._worker_process import WorkerProcess, WorkerStart
+from atorch_ns.job import Inputs
+from atorch_ns.search import Note, Observer, TrialStatus, TrialTask
+
+__all__ = ["TrialWorker"]
+
+_POLL_S: Final = 0.05
+_START_LIMIT_S: Final = 300.0
+
+
+class TrialWorker:
+    """Runs trials in forks of a helper process that has everything imported (the zygote).
+
+    The user's process never holds a trial's memory and does not die of a trial. It is left as it was:
+    weights, random states and environment are only read. The helper starts when the worker is made and is
+    waited for by the first trial; one that dies is started again.
+
+    Args:
+        inputs: the user's objects, with a small dataset: everything but the weights is sent.
+        cluster: the rank's setting.
+        rendezvous: where the ranks of a trial meet; not needed for one rank.
+        log_dir: folder of the log files, one a trial that printed anything.
+        observer: is told when the helper had to be started again.
+        memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
+
+    Raises:
+        InputError: if an argument cannot be sent to another process; the message names it.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        cluster: Cluster,
+        *,
+        rendezvous: Rendezvous | None,
+        log_dir: Path,
+        observer: Observer | None = None,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        self._inputs = inputs
+        self._rank = cluster.rank
+        self._log_dir = Path(log_dir)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._observer = observer
+        self._by_value: tuple[str, ...] = ()
+        self._setting = Setting(
+            cluster=cluster,
+            rendezvous=rendezvous,
+            num_threads=torch.get_num_threads(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            default_dtype=torch.get_default_dtype(),
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        self._job = pack(inputs)
+        self._process: WorkerProcess | None = self._start()
+
+    def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
+        """Runs a trial; see :class:`~atorch_ns.engine.Worker`.
+
+        The deadline counts from when the helper is ready. A trial that is cancelled, hangs or overruns is
+        killed with everything it started.
+        """
+        process = self._ready_process(task, cancelled)
+        if isinstance(process, RankReport):
+            return process
+        log = self._log_dir / f"trial-{task.id}-{task.attempt}-rank{self._rank}.log"
+        watch = TrialWatch(process, task, self._rank, log)
+        try:
+            report = watch.follow(cancelled)
+        except BaseException:  # Ctrl-C: nothing may be left running
+            watch.kill()
+            raise
+        finally:
+            if not process.alive:
+                process.close()
+                self._process = None
+        return self._with_log(report, log)
+
+    def close(self) -> None:
+        """Ends the helper and what it runs; may be called twice."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        _remove_if_empty(self._own_log)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _own_log(self) -> Path:
+        return self._log_dir / f"worker-rank{self._rank}.log"
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess(WorkerStart(self._setting, self._job, self._own_log))
+
+    def _ready_process(self, task: TrialTask, cancelled: Callable[[], bool]) -> WorkerProcess | RankReport:
+        """The helper, waited for; or why there is none."""
+        limit = time.monotonic() + _START_LIMIT_S
+        while True:
+            if self._process is None:
+                self._process = self._start()
+                self._note("the trial worker is started again")
+            process = self._process
+            if process.ready:
+                return process
+            process.event(_POLL_S)
+            status, reason = self._obstacle(process, limit)
+            if reason:
+                process.close()
+                self._process = None
+                return RankReport(task_id=task.id, rank=self._rank, status=status, reason=reason)
+            if cancelled():
+                return RankReport(task_id=task.id, rank=self._rank, status="cancelled")
+
+    def _obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
+        """Why the helper will not come up, if that is so; packs anew what it could not import."""
+        if process.broken is not None:
+            missing = process.broken["missing"]
+            if missing in sys.modules and missing not in self._by_value:
+                self._by_value += (missing,)
+                self._job = pack(self._inputs, by_value=self._by_value)
+                process.close()
+                self._own_log.unlink(missing_ok=True)  # it told of what is put right here
+                self._process = self._start()
+                return "ok", ""
+            return "raised", (
+                f"the arguments cannot be rebuilt in another process: {process.broken['reason']}. "
+                f"Its output is in {self._own_log}"
+            )
+        if not process.ready and not process.alive:
+            return "died", (
+                f"the trial worker ended while it started: {process.how_it_died()}. Its output is in "
+                f"{self._own_log}"
+            )
+        if time.monotonic() > limit:
+            return "hung", f"the trial worker was not ready within {_START_LIMIT_S:.0f} s"
+        return "ok", ""
+
+    def _note(self, text: str) -> None:
+        if self._observer is not None:
+            self._observer(Note(f"rank {self._rank}: {text}"))
+
+    def _with_log(self, report: RankReport, log: Path) -> RankReport:
+        _remove_if_empty(log)
+        return replace(report, log=str(log) if log.exists() else "")
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == 0:
+            path.unlink()

@@ -1,0 +1,160 @@
+"""The moments of a step at which memory can be at its most, and what plans have in common at each.
+
+Between the ends of a run of equal blocks memory changes by the same amount from block to block, so only the
+first and the last block of each run can be the worst.
+
+Legend: R plans of one kind, s a segment, j one of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate._activations import Activations
+from atorch_ns.estimate._shards import Parameters
+from atorch_ns.estimate._states import KeptBytes, Shares
+from atorch_ns.estimate._units import DTYPE_BYTES
+from atorch_ns.profile import Trace
+from atorch_ns.strategy import Plan
+
+__all__ = ["Kind", "Moment", "moment_names", "places"]
+
+
+class Moment(NamedTuple):
+    """Bytes beyond what is kept between steps, at one moment.
+
+    Attributes:
+        name: index into :func:`moment_names`.
+        gradients: [R] of parameters, communication buckets included.
+        activations: [R] saved for the backward pass, and what operators need.
+        temporaries: [R] gathered parameters, casts, buffers of collectives.
+    """
+
+    name: int
+    gradients: np.ndarray
+    activations: np.ndarray
+    temporaries: np.ndarray
+
+
+def moment_names(trace: Trace) -> tuple[str, ...]:
+    """The moments in words: forward and backward pass of the first and the last block of each segment, and the
+    optimizer's step."""
+    names = []
+    for segment in trace.segments:
+        first, last = (segment.paths[0], segment.paths[-1]) if segment.paths else (segment.name, segment.name)
+        names += [f"{way} of {path}" for way in ("forward", "backward") for path in (first, last)]
+    return (*names, "the optimizer's step")
+
+
+def places(trace: Trace) -> Iterator[tuple[int, int, int, int]]:
+    """``(s, j, forward, backward)``: the ends of each run, with the indices of their moments."""
+    for s, segment in enumerate(trace.segments):
+        for which, j in enumerate(sorted({0, segment.count - 1})):
+            end = which if segment.count > 1 else 1
+            yield s, j, 4 * s + end, 4 * s + 2 + end
+
+
+@dataclass(frozen=True)
+class Kind:
+    """R plans of one kind, with everything that their moments are made of.
+
+    Attributes:
+        plan: what they have in common.
+        trace: of the model.
+        activations: of a micro-batch.
+        parameters: of the model.
+        shares: [K, P] how states are divided, for K numbers of ranks.
+        kept: [K] bytes of states.
+        row: [R] which of the K numbers of ranks.
+        degree: [R] ranks that states are divided over.
+        num_ranks: [R] ranks that see different data.
+        micro_batches: [R].
+        is_cpu: whether collectives are gloo's, which copies what it reduces and gathers.
+    """
+
+    plan: Plan
+    trace: Trace
+    activations: Activations
+    parameters: Parameters
+    shares: Shares
+    kept: KeptBytes
+    row: np.ndarray
+    degree: np.ndarray
+    num_ranks: np.ndarray
+    micro_batches: np.ndarray
+    is_cpu: bool
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states stay in a memory that is not the device's."""
+        return self.plan.offload and not self.is_cpu
+
+    @property
+    def accumulates(self) -> np.ndarray:
+        """[R] whether gradients of several micro-batches are added up."""
+        return self.micro_batches > 1
+
+    def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> float:
+        """Bytes of one block's parameters, undivided, in an item size or their own."""
+        mine = self.parameters.segment == s
+        if trainable:
+            mine = mine & self.parameters.trainable
+        per_copy = self._expanded[s]
+        sizes = self.parameters.itemsize if itemsize is None else itemsize
+        return float((self.parameters.elements * sizes * mine).sum() / per_copy)
+
+    def divided(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray:
+        """[R] bytes of a rank's part of one block's parameters, padding included."""
+        mine = self.parameters.segment == s
+        if trainable:
+            mine = mine & self.parameters.trainable
+        sizes = self.parameters.itemsize if itemsize is None else itemsize
+        share = self.shares.gradients if trainable else self.shares.parameters
+        return np.asarray((share.stored @ (sizes * mine))[self.row] / self._expanded[s])
+
+    @cached_property
+    def _expanded(self) -> tuple[int, ...]:
+        """For each segment how many of its blocks stand in :attr:`parameters` one by one."""
+        counts = []
+        for s, segment in enumerate(self.trace.segments):
+            copies = self.parameters.copies[self.parameters.segment == s]
+            counts.append(segment.count // int(copies[0]) if len(copies) else 1)
+        return tuple(counts)
+
+    def total(self, of: Sequence[float]) -> float:
+        """The sum of ``of`` (a value for a block of each segment) over all blocks."""
+        return sum(value * segment.count for value, segment in zip(of, self.trace.segments, strict=True))
+
+    def later(self, s: int, j: int, of: Sequence[float]) -> float:
+        """The sum of ``of`` (a value for a block of each segment) over all that runs forward after a place."""
+        counts = [segment.count for segment in self.trace.segments]
+        rest = sum(value * count for value, count in zip(of[s + 1 :], counts[s + 1 :], strict=True))
+        return rest + of[s] * (counts[s] - 1 - j)
+
+    def last_moment(self) -> int:
+        """The optimizer's step."""
+        return 4 * len(self.trace.segments)
+
+    def step_temporaries(self) -> np.ndarray:
+        """[R] what the optimizer needs while it steps."""
+        spec = self.trace.optimizer
+        if spec is None or self.offloads:
+            return np.zeros(len(self.row))
+        updated = self.parameters.itemsize
+        if self.plan.master_dtype is not None:
+            updated = np.maximum(updated, DTYPE_BYTES[self.plan.master_dtype])
+        held = self.shares.optimizer.elements * (updated * self.parameters.trainable)
+        everything = held @ self.parameters.copies
+        if self.plan.updates_copy:  # the optimizer sees one vector
+            largest = everything
+        elif self.plan.shard_layout == "parameters":  # a share counts whole parameters, as a mean over copies
+            largest = ((held > 0) * (self.parameters.elements * updated)).max(axis=1, initial=0.0)
+        else:
+            largest = held.max(axis=1, initial=0.0)
+        temporaries = spec.parameter_temporaries * largest + spec.temporary_copies * everything
+        return np.asarray(temporaries[self.row])

@@ -1,0 +1,175 @@
+"""What a rank keeps of a model between steps, exactly: parameters, gradients, optimizer states.
+
+Legend: N plans, K numbers of ranks, P distinct parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atorch_ns.estimate._shards import Parameters, Share, flat_share, row_share, whole_share
+from atorch_ns.estimate._units import DTYPE_BYTES, stored_dtype, units_of
+from atorch_ns.profile import OptimizerSpec, Trace
+from atorch_ns.strategy import Plan
+
+__all__ = ["KeptBytes", "Shares", "has_master", "kept_bytes", "kept_of", "parameters_of", "shares_of"]
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes after a step on the rank that keeps most, for K numbers of ranks.
+
+    Attributes:
+        parameters: [K] weights; buffers are not among them.
+        gradients: [K] what ``grad`` of parameters and masters holds.
+        optimizer: [K] states and fp32 copies of weights.
+    """
+
+    parameters: np.ndarray
+    gradients: np.ndarray
+    optimizer: np.ndarray
+
+
+def parameters_of(trace: Trace, plan: Plan) -> Parameters:
+    """The distinct parameters, with the units that the plan makes of them: 0 for the rest of the model, then
+    one for each run of equal blocks.
+
+    What is flattened into one vector with the rest of the model stands there once for each block.
+    """
+    apart_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
+    units = {segment: number for number, segment in enumerate(apart_units, 1)}
+    columns: list[tuple[int, ...]] = []
+    for index, segment in enumerate(trace.segments):
+        own = [spec for spec in segment.parameters if spec.tied_to is None]
+        apart = index in units or plan.shard_layout != "flat"
+        for _ in range(1 if apart else segment.count):
+            for spec in own:
+                dtype = stored_dtype(plan, spec, None)
+                columns.append(
+                    (
+                        math.prod(spec.shape),
+                        spec.shape[0] if spec.shape else 0,
+                        DTYPE_BYTES.get(dtype, 4),
+                        "float" in dtype,
+                        spec.trainable,
+                        segment.count if apart else 1,
+                        units.get(index, 0),
+                        index,
+                    )
+                )
+    table = np.asarray(columns, dtype=np.int64).reshape(-1, 8).T
+    return Parameters(
+        elements=table[0],
+        rows=table[1],
+        itemsize=table[2],
+        is_float=table[3] > 0,
+        trainable=table[4] > 0,
+        copies=table[5],
+        unit=table[6],
+        segment=table[7],
+    )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How parameters, gradients and optimizer states of one kind of plan are divided.
+
+    Attributes:
+        parameters, gradients, optimizer: one for each.
+    """
+
+    parameters: Share
+    gradients: Share
+    optimizer: Share
+
+
+def shares_of(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Shares:
+    """How a plan divides states over each number of ranks in ``degrees``."""
+    everything = _undivided(parameters, len(degrees))
+    divided = _divided(plan, parameters, spec, degrees)
+    return Shares(
+        parameters=divided if plan.parameters_over else everything,
+        gradients=divided if plan.gradients_over else everything,
+        optimizer=divided if plan.optimizer_over else everything,
+    )
+
+
+def _undivided(parameters: Parameters, num: int) -> Share:
+    whole = np.broadcast_to(parameters.elements.astype(float), (num, len(parameters.elements)))
+    count = np.full(num, int((parameters.copies * parameters.trainable).sum()))
+    return Share(whole, whole, count)
+
+
+def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Share:
+    if plan.shard_layout == "rows":
+        return row_share(parameters, degrees)
+    if plan.shard_layout == "flat":
+        itemsize = DTYPE_BYTES[plan.gather_dtype or plan.parameter_dtype]
+        alignment = plan.flat_alignment // itemsize
+        share = flat_share(parameters, degrees, alignment=alignment, multiple=plan.flat_multiple, fixed=1)
+        # The optimizer sees one vector, not the parameters in it.
+        return replace(share, parameters=np.ones(len(degrees))) if plan.updates_copy else share
+    state = _state_itemsizes(plan, parameters, spec)
+    fixed = spec.fixed_bytes if spec else 0
+    elements = parameters.elements
+    return whole_share(parameters, degrees, lambda index: float(elements[index] * state[index] + fixed))
+
+
+def _state_itemsizes(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None) -> np.ndarray:
+    """[P] bytes of optimizer states for each element of each parameter."""
+    updated = _updated_itemsizes(plan, parameters)
+    total = np.zeros(len(updated))
+    for dtype in spec.state_dtypes if spec else ():
+        total += updated if dtype == "same" else DTYPE_BYTES.get(dtype, 4)
+    return np.asarray(total * parameters.trainable)
+
+
+def _updated_itemsizes(plan: Plan, parameters: Parameters) -> np.ndarray:
+    """[P] bytes of an element of what the optimizer updates."""
+    if plan.master_dtype is None:
+        return parameters.itemsize
+    return np.where(has_master(plan, parameters), DTYPE_BYTES[plan.master_dtype], parameters.itemsize)
+
+
+def has_master(plan: Plan, parameters: Parameters) -> np.ndarray:
+    """[P] whether the optimizer updates an fp32 copy: of 16-bit parameters that train."""
+    sixteen = (parameters.itemsize == 2) & parameters.is_float & parameters.trainable
+    return np.asarray(np.logical_and(sixteen, plan.master_dtype is not None))
+
+
+def kept_bytes(plan: Plan, trace: Trace, degrees: np.ndarray) -> KeptBytes:
+    """What a plan keeps between steps.
+
+    Args:
+        plan: what differs in kind; its sizes are not read.
+        trace: the parameters and the optimizer.
+        degrees: [K] numbers of ranks that states are divided over.
+    """
+    parameters = parameters_of(trace, plan)
+    shares = shares_of(plan, parameters, trace.optimizer, degrees)
+    return kept_of(plan, parameters, shares, trace.optimizer)
+
+
+def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerSpec | None) -> KeptBytes:
+    """:func:`kept_bytes` of parameters and shares that are known already."""
+    copies, trains = parameters.copies, parameters.trainable
+    masters = has_master(plan, parameters)
+    updated = _updated_itemsizes(plan, parameters)
+    weights = shares.parameters.stored @ (copies * parameters.itemsize)
+    # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
+    of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
+    gradients = of_gradients @ (copies * trains * updated)
+    held = shares.optimizer.elements
+    optimizer = held @ (copies * _state_itemsizes(plan, parameters, spec))
+    if spec is not None:
+        optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
+    # Masters are made of every parameter that the rank holds, whoever updates it.
+    optimizer = optimizer + shares.parameters.elements @ (copies * masters * updated)
+    if plan.updates_copy:
+        optimizer = optimizer + held @ (copies * trains * updated)
+    if plan.frees_gradients:
+        gradients = np.zeros_like(gradients)
+    return KeptBytes(weights, gradients, optimizer)

@@ -1,0 +1,64 @@
+"""Seconds of the optimizer's update, and of what is moved between device and host."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atorch_ns.estimate._host_work import update_operators
+from atorch_ns.estimate._scene import Scene
+from atorch_ns.estimate._units import DTYPE_BYTES, stored_dtype, units_of
+from atorch_ns.profile import ParameterSpec
+
+__all__ = ["offload_seconds", "update_seconds"]
+
+_IN_PLACE = (3, 8, 17)
+"""Tensors that an optimizer with 0, 1, 2 states reads or writes in place for each parameter, operator by operator:
+SGD reads two and writes one; momentum adds ``mul_`` and ``add_``; Adam runs seven operators in place."""
+_FRESH = (0, 0, 4)
+"""The same for operators that make new tensors: Adam's root and its quotient."""
+
+
+def update_seconds(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
+    """[R] seconds of moving states, and [R] operators started on the host."""
+    trainable = _trainable(scene)
+    num_states = min(2, len(scene.trace.optimizer.state_dtypes)) if scene.trace.optimizer else 0
+    plan, device = scene.plan, scene.hardware.device
+    num_elements = float(sum(p.num_elements for p in trainable))
+    shards = scene.size(plan.optimizer_over)
+    updated = plan.master_dtype or plan.parameter_dtype
+    share = num_elements / shards
+    in_place = _IN_PLACE[num_states] * share * DTYPE_BYTES.get(updated, 4)
+    fresh = _FRESH[num_states] * share * DTYPE_BYTES.get(updated, 4)
+    if plan.master_dtype is not None:  # gradients to new fp32 ones, masters into weights
+        in_place, fresh = in_place + share * (4 + 2), fresh + share * (2 + 4)
+    if plan.loss_scaling:  # gradients are read and written once to unscale them
+        in_place = in_place + share * 8
+    seconds = in_place / device.update_bytes_per_s + fresh / device.memory_bytes_per_s
+    own = (
+        len(trainable) / shards
+        if plan.shard_layout == "parameters"
+        else np.full(shards.shape, len(trainable))
+    )
+    if plan.offload and device.type != "cpu":  # the host updates, at about the speed of the link to it
+        seconds = (in_place + fresh) / scene.hardware.to_host.rate.bytes_per_s
+    return seconds, update_operators(plan, own, num_states, device.type)
+
+
+def offload_seconds(scene: Scene) -> np.ndarray:
+    """[R] seconds of moving shards of parameters to the device and of gradients back, for each micro-batch."""
+    plan, device = scene.plan, scene.hardware.device
+    if not plan.offload or device.type == "cpu":
+        return np.zeros(len(scene.micro_batches))
+    held = [p for unit in units_of(plan, scene.trace) for p in unit.parameters * unit.count]
+    shards = scene.size(plan.parameters_over)
+    num_bytes = sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, None)] for p in held)
+    passes = 1 if plan.keeps_gathered else 2
+    rate = scene.hardware.to_host.rate
+    per_pass = rate.latency_s * len(held) + num_bytes / shards / rate.bytes_per_s
+    return np.asarray(scene.micro_batches * per_pass * passes + per_pass)
+
+
+def _trainable(scene: Scene) -> list[ParameterSpec]:
+    return [
+        p for unit in units_of(scene.plan, scene.trace) for p in unit.parameters * unit.count if p.trainable
+    ]

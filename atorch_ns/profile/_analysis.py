@@ -1,0 +1,207 @@
+"""From the events of a step to what each stretch of it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atorch_ns.profile._boundaries import backward_of, forward_of
+from atorch_ns.profile._growths import growth, values_at
+from atorch_ns.profile._recorder import Event, Recording
+from atorch_ns.profile._trace import Growth, OperatorCost, PhaseCost, SegmentCost
+
+__all__ = ["Measured", "costs_of"]
+
+_MANY_BATCHES = tuple(2**power for power in range(13))
+"""Sizes of a micro-batch, from one sample to more than memory holds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A recording with its sizes as functions of B and T.
+
+    Attributes:
+        recording: the course of events.
+        sizes: [E, 4] coefficients of bytes and floating point operations, for each event.
+        moved: [E, 4] of bytes that operators move.
+        outputs: [S, 4] of the bytes that each stretch hands on.
+        at: the B and T that matter: the user's batch. The worst moment is that of these sizes.
+    """
+
+    recording: Recording
+    sizes: np.ndarray
+    moved: np.ndarray
+    outputs: np.ndarray
+    at: tuple[int, int]
+
+
+def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
+    """What each stretch costs.
+
+    Args:
+        measured: the events.
+        merged: for each recorded stretch the number of the one it counts to, ascending from 0.
+    """
+    recording = measured.recording
+    num = max(merged) + 1
+    kinds = np.asarray(recording.kinds)
+    phases = _phases(recording, merged)
+    alive = _alive(recording, measured.sizes)
+    kept, passing = _gradients_alive(recording, measured.sizes)
+    costs = []
+    for stretch in range(num):
+        forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
+        backward = _Span(measured, alive, kinds, np.flatnonzero(phases == backward_of(stretch)))
+        of_backward = replace(
+            backward.cost(), peaks_keeping=backward.peaks(kept), peaks_passing=backward.peaks(passing)
+        )
+        costs.append(
+            SegmentCost(
+                forward=forward.cost(),
+                backward=of_backward,
+                saved=growth(forward.net),
+                output=growth(measured.outputs[merged.index(stretch)]),
+                kept=growth(forward.net + backward.net),
+                cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
+                operators=_operators(measured, np.concatenate([forward.events, backward.events])),
+            )
+        )
+    return costs
+
+
+class _Span:
+    """The events of one phase."""
+
+    def __init__(self, measured: Measured, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray) -> None:
+        self.events = events
+        self._measured = measured
+        self._operators = events[kinds[events] == Event.OPERATOR]
+        first = int(events[0]) if events.size else 0
+        self.before = alive[first - 1] if first else np.zeros(4)
+        self._added = alive[events] - self.before
+        self.net = self._added[-1] if events.size else np.zeros(4)
+
+    def cost(self) -> PhaseCost:
+        flops = self._measured.sizes[self._operators]
+        other = ~flops.any(axis=1)
+        return PhaseCost(
+            flops=growth(flops.sum(axis=0)),
+            moved=growth(self._measured.moved[self._operators[other]].sum(axis=0)),
+            num_operators=len(self._operators),
+            peak=self._peak(),
+            peaks=self.peaks(),
+        )
+
+    def peaks(self, gradients: np.ndarray | None = None) -> tuple[Growth, ...]:
+        """The moments that are the worst for some B and T; with bytes of gradients if they are given ([E, 4])."""
+        if not self.events.size:
+            return ()
+        added = self._added
+        if gradients is not None:
+            first = int(self.events[0])
+            added = added + gradients[self.events] - (gradients[first - 1] if first else 0.0)
+        num_tokens = self._measured.at[1]
+        lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[:, 2:].any() else [num_tokens]
+        worst = {
+            int(values_at(added, num_samples, length).argmax()): None
+            for num_samples in _MANY_BATCHES
+            for length in lengths
+        }
+        return tuple(growth(added[index]) for index in worst)
+
+    def _peak(self) -> Growth:
+        """The most that is alive beyond what was before.
+
+        It is the larger of several moments, each growing on its own line. Where only B is known, the line
+        through the peaks at B = 1 and at the user's B is taken: exact at both, never below between them.
+        """
+        if not self.events.size:
+            return Growth()
+        num_samples, num_tokens = self._measured.at
+        if self._added[:, 2:].any():
+            worst = int(values_at(self._added, num_samples, num_tokens).argmax())
+            return growth(self._added[worst])
+        far = max(num_samples, 2)
+        at_one = max(float(values_at(self._added, 1, 1).max()), 0.0)
+        at_far = max(float(values_at(self._added, far, 1).max()), 0.0)
+        slope = (at_far - at_one) / (far - 1)
+        return growth(np.asarray([at_one - slope, slope, 0.0, 0.0]))
+
+
+def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
+    """[E] the phase of each event, of the stretches that they are counted to."""
+    phases = np.empty(len(recording.kinds), dtype=np.int64)
+    current = 0
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind == Event.PHASE:
+            target = merged[key // 2]
+            current = backward_of(target) if key % 2 else forward_of(target)
+        phases[index] = current
+    return phases
+
+
+def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:
+    """[E, 4] bytes alive after each event, without gradients of parameters and casts of them."""
+    left_out = recording.gradients | recording.casts
+    change = np.zeros_like(sizes)
+    made: dict[int, int] = {}
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind > Event.FREE or key in left_out:
+            continue
+        if kind == Event.ALLOCATE:
+            made[key] = index
+            change[index] = sizes[index]
+        else:
+            change[index] = -sizes[made[key]]
+    return np.cumsum(change, axis=0)
+
+
+def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[E, 4] bytes of gradients of parameters after each event: kept to the end, and handed on at once."""
+    kept, passing = np.zeros_like(sizes), np.zeros_like(sizes)
+    waiting: list[int] = []
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind == Event.OPERATOR:
+            passing[index] = -sizes[waiting].sum(axis=0)
+            waiting.clear()
+        elif kind == Event.ALLOCATE and key in recording.gradients:
+            kept[index] = passing[index] = sizes[index]
+            waiting.append(index)
+    return np.cumsum(kept, axis=0), np.cumsum(passing, axis=0)
+
+
+def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> int:
+    made = [
+        index
+        for index in events
+        if recording.kinds[index] == Event.ALLOCATE and recording.keys[index] in recording.casts
+    ]
+    return int(sizes[made, 0].sum()) if made else 0
+
+
+def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ...]:
+    recording = measured.recording
+    by_name: dict[str, list[int]] = {}
+    for index in events:
+        if recording.kinds[index] == Event.OPERATOR:
+            by_name.setdefault(recording.labels[index], []).append(int(index))
+    costs = [
+        OperatorCost(
+            name=name,
+            count=len(indices),
+            flops=growth(measured.sizes[indices].sum(axis=0)),
+            moved=growth(measured.moved[indices].sum(axis=0)),
+        )
+        for name, indices in by_name.items()
+    ]
+    return tuple(sorted(costs, key=_dearness(measured.at), reverse=True))
+
+
+def _dearness(at: tuple[int, int]) -> Callable[[OperatorCost], tuple[float, int]]:
+    def dearness(cost: OperatorCost) -> tuple[float, int]:
+        # A device does about 100 operations in the time that it moves a byte.
+        return float(cost.flops.at(*at)) / 100 + float(cost.moved.at(*at)), cost.count
+
+    return dearness

@@ -1,0 +1,211 @@
+"""The recorder: everything a step does to memory and to the device, in order."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch_ns.profile._operators import count_flops, is_free, label, moved_bytes
+
+__all__ = ["Event", "Recorder", "Recording"]
+
+
+class Event(IntEnum):
+    """What happened."""
+
+    ALLOCATE = 0
+    FREE = 1
+    OPERATOR = 2
+    PHASE = 3
+
+
+@dataclass
+class Recording:
+    """The events of one step, as parallel lists.
+
+    Attributes:
+        kinds: of each event.
+        keys: the storage's number for memory, the phase for a change of phase, -1 for operators.
+        labels: the operator's name, empty for other events.
+        sizes: bytes for memory, floating point operations for operators.
+        moved: bytes of each tensor that an operator reads or writes.
+        gradients: storages that became gradients of parameters.
+        casts: storages that are copies of parameters in another dtype.
+        uses: for each given tensor, by its number, the phases that read it, in order.
+    """
+
+    kinds: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    moved: list[tuple[int, ...]] = field(default_factory=list)
+    gradients: set[int] = field(default_factory=set)
+    casts: set[int] = field(default_factory=set)
+    uses: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, kind: Event, key: int, name: str = "", size: int = 0, moved: tuple[int, ...] = ()) -> None:
+        """Appends one event."""
+        self.kinds.append(kind)
+        self.keys.append(key)
+        self.labels.append(name)
+        self.sizes.append(size)
+        self.moved.append(moved)
+
+    def settle(self) -> None:
+        """Puts what is freed at one moment in the order of its making: the order at that moment is chance."""
+        start = 0
+        for index in range(len(self.kinds) + 1):
+            if index == len(self.kinds) or self.kinds[index] != Event.FREE:
+                self.keys[start:index] = sorted(self.keys[start:index])
+                start = index + 1
+
+    def same_course(self, other: Recording) -> bool:
+        """Whether both have the same events in the same order, sizes aside."""
+        return (
+            self.kinds == other.kinds
+            and self.keys == other.keys
+            and self.labels == other.labels
+            and self.gradients == other.gradients
+            and self.casts == other.casts
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators and the life of every storage they make, on fake or real tensors.
+
+    Storages that exist before (parameters, buffers, the batch) are given; only what operators allocate is
+    recorded. Memory that a kernel takes and returns inside one call is not seen.
+
+    Args:
+        given: tensors whose memory is not to be counted, numbered in this order.
+        parameters: those among them that are parameters: copies of them in another dtype are told apart.
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self.phase = -1
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # a storage's address names it only as long as it lives
+        for number, tensor in enumerate(given):
+            storage = tensor.untyped_storage()
+            self._kept.append(storage)
+            self._numbers.setdefault(storage._cdata, number)
+        self._parameters = list(parameters)
+        self._parameter_storages = {p.untyped_storage()._cdata for p in self._parameters}
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._count = 0
+
+    @contextmanager
+    def running(self) -> Iterator[Recorder]:
+        """Records what runs inside; memory is freed in a fixed order."""
+        handles = [
+            p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
+        ]
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            if collects:
+                gc.enable()
+            self._live.clear()
+            self.recording.settle()
+
+    def enter_phase(self, phase: int) -> None:
+        """Counts what follows to ``phase``.
+
+        Garbage in cycles, such as a frame that a handled exception holds, is collected here and nowhere else:
+        often, as Python does it, but at the same places in every step.
+        """
+        if phase != self.phase:
+            gc.collect(1)
+            self.phase = phase
+            self.recording.add(Event.PHASE, phase)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        made = _tensors(out)
+        if is_free(func):
+            for tensor in made:
+                self._see(tensor)
+            return out
+        read = _tensors(args)
+        if kwargs:
+            read += _tensors(tuple(kwargs.values()))
+        for tensor in read:
+            self._note_use(tensor)
+        flops = count_flops(func, args, kwargs, out)
+        self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *made]))
+        for tensor in made:
+            self._see(tensor)
+        if func is torch.ops.aten._to_copy.default:
+            self._note_cast(read[0], made[0])
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._live or address in self._numbers:
+            return
+        number, self._count = self._count, self._count + 1
+        self._live[address] = (number, weakref.ref(storage, self._forget(address, number)))
+        self.recording.add(Event.ALLOCATE, number, size=storage.nbytes())
+
+    def _forget(self, address: int, number: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            if self._live.pop(address, None) is not None:
+                self.recording.add(Event.FREE, number)
+
+        return forget
+
+    def _note_use(self, tensor: torch.Tensor) -> None:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            phases = self.recording.uses.setdefault(number, [])
+            if not phases or phases[-1] != self.phase:
+                phases.append(self.phase)
+
+    def _note_cast(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        if source.untyped_storage()._cdata in self._parameter_storages and copy.dtype != source.dtype:
+            entry = self._live.get(copy.untyped_storage()._cdata)
+            if entry is not None:
+                self.recording.casts.add(entry[0])
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            entry = self._live.get(parameter.grad.untyped_storage()._cdata)
+            if entry is not None:
+                self.recording.gradients.add(entry[0])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The dense tensors in an operator's arguments or results; lists of tensors are one deep."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout is torch.strided else []
+    found: list[torch.Tensor] = []
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                if item.layout is torch.strided:
+                    found.append(item)
+            elif isinstance(item, (tuple, list)):
+                found += [t for t in item if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    return found

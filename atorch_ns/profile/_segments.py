@@ -1,0 +1,245 @@
+"""From the stretches of a recorded step to the segments of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from atorch_ns.profile._boundaries import Occurrence
+from atorch_ns.profile._trace import Growth, ParameterSpec, Segment, SegmentCost
+from atorch_ns.profile._truncate import Container
+
+__all__ = ["Stretch", "build_segments", "merge_stretches", "unfold"]
+
+
+class Stretch:
+    """A stretch of the whole model's forward pass: a block by its path in the user's model, or what runs
+    between blocks, with its number among those that were recorded."""
+
+    def __init__(self, block: str, recorded: int) -> None:
+        self.block = block
+        self.recorded = recorded
+
+
+def merge_stretches(
+    occurrences: Sequence[Occurrence], worked: Sequence[bool], used: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Which stretches count to which.
+
+    A stretch between blocks that does nothing counts to the block before it, and so does one between two
+    blocks of one container that uses no parameters.
+
+    Args:
+        occurrences: as recorded.
+        worked: for each whether it ran an operator.
+        used: for each whether it used a parameter.
+
+    Returns:
+        For each recorded stretch the number of what it counts to, and the first recorded stretch of each.
+    """
+    merged: list[int] = []
+    firsts: list[int] = []
+    for index, occurrence in enumerate(occurrences):
+        joins = not occurrence.block and firsts and (not worked[index] or _within(occurrences, index, used))
+        if not joins and (occurrence.block or worked[index] or len(occurrences) == 1):
+            firsts.append(index)
+        merged.append(max(len(firsts) - 1, 0))
+    return merged, firsts
+
+
+def _within(occurrences: Sequence[Occurrence], index: int, used: Sequence[bool]) -> bool:
+    if used[index] or not 0 < index < len(occurrences) - 1:
+        return False
+    before, after = (occurrences[index + step].block.rpartition(".")[0] for step in (-1, 1))
+    return before == after
+
+
+def unfold(
+    recorded: Sequence[Occurrence], firsts: Sequence[int], containers: Mapping[str, Container]
+) -> list[Stretch] | None:
+    """The stretches of the whole model; ``None`` if the kept blocks did not run once each and in order.
+
+    Blocks of one kind must also have been called with equal shapes, or they do not stand for each other.
+    """
+    by_copy = {
+        container.copy_path(place): (container, place)
+        for container in containers.values()
+        for place in range(len(container.kept))
+    }
+    stretches: list[Stretch] = []
+    position = 0
+    seen: set[str] = set()
+    while position < len(firsts):
+        occurrence = recorded[firsts[position]]
+        if occurrence.block not in by_copy:
+            stretches.append(Stretch(occurrence.block, position))
+            position += 1
+            continue
+        container, _ = by_copy[occurrence.block]
+        run = [recorded[first] for first in firsts[position : position + len(container.kept)]]
+        expected = [container.copy_path(place) for place in range(len(container.kept))]
+        if container.path in seen or [one.block for one in run] != expected:
+            return None
+        shapes: dict[str, object] = {}
+        if any(
+            shapes.setdefault(kind, one.inputs) != one.inputs
+            for kind, one in zip(container.kinds, run, strict=True)
+        ):
+            return None
+        seen.add(container.path)
+        stretches += [
+            Stretch(path, position + place)
+            for path, place in zip(container.blocks, container.stands_for, strict=True)
+        ]
+        position += len(container.kept)
+    return stretches
+
+
+def build_segments(
+    model: nn.Module,
+    stretches: Sequence[Stretch],
+    costs: Mapping[str, Sequence[SegmentCost]],
+    prints: Mapping[str, str],
+    uses: Mapping[str, Sequence[int]],
+) -> tuple[Segment, ...]:
+    """The segments, with consecutive equal blocks as one.
+
+    Args:
+        model: the user's.
+        stretches: of the whole model.
+        costs: by precision key, of each recorded stretch.
+        prints: fingerprint of each block.
+        uses: for each parameter outside blocks the recorded stretches that use it.
+    """
+    maker = _Maker(model, stretches, prints, uses)
+    segments: list[Segment] = []
+    for index, stretch in enumerate(stretches):
+        own = {key: values[stretch.recorded] for key, values in costs.items()}
+        segment = replace(maker.make(index), costs=own)
+        if segments and _same(segments[-1], segment):
+            segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
+        else:
+            segments.append(segment)
+    return _with_incoming(segments)
+
+
+def _with_incoming(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments with what is alive when their backward passes begin: what all that run later keep."""
+    later: dict[str, Growth] = {}
+    found = []
+    for segment in reversed(segments):
+        costs = {}
+        for key, cost in segment.costs.items():
+            costs[key] = replace(cost, incoming=later.get(key, Growth()))
+            later[key] = costs[key].incoming + cost.kept * segment.count
+        found.append(replace(segment, costs=MappingProxyType(costs)))
+    return tuple(reversed(found))
+
+
+def _same(first: Segment, second: Segment) -> bool:
+    return first.is_block and replace(first, name="", paths=()) == replace(second, name="", paths=())
+
+
+class _Maker:
+    """Makes segments without costs. Every parameter and buffer of the model is in one of them: those that
+    nothing uses are in the first stretch between blocks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stretches: Sequence[Stretch],
+        prints: Mapping[str, str],
+        uses: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._model = model
+        self._stretches = stretches
+        self._prints = prints
+        self._uses = uses
+        self._called: set[str] = set()
+        self._names: dict[int, list[str]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+            self._parameters[name] = parameter
+        blocks = {stretch.block for stretch in stretches if stretch.block}
+        self._in_blocks = tuple(f"{block}." for block in blocks)
+        self._home = next((i for i, stretch in enumerate(stretches) if not stretch.block), 0)
+
+    def make(self, index: int) -> Segment:
+        """The segment of one stretch."""
+        path = self._stretches[index].block
+        return self._block(path) if path else self._between(index)
+
+    def _block(self, path: str) -> Segment:
+        module = self._model.get_submodule(path)
+        again = path in self._called
+        self._called.add(path)
+        specs = []
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            first = self._names[id(parameter)][0]
+            tied = None if first == f"{path}.{name}" and not again else first
+            specs.append(_spec(name, parameter, tied))
+        return Segment(
+            name=path,
+            paths=(path,),
+            block_class=type(module).__name__,
+            fingerprint=self._prints[path],
+            parameters=tuple(specs),
+            buffer_bytes=0 if again else _num_bytes(module.buffers()),
+        )
+
+    def _between(self, index: int) -> Segment:
+        recorded = self._stretches[index].recorded
+        specs = []
+        for first, places in self._uses.items():
+            order = list(dict.fromkeys(places))
+            if recorded not in order:
+                continue
+            known = self._names[id(self._parameters[first])]
+            name = known[min(order.index(recorded), len(known) - 1)]
+            again = order.index(recorded) > 0 or first != known[0]
+            specs.append(_spec(name, self._parameters[first], known[0] if again else None))
+        buffers = 0
+        if index == self._home:
+            specs += self._unused()
+            inside = {
+                id(b) for name in self._in_blocks for b in self._model.get_submodule(name[:-1]).buffers()
+            }
+            buffers = _num_bytes(b for b in self._model.buffers() if id(b) not in inside)
+        return Segment(name=_name(self._stretches, index), parameters=tuple(specs), buffer_bytes=buffers)
+
+    def _unused(self) -> list[ParameterSpec]:
+        recorded = {stretch.recorded for stretch in self._stretches}
+        used = {name for name, places in self._uses.items() if recorded.intersection(places)}
+        return [
+            _spec(names[0], self._parameters[names[0]], None)
+            for names in self._names.values()
+            if not used.intersection(names) and not any(name.startswith(self._in_blocks) for name in names)
+        ]
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _name(stretches: Sequence[Stretch], index: int) -> str:
+    before = next((s.block for s in reversed(stretches[:index]) if s.block), "")
+    after = next((s.block for s in stretches[index + 1 :] if s.block), "")
+    before, after = (path.rpartition(".")[0] or path for path in (before, after))
+    if before and after:
+        return f"between {before} and {after}" if before != after else f"within {before}"
+    return f"after {before}" if before else f"before {after}" if after else "model"
+
+
+def _spec(name: str, parameter: nn.Parameter, tied_to: str | None) -> ParameterSpec:
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        trainable=parameter.requires_grad,
+        tied_to=tied_to,
+    )

@@ -1,0 +1,225 @@
+"""Measured times of blocks: one instance of each distinct block, alone, on a real device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.profile._batches import batch_sizes, map_batch
+from atorch_ns.profile._boundaries import tensors_in
+from atorch_ns.profile._capture import Call, captured_calls
+from atorch_ns.profile._database import BlockKey, BlockSeconds, ProfileDatabase
+from atorch_ns.profile._precisions import Precision
+from atorch_ns.profile._profile import Profile
+from atorch_ns.profile._steps import ForwardLoss, Subject
+from atorch_ns.profile._structure import copy_structure
+from atorch_ns.profile._trace import Segment, Trace
+from atorch_ns.profile._unchanged import random_states_kept
+
+__all__ = ["device_name", "measure_blocks"]
+
+_LEAST, _MOST = 3, 25
+_SECONDS = 0.5
+"""A block runs at least and at most so often after its first run, and no longer than this once it may stop."""
+
+
+def measure_blocks(
+    model: nn.Module,
+    batch: Any,
+    forward_loss: ForwardLoss,
+    profile: Profile,
+    *,
+    device: str | torch.device,
+    database: ProfileDatabase | None = None,
+    re_profile: bool = False,
+) -> Trace:
+    """The profile's trace with measured seconds of each distinct block in each precision.
+
+    One instance of a block at a time is made on the device, with random weights, and called with random
+    inputs of the shapes that the model calls it with; the whole model never is. Blocks that cannot be run
+    alone keep their predicted cost, with a note.
+
+    Args:
+        model: as it was profiled.
+        batch: the sample batch; the times hold for its B and T.
+        forward_loss: as for :func:`profile_model`.
+        profile: of the model, with a trace.
+        device: where to measure.
+        database: times to use again, and where new ones are kept.
+        re_profile: measure again what the database has.
+
+    Raises:
+        InputError: if the profile has no trace.
+    """
+    if profile.trace is None:
+        raise InputError("blocks can be measured for a profile with a trace; make one with profile_model().")
+    sizes = batch_sizes(batch)
+    target = torch.device(device)
+    blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}
+    modules = {segment.paths[0]: model.get_submodule(segment.paths[0]) for segment in blocks.values()}
+    prints = {segment.paths[0]: name for name, segment in blocks.items()}
+    subject = Subject(model, batch, forward_loss, modules, prints, sizes, sizes)
+    measurement = _Measurement(subject, blocks, target, profile.trace.how)
+    known = {} if re_profile or database is None else measurement.known(database)
+    with random_states_kept(model):
+        measured = measurement.measure(skip=known)
+    if database is not None:
+        database.update(measured)
+    seconds: dict[str, float] = {}
+    for key, times in {**known, **measured}.items():
+        seconds[f"{key.fingerprint}:{key.precision}:forward"] = times.forward
+        seconds[f"{key.fingerprint}:{key.precision}:backward"] = times.backward
+    notes = profile.trace.notes + tuple(measurement.notes)
+    return replace(
+        profile.trace, seconds=MappingProxyType(seconds), timed_on=device_name(target), notes=notes
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name; of a CPU its model and the number of threads that torch uses."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    model = "CPU"
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+class _Measurement:
+    def __init__(
+        self, subject: Subject, blocks: Mapping[str, Segment], device: torch.device, how: str
+    ) -> None:
+        self.notes: list[str] = []
+        self._subject = subject
+        self._blocks = blocks
+        self._device = device
+        self._how = how
+        self._name = device_name(device)
+
+    def known(self, database: ProfileDatabase) -> dict[BlockKey, BlockSeconds]:
+        """What the database has."""
+        keys = [
+            self._key(name, precision) for name, block in self._blocks.items() for precision in block.costs
+        ]
+        return {key: times for key in keys if (times := database.get(key)) is not None}
+
+    def measure(self, skip: Mapping[BlockKey, BlockSeconds]) -> dict[BlockKey, BlockSeconds]:
+        """Times of all that is not to be skipped."""
+        found: dict[BlockKey, BlockSeconds] = {}
+        precisions = dict.fromkeys(key for block in self._blocks.values() for key in block.costs)
+        for precision in map(Precision.parse, precisions):
+            missing = {
+                name: block.paths[0]
+                for name, block in self._blocks.items()
+                if precision.key in block.costs and self._key(name, precision.key) not in skip
+            }
+            if not missing:
+                continue
+            calls = captured_calls(self._subject, precision, missing, self._how)
+            for name, call in calls.items():
+                times = self._try(missing[name], call, precision)
+                if times is not None:
+                    found[self._key(name, precision.key)] = times
+        return found
+
+    def _key(self, name: str, precision: str) -> BlockKey:
+        num_samples, num_tokens = self._subject.sizes
+        flops = self._blocks[name].costs[precision].forward.flops.at(num_samples, num_tokens)
+        return BlockKey(
+            self._name, torch.__version__, name, precision, num_samples, num_tokens, round(float(flops))
+        )
+
+    def _try(self, path: str, call: Call, precision: Precision) -> BlockSeconds | None:
+        try:
+            return _time_block(self._subject.blocks[path], call, precision, self._device)
+        except Exception as error:  # the user's block, perhaps without what it needs of the model around it
+            self.notes.append(
+                f"{path} could not be measured alone in {precision.key}: {type(error).__name__}: {error}"
+            )
+            return None
+
+
+def _time_block(block: nn.Module, call: Call, precision: Precision, device: torch.device) -> BlockSeconds:
+    def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return (
+                torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                if tensor.is_meta
+                else tensor.detach().to(device, copy=True)
+            )
+        made = torch.empty(tensor.shape, dtype=precision.dtype_of(kind, tensor), device=device)
+        return made.normal_(std=0.02)
+
+    module = copy_structure(block, make, {})
+    precision.install(module, {})
+    args, kwargs = _inputs(call, device)
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    runs: list[BlockSeconds] = []
+    deadline = time.perf_counter() + _SECONDS
+    while len(runs) < _LEAST + 1 or (len(runs) < _MOST + 1 and time.perf_counter() < deadline):
+        runs.append(_run(module, args, kwargs, precision, device))
+        for tensor in (*module.parameters(), *inputs):
+            tensor.grad = None
+    # The first run warms caches up.
+    forward, backward = zip(*runs[1:], strict=True)
+    return BlockSeconds(statistics.median(forward), statistics.median(backward))
+
+
+def _run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    precision: Precision,
+    device: torch.device,
+) -> BlockSeconds:
+    with torch.enable_grad(), precision.context(device.type):
+        forward, output = _timed(lambda: module(*args, **kwargs), device)
+    roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not roots:
+        return BlockSeconds(forward, 0.0)
+    gradients = [torch.ones_like(tensor) for tensor in roots]
+    backward, _ = _timed(lambda: torch.autograd.backward(roots, gradients), device)
+    return BlockSeconds(forward, backward)
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _inputs(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Real inputs of the shapes, dtypes and needs of gradients of a captured call."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is torch.Tensor and not tensor.is_floating_point():
+            return tensor.detach().to(device)
+        if not tensor.is_floating_point():
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        made = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def plain(value: Any) -> Any:
+        """Without what holds state between calls, such as a cache of keys and values."""
+        kept = isinstance(value, (torch.Tensor, int, float, str, bool, torch.dtype, tuple, list, dict))
+        return map_batch(real, value) if kept else None
+
+    return tuple(plain(value) for value in call.args), {k: plain(v) for k, v in call.kwargs.items()}

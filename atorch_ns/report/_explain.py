@@ -1,0 +1,134 @@
+"""Why this, why not that: answers read off a search, or off the methods of a strategy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from atorch_ns.errors import InputError
+from atorch_ns.report._measures import peak, seconds
+from atorch_ns.report._units import bytes_text, change_text, seconds_text
+from atorch_ns.report._verdict import verdict
+from atorch_ns.search import Row, SearchOutcome
+
+__all__ = ["explain_search", "explain_why"]
+
+
+def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
+    """What was chosen, and for every candidate that was tried why it lost; the others are counted."""
+    lines = list(verdict(outcome))
+    others = [row for row in outcome.rows if row.candidate.key != outcome.best]
+    tried = [row for row in others if row.trial is not None]
+    if tried:
+        lines.append("Tried and not chosen:")
+        lines += [f"  {row.candidate.label}: {_fate(row)}" for row in tried]
+    rest = [row for row in others if row.trial is None]
+    shown = rest[:8]
+    if shown:
+        lines.append("Not tried:")
+        lines += [f"  {row.candidate.label}: {_fate(row)}" for row in shown]
+    if len(rest) > len(shown):
+        lines.append(f"  and {len(rest) - len(shown)} more; ask for one with --why")
+    return tuple(lines)
+
+
+def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
+    """Why a candidate, or a method, was chosen or not.
+
+    Args:
+        outcome: of the search.
+        name: a candidate's key, its number (``"#3"``), its whole label, or a method's name.
+
+    Raises:
+        InputError: if nothing goes by that name; near ones are named.
+    """
+    row = _row(outcome, name)
+    if row is not None:
+        return tuple(_of_candidate(outcome, row))
+    methods = dict.fromkeys(step for each in outcome.rows for step, _ in each.candidate.steps)
+    if name in methods:
+        return tuple(_of_method(outcome, name))
+    known = [*methods, *(each.candidate.key for each in outcome.rows)]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Methods: {', '.join(methods)}."
+    raise InputError(
+        f"nothing in this search is called {name!r}. {hint} A candidate goes by its key, its number (#1 to "
+        f"#{len(outcome.rows)}) or its whole label."
+    )
+
+
+def _row(outcome: SearchOutcome, name: str) -> Row | None:
+    for number, row in enumerate(outcome.rows, 1):
+        if name in (row.candidate.key, f"#{number}", str(number), row.candidate.label):
+            return row
+    return None
+
+
+def _of_candidate(outcome: SearchOutcome, row: Row) -> Iterator[str]:
+    yield f"{row.candidate.label} ({row.candidate.key}): {_fate(row)}"
+    time, memory = seconds(row), peak(row)
+    yield f"  step: {time.as_seconds()}; peak: {memory.as_bytes()}"
+    yield from _compared(outcome, row)
+    if row.trial is not None and row.trial.log:
+        yield f"  log of its trial: {row.trial.log}"
+
+
+def _compared(outcome: SearchOutcome, row: Row) -> Iterator[str]:
+    """Part by part against the winner, by the estimate."""
+    winner = outcome.winner
+    if winner is None or winner is row:
+        return
+    mine, other = row.candidate.estimate, winner.candidate.estimate
+    if mine is None or other is None:
+        return
+    yield f"  against {winner.candidate.label}, by the estimate:"
+    for title, before, after, text in (
+        ("step", other.time._asdict(), mine.time._asdict(), seconds_text),
+        ("peak", other.memory._asdict(), mine.memory._asdict(), bytes_text),
+    ):
+        changes = [
+            f"{name} {text(before[name])} → {text(after[name])}"
+            for name in before
+            if abs(after[name] - before[name]) > 0.005 * max(sum(before.values()), 1e-12)
+        ]
+        whole = sum(after.values()) / sum(before.values()) - 1 if sum(before.values()) else None
+        yield f"    {title} {change_text(whole)}: {', '.join(changes) or 'the same'}"
+
+
+def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
+    having = [row for row in outcome.rows if _has(row, name)]
+    without = [row for row in outcome.rows if not _has(row, name)]
+    winner = outcome.winner
+    chosen = winner is not None and _has(winner, name)
+    yield f"{name} is {'part of what was chosen' if chosen else 'not part of what was chosen'}."
+    others = without if chosen else having
+    rival = _best(others)
+    words = "without" if chosen else "with"
+    if rival is None:
+        yield f"  No candidate {words} it could be used. {_commonest(others)}"
+        return
+    figures = f"{seconds(rival).as_seconds()}, {peak(rival).as_bytes()}"
+    yield f"  The best candidate {words} it is {rival.candidate.label}: {figures}; {_fate(rival)}"
+    yield from _compared(outcome, rival)
+    failed = [row for row in others if row.fate in ("failed", "pruned")]
+    if failed:
+        yield f"  {len(failed)} of {len(others)} candidates {words} it failed or were pruned. {_commonest(failed)}"
+
+
+def _has(row: Row, name: str) -> bool:
+    return any(step == name for step, _ in row.candidate.steps)
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    usable = [row for row in rows if row.fate not in ("failed", "pruned") and seconds(row).value is not None]
+    measured = [row for row in usable if seconds(row).source == "measured"]
+    return min(measured or usable, key=lambda row: seconds(row).value or 0.0, default=None)
+
+
+def _commonest(rows: Sequence[Row]) -> str:
+    return f"For example {rows[0].candidate.label}: {_fate(rows[0])}" if rows else ""
+
+
+def _fate(row: Row) -> str:
+    reason = row.reason or (row.candidate.pruned.reason if row.candidate.pruned else "")
+    return f"{row.fate}: {reason}" if reason else row.fate

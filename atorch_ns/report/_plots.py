@@ -1,0 +1,155 @@
+"""Pictures with two axes: the search's history, predicted against measured, time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from atorch_ns.report._accuracy import AccuracyInfo
+from atorch_ns.report._history import HistoryInfo
+from atorch_ns.report._pareto import ParetoInfo, ParetoPoint
+from atorch_ns.report._svg import FONT, Canvas, nice_ticks
+from atorch_ns.report._units import bytes_text, number_text, percent_text, seconds_text
+
+__all__ = ["accuracy_picture", "history_picture", "pareto_picture"]
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 36, 54, 44
+
+
+class _Axes:
+    """The frame of a plot: from values to places."""
+
+    def __init__(self, canvas: Canvas, across: Sequence[float], up: Sequence[float]) -> None:
+        self._canvas, self._across, self._up = canvas, tuple(across), tuple(up)
+
+    def x(self, value: float) -> float:
+        """Where a value stands across."""
+        first, last = self._across[0], self._across[-1]
+        return _LEFT + (value - first) / (last - first) * (self._canvas.width - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        """Where a value stands up."""
+        first, last = self._up[0], self._up[-1]
+        return (
+            self._canvas.height
+            - _BOTTOM
+            - (value - first) / (last - first) * (self._canvas.height - _TOP - _BOTTOM)
+        )
+
+    def draw(
+        self,
+        across: tuple[str, Callable[[float | None], str]],
+        up: tuple[str, Callable[[float | None], str]],
+    ) -> None:
+        """Grid, ticks and the axes' names."""
+        canvas = self._canvas
+        bottom = canvas.height - _BOTTOM
+        for value in self._up:
+            canvas.line(_LEFT, self.y(value), canvas.width - _RIGHT, self.y(value), style="grid")
+            canvas.text(_LEFT - 6, self.y(value) + 4, up[1](value), anchor="end", style="muted")
+        every = 2 if canvas.width < 500 and len(self._across) > 5 else 1
+        for value in self._across[::every]:
+            canvas.line(self.x(value), _TOP, self.x(value), bottom, style="grid")
+            canvas.text(self.x(value), bottom + 16, across[1](value), anchor="middle", style="muted")
+        canvas.text(canvas.width - _RIGHT, canvas.height - 8, f"{across[0]} →", anchor="end", style="muted")
+        canvas.text(0, _TOP - 16, f"↑ {up[0]}", style="muted")
+
+
+def history_picture(info: HistoryInfo, width: int, name: str) -> str:
+    """Every trial's step, the best so far as a stair, failures as crosses above."""
+    failed = [point for point in info.points if point.seconds is None]
+    known = [point.seconds + point.spread for point in info.points if point.seconds is not None]
+    best = min((point.best_seconds for point in info.points if point.best_seconds), default=None)
+    description = f"{len(info.points)} trials, {len(failed)} failed; the best step was {seconds_text(best)}."
+    canvas = Canvas(name, "Trials in their order", description, width, 300)
+    last = max((point.trial for point in info.points), default=1)
+    step = max(1, round(last / (12 if width > 500 else 6)))
+    axes = _Axes(canvas, range(0, last + step + 1, step), nice_ticks(max(known, default=1.0) * 1.05))
+    axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
+    stair: list[tuple[float, float]] = []
+    for point in info.points:
+        if point.best_seconds is not None:
+            if stair:
+                stair.append((axes.x(point.trial), stair[-1][1]))
+            stair.append((axes.x(point.trial), axes.y(point.best_seconds)))
+    canvas.path(stair, style="stair")
+    if info.lower_bound_seconds is not None:
+        y = axes.y(info.lower_bound_seconds)
+        canvas.line(_LEFT, y, width - _RIGHT, y, style="bound")
+        canvas.text(width - _RIGHT, y + 14, "lower bound (predicted)", anchor="end", style="muted")
+    for point in info.points:
+        if point.seconds is None:
+            canvas.mark(
+                axes.x(point.trial), _TOP + 8, "cross", style="failed", tip=f"{point.label}: {point.status}"
+            )
+            continue
+        x, won = axes.x(point.trial), point.trial == info.best_trial
+        spread = point.spread
+        canvas.line(x, axes.y(point.seconds - spread), x, axes.y(point.seconds + spread), style="whisker")
+        tip = f"trial {point.trial}: {point.label}: {seconds_text(point.seconds)} ±{seconds_text(spread)}"
+        shape, style = ("diamond", "won") if won else ("circle", "dot")
+        canvas.mark(x, axes.y(point.seconds), shape, style=style, size=7 if won else 4, tip=tip)
+    canvas.text(0, FONT, "● trial   ◆ the winner   ✕ failed   ─ best so far")
+    return canvas.finish()
+
+
+def accuracy_picture(info: AccuracyInfo, width: int, name: str) -> str:
+    """Predicted across, measured up; on the diagonal the prediction was right."""
+    shown = seconds_text if info.quantity == "time" else bytes_text
+    merit = (
+        f"rank correlation {number_text(info.correlation)}, median error {percent_text(info.median_error)}, "
+        f"n={len(info.points)}"
+    )
+    title = f"{info.quantity.capitalize()}: predicted against measured"
+    canvas = Canvas(name, title, f"{title}: {merit}.", width, 330)
+    highest = max((max(point.predicted, point.measured) for point in info.points), default=1.0)
+    ticks = _bytes_ticks(highest) if info.quantity == "memory" else nice_ticks(highest)
+    axes = _Axes(canvas, ticks, ticks)
+    axes.draw(("predicted", shown), ("measured", shown))
+    canvas.text(0, FONT, merit)
+    canvas.line(axes.x(ticks[0]), axes.y(ticks[0]), axes.x(ticks[-1]), axes.y(ticks[-1]), style="diagonal")
+    for point in info.points:
+        x, y = axes.x(point.predicted), axes.y(point.measured)
+        figures = f"predicted {shown(point.predicted)}, measured {shown(point.measured)}"
+        canvas.mark(x, y, "circle", style="dot", size=4, tip=f"#{point.number} {point.label}: {figures}")
+        if len(info.points) <= 16:
+            canvas.text(x + 7, y + 4, f"#{point.number}", style="muted")
+    return canvas.finish()
+
+
+def pareto_picture(info: ParetoInfo, width: int, name: str) -> str:
+    """Step across, peak memory up; the front is a line that no candidate lies below."""
+    front = info.front
+    description = f"{len(info.points)} candidates, {len(front)} on the front of time and memory."
+    canvas = Canvas(name, "Time against memory", description, width, 340)
+    slowest = max((point.time.value or 0.0 for point in info.points), default=1.0)
+    most = max((point.memory.value or 0.0 for point in info.points), default=1.0)
+    drawn = 0 < info.limit_bytes <= 2 * most
+    up = _bytes_ticks(max(most, info.limit_bytes if drawn else 0.0))
+    axes = _Axes(canvas, nice_ticks(slowest), up)
+    axes.draw(("step", seconds_text), ("peak memory per rank", bytes_text))
+    if drawn:
+        y = axes.y(info.limit_bytes)
+        canvas.line(_LEFT, y, width - _RIGHT, y, style="limit")
+        canvas.text(width - _RIGHT, y - 4, f"limit {bytes_text(info.limit_bytes)}", anchor="end")
+    canvas.path([_place(axes, point) for point in front], style="stair")
+    for point in sorted(info.points, key=lambda point: (point.on_front, point.is_best)):
+        x, y = _place(axes, point)
+        measured = point.time.source == "measured"
+        shape = "diamond" if point.is_best else "circle" if measured else "square"
+        style = "won" if point.is_best else "dot" if measured else "hollow"
+        tip = f"#{point.number} {point.label}: {point.time.as_seconds()}, {point.memory.as_bytes()}"
+        canvas.mark(x, y, shape, style=style, size=7 if point.is_best else 4, tip=tip)
+        if point.on_front:
+            canvas.text(x + 9, y - 6, f"#{point.number}", style="muted")
+    canvas.text(0, FONT, "● measured   □ predicted   ◆ the winner   ─ front")
+    return canvas.finish()
+
+
+def _place(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
+    return axes.x(point.time.value or 0.0), axes.y(point.memory.value or 0.0)
+
+
+def _bytes_ticks(highest: float) -> tuple[float, ...]:
+    """Ticks that are round in the binary unit that they are written in."""
+    unit = next((size for size in (2.0**40, 2.0**30, 2.0**20, 2.0**10) if highest >= size), 1.0)
+    return tuple(tick * unit for tick in nice_ticks(highest / unit))

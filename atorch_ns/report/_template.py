@@ -1,0 +1,131 @@
+"""The page's style and skeleton. One file: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+__all__ = ["PAGE", "STYLE"]
+
+STYLE = """
+:root { color-scheme: light dark; --bg: #ffffff; --fg: #1c1e21; --muted: #5a6068; --line: #d5d9de;
+  --soft: #f4f5f7; --accent: #0b5cad; --good: #1b7a3d; --bad: #b3261e; --mark: #111111; }
+@media (prefers-color-scheme: dark) { :root { --bg: #16181c; --fg: #e8eaed; --muted: #a6adb7; --line: #3a3f47;
+  --soft: #1f2228; --accent: #7ab8f5; --good: #6cc88a; --bad: #f2877f; --mark: #ffffff; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1100px; padding: 1rem; background: var(--bg); color: var(--fg);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
+.lead { font-size: 1.05rem; }
+.lead p, .close p { margin: .2rem 0; }
+.muted, figcaption { color: var(--muted); }
+figure { margin: 0 0 1rem; }
+figcaption { font-size: .9rem; margin: .25rem 0; }
+svg { display: block; max-width: 100%; height: auto; }
+.wide { display: none; }
+@media (min-width: 800px) { .wide { display: block; } .narrow { display: none; } }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--muted); font-weight: 600; }
+th, td { overflow-wrap: normal; }
+td.words { overflow-wrap: anywhere; min-width: 9rem; }
+.words { text-align: left; }
+tr.best { background: var(--soft); font-weight: 600; }
+details { margin: .25rem 0 1rem; }
+summary { cursor: pointer; color: var(--accent); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; }
+dt { color: var(--muted); } dd { margin: 0; }
+@media (max-width: 799px) {
+  thead { position: absolute; left: -9999px; }
+  tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  td, td.words { display: grid; grid-template-columns: 8.5rem 1fr; gap: .5rem; text-align: left;
+    border: 0; padding: .1rem .3rem; }
+  td::before { content: attr(data-name); color: var(--muted); font-weight: 400; }
+  dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
+}
+svg text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--fg);
+  paint-order: stroke; stroke: var(--bg); stroke-width: 3px; stroke-linejoin: round; }
+svg text.muted { fill: var(--muted); } svg text.strong { font-weight: 700; } svg text.on { fill: #111111; stroke: none; }
+.p0 { fill: #7db8e0; } .p1 { fill: #f3bd5c; } .p2 { fill: #8fcf98; } .p3 { fill: #e99a8c; }
+.p4 { fill: #c0aae0; } .p5 { fill: #cfc8ba; } .p6 { fill: #96d6d2; } .p7 { fill: #dcb795; }
+.p0, .p1, .p2, .p3, .p4, .p5, .p6, .p7 { stroke: var(--bg); stroke-width: 1; }
+.limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: 6 4; }
+.bound { stroke: var(--muted); stroke-width: 1.5; stroke-dasharray: 2 4; }
+.grid { stroke: var(--line); stroke-width: 1; }
+.diagonal { stroke: var(--muted); stroke-width: 1.5; stroke-dasharray: 6 4; }
+.stair { stroke: var(--accent); stroke-width: 2; }
+.whisker { stroke: var(--muted); stroke-width: 1.5; }
+.dot { fill: var(--accent); } .won { fill: var(--good); stroke: var(--mark); stroke-width: 1; }
+.hollow { fill: var(--bg); stroke: var(--accent); stroke-width: 1.5; }
+.failed { stroke: var(--bad); stroke-width: 2.5; fill: none; }
+.measured { fill: var(--mark); stroke: var(--bg); stroke-width: 1.5; }
+.total { fill: #7db8e0; } .faster { fill: #8fcf98; } .slower { fill: #e99a8c; }
+@media print { body { max-width: none; } details > * { display: block; } }
+"""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"/>
+<title>{{ title }}</title>
+<style>{{ style }}</style>
+</head>
+<body>
+{% macro sheet(table, best="") -%}
+<table>
+<thead><tr>{% for name in table.columns %}<th scope="col"
+ {%- if loop.index0 in table.words %} class="words"{% endif %}>{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in table.rows %}<tr{% if row[0] == best %} class="best"{% endif %}>
+{%- for cell in row %}<td data-name="{{ table.columns[loop.index0] }}"
+ {%- if loop.index0 in table.words %} class="words"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody>
+</table>
+{%- endmacro %}
+<header>
+<h1>{{ title }}</h1>
+<p class="muted">{{ setting }}</p>
+</header>
+<main>
+<section aria-label="verdict" class="lead">
+{% for sentence in sentences %}<p>{{ sentence }}</p>
+{% endfor %}</section>
+{% if applied %}<section>
+<h2>What is applied</h2>
+{{ sheet(applied) }}
+{% for note in notes %}<p class="muted">{{ note }}</p>
+{% endfor %}</section>
+{% endif %}{% if actual %}<section class="close">
+<h2>Predicted against actual</h2>
+{% for line in actual %}<p>{{ line }}</p>
+{% endfor %}</section>
+{% endif %}{% if candidates %}<section>
+<h2>Candidates</h2>
+<p class="muted">Predicted before any trial; measured in trials, with the number of steps and the standard error.</p>
+{{ sheet(candidates, best) }}
+{% for title, table in folded %}<details><summary>{{ title }}</summary>
+{{ sheet(table) }}</details>
+{% endfor %}</section>
+{% endif %}{% for section in sections %}<section id="{{ section.name }}">
+<h2>{{ section.title }}</h2>
+{% for figure in section.figures %}<figure>
+<div class="wide">{{ figure.wide }}</div>
+<div class="narrow">{{ figure.narrow }}</div>
+<figcaption>{{ figure.caption }}</figcaption>
+</figure>
+{% endfor %}{% if section.table %}<details><summary>The figures as a table</summary>
+{{ sheet(section.table) }}</details>{% endif %}
+</section>
+{% endfor %}{% if lists %}<section>
+<h2>How it was found</h2>
+{% for heading, lines in lists %}<h3>{{ heading }}</h3>
+<ul>{% for line in lines %}<li>{{ line }}</li>{% endfor %}</ul>
+{% endfor %}</section>
+{% endif %}{% if settings %}<section>
+<details><summary>Settings of the search</summary>
+<dl>{% for name, value in settings %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl></details>
+</section>
+{% endif %}</main>
+</body>
+</html>
+"""

@@ -1,0 +1,84 @@
+"""What was chosen and why, in sentences."""
+
+from __future__ import annotations
+
+from atorch_ns.report._measures import Figure, peak, seconds
+from atorch_ns.report._units import bytes_text, count_text, percent_text, seconds_text
+from atorch_ns.search import SearchOutcome, Setting
+
+__all__ = ["setting_text", "verdict"]
+
+
+def setting_text(setting: Setting) -> str:
+    """What was searched for, in one line."""
+    nodes = f" on {setting.num_nodes} nodes" if setting.num_nodes > 1 else ""
+    tokens = f" of {setting.num_tokens} tokens" if setting.num_tokens > 1 else ""
+    limit = bytes_text(setting.memory_limit_bytes or None)
+    return (
+        f"{setting.model}, {count_text(setting.num_parameters)} parameters; {setting.world_size} × "
+        f"{setting.device}{nodes}, limit {limit} a rank; global batch {setting.global_batch} samples{tokens}"
+    )
+
+
+def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
+    """The choice, its figures, how sure it is, and why the search ended: a sentence each."""
+    sentences = [*_choice(outcome), *_certainty(outcome)]
+    if outcome.num_trials or outcome.resumed:
+        resumed = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
+        trials = f"{outcome.num_trials + outcome.resumed} trials{resumed}"
+    else:
+        trials = "No trial was run: every figure is a prediction"
+    sentences.append(f"{trials}, {seconds_text(outcome.seconds)} in all; {_ended(outcome)}")
+    return tuple(_sentence(text) for text in sentences if text)
+
+
+def _choice(outcome: SearchOutcome) -> list[str]:
+    winner, baseline = outcome.winner, outcome.baseline
+    if winner is None:
+        nearest = [f"Nearest: {outcome.nearest_miss}"] if outcome.nearest_miss else []
+        return [f"None of {len(outcome.rows)} candidates could be chosen", *nearest]
+    time, memory = seconds(winner), peak(winner)
+    sentences = [
+        f"Chosen: {winner.candidate.label}",
+        f"One step takes {time.as_seconds()}; {_against(outcome, time)}",
+        f"Peak memory {memory.as_bytes()} of {bytes_text(outcome.setting.memory_limit_bytes or None)} a rank",
+    ]
+    if winner.reason:
+        sentences.append(f"Why: {winner.reason}")
+    if baseline is winner:
+        sentences.append("The baseline itself is the best: nothing else is faster beyond the noise")
+    return sentences
+
+
+def _against(outcome: SearchOutcome, time: Figure) -> str:
+    baseline = outcome.baseline
+    if baseline is None or baseline is outcome.winner:
+        return "it is the baseline" if baseline is not None else "there is no baseline to hold it against"
+    other = seconds(baseline)
+    if baseline.fate in ("failed", "pruned") or not other.value or not time.value:
+        return f"the baseline {baseline.candidate.label} cannot be used: {baseline.reason}"
+    times = f"{other.value / time.value:.2f}× as fast as the baseline {baseline.candidate.label}"
+    return f"{times} with {other.as_seconds()}"
+
+
+def _certainty(outcome: SearchOutcome) -> list[str]:
+    sentences = []
+    if outcome.lower_bound_seconds is not None:
+        bound = seconds_text(outcome.lower_bound_seconds)
+        gap = (
+            f": at most {percent_text(outcome.gap)} of the step is left to gain"
+            if outcome.gap is not None
+            else ""
+        )
+        sentences.append(f"No candidate is expected below {bound}{gap} (predicted)")
+    if outcome.noise:
+        sentences.append(f"The noise of a median step was {percent_text(outcome.noise)} (measured)")
+    return sentences
+
+
+def _ended(outcome: SearchOutcome) -> str:
+    return outcome.stop_reason or "the search ended"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

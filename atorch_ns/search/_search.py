@@ -1,0 +1,306 @@
+"""Search: hands out trials, takes their outcomes, and says at any moment what is best and why."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from atorch_ns.search._candidate import Candidate
+from atorch_ns.search._conclude import conclude
+from atorch_ns.search._enough import enough, own_limit
+from atorch_ns.search._features import read_features
+from atorch_ns.search._knowledge import Knowledge
+from atorch_ns.search._ledger import Ledger
+from atorch_ns.search._objective import Objective
+from atorch_ns.search._outcome import SearchOutcome, Setting
+from atorch_ns.search._pace import Pace
+from atorch_ns.search._probing import Probing
+from atorch_ns.search._samplers import make_sampler
+from atorch_ns.search._settings import SearchSettings
+from atorch_ns.search._standing import CONFIDENCE_Z
+from atorch_ns.search._trial import StopRule, TrialOutcome, TrialTask
+from atorch_ns.search._words import seconds_text
+
+__all__ = ["Known", "Recorder", "Search"]
+
+CONFIRM_WITHIN = 0.1
+"""The winner and its closest rival are run once more, if they are nearer to each other than this."""
+
+KNOWN_WITHIN = 0.1
+"""A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
+
+OUT_OF_MEMORY = 2
+"""After this many trials without memory and none with a result, the smallest candidate is tried."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A strategy that an earlier search of the same setting found.
+
+    Attributes:
+        key: of the candidate.
+        seconds: of its median step then.
+    """
+
+    key: str
+    seconds: float
+
+
+class Recorder(Protocol):
+    """Keeps trials for later searches; must not raise."""
+
+    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
+        """Keeps one trial."""
+
+
+class Search:
+    """A search over a list of candidates. Pure but for the clock; one trial at a time.
+
+    The plain strategy is tried first, if it is predicted to fit; then whatever the sampler chooses. The
+    winner and a close rival are run once more, and the winner's numbers are probed against one process.
+
+    Args:
+        setting: what is searched for.
+        settings: how.
+        candidates: from :func:`~atorch_ns.search.find_candidates`.
+        clock: seconds, from any origin.
+        known: a strategy to try first; if its trial confirms it, the search ends.
+        recorder: is told every trial that says something of its candidate.
+
+    Raises:
+        MissingPackageError: if the sampler needs a package that is not there.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        settings: SearchSettings,
+        candidates: Iterable[Candidate],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        known: Known | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.setting = setting
+        self.settings = settings
+        self.candidates = tuple(candidates)
+        self._pace = Pace(setting, settings, clock)
+        self._known = known
+        self._recorder = recorder
+        self._sampler = make_sampler(settings)
+        self._objective = Objective(settings)
+        self._features = read_features(self.candidates)
+        self._by_key = {one.key: one for one in self.candidates}
+        self._ledger = Ledger()
+        self._probing = Probing()
+        self._task: TrialTask | None = None
+        self._last_id = 0
+        self._explored = ""
+        self._cancelled = ""
+        self._over = False
+        self._confirming: list[str] = []
+        self._confirmed = False
+        self._seconds: float | None = None
+        self._knowledge = self._know()
+
+    # ---- what the engine calls
+
+    def ask(self) -> TrialTask | None:
+        """The next trial; the same one until it is told; ``None`` when the search is over."""
+        if self._task is None and not self._over:
+            self._task = self._next()
+            if self._task is None:
+                self._over = True
+                self._seconds = self._pace.elapsed
+        return self._task
+
+    def tell(self, task_id: int, outcome: TrialOutcome) -> None:
+        """What came of a trial. Of other trials than the one asked for, nothing is noted."""
+        task = self._task
+        if task is None or task.id != task_id:
+            return
+        self._task = None
+        if task.kind == "probe":
+            self._probing.add(task.key, outcome)
+        else:
+            self._ledger.add(task.key, outcome)
+            if self._recorder is not None and outcome.status != "cancelled":
+                self._recorder.record(self.setting, self._by_key[task.key], task, outcome)
+        self._knowledge = self._know()
+
+    def resume(self, key: str, outcome: TrialOutcome) -> bool:
+        """Notes a trial of an earlier search; whether this search has such a candidate."""
+        if key not in self._by_key:
+            return False
+        self._ledger.add(key, outcome, resumed=True)
+        self._knowledge = self._know()
+        return True
+
+    def cancel(self, reason: str) -> None:
+        """Ends the search at once; what was found so far stands."""
+        if not self._over:
+            self._cancelled = reason
+            self._over = True
+            self._task = None
+            self._seconds = self._pace.elapsed
+
+    @property
+    def best(self) -> str | None:
+        """Key of what would be chosen now; ``None`` before any trial that ran and fits."""
+        winner = self._knowledge.winner
+        return winner.candidate.key if winner is not None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no trial will follow."""
+        return self._over
+
+    def outcome(self) -> SearchOutcome:
+        """Everything found so far."""
+        return conclude(
+            self.setting,
+            self.settings,
+            self._knowledge,
+            self._ledger,
+            self._probing,
+            self._objective,
+            stop_reason=self._cancelled or self._explored,
+            seconds=self._pace.elapsed if self._seconds is None else self._seconds,
+        )
+
+    # ---- what is next
+
+    def _next(self) -> TrialTask | None:
+        key = None if self._explored else self._explore()
+        key = key or self._confirm()
+        if key is not None:
+            return self._trial(key)
+        winner = self._knowledge.winner
+        if winner is None:
+            if not self._probing.rejected or not self._knowledge.open:
+                return None
+            self._explored = ""  # the probe has ruled out all that was measured
+            key = self._explore()
+            return None if key is None else self._trial(key)
+        if self.settings.probe and not self._probing.knows(winner.candidate.key):
+            return self._probe(winner.candidate)
+        return None
+
+    def _explore(self) -> str | None:
+        """The next candidate; ``None``, with the reason noted, when enough has been tried."""
+        again = next((key for key, entry in self._ledger if not entry.judged), None)
+        if self._pace.left <= 0:
+            self._explored = f"the time limit of {self.settings.time_limit_s:g} s was reached"
+            return None
+        if again is not None and again not in self._knowledge.learned:
+            return again
+        self._explored = self._confirmed_known() or enough(
+            self._knowledge, self._ledger, self.settings, self._sampler
+        )
+        if self._explored:
+            return None
+        usual = self._pace.usual_cost(self._by_key, self._ledger)
+        open_ = self._knowledge.open
+        affordable = [index for index in open_ if self._pace.affords(self.candidates[index], usual)]
+        if not self._ledger.num_run:
+            affordable = open_
+        if affordable:
+            return self.candidates[self._pick(affordable, usual)].key
+        self._explored = "every candidate was tried"
+        if open_:
+            self._explored = f"the time limit of {self.settings.time_limit_s:g} s leaves no time for a trial"
+        return None
+
+    def _pick(self, open_: list[int], usual_cost: float) -> int:
+        """What was known, the plain strategy, then what the sampler says; if memory is short, the smallest."""
+        if self._known is not None and not len(self._ledger):
+            for index in open_:
+                if self.candidates[index].key == self._known.key:
+                    return index
+        for index in open_:
+            if self.candidates[index].is_baseline:
+                return index
+        if not self._knowledge.ranked and self._knowledge.num_out_of_memory >= OUT_OF_MEMORY:
+            return min(open_, key=self._peak)
+        return self._sampler.next(self._knowledge, open_, usual_cost)
+
+    def _peak(self, index: int) -> float:
+        estimate = self.candidates[index].estimate
+        return estimate.peak_bytes if estimate is not None else math.inf
+
+    def _confirmed_known(self) -> str:
+        """Why what an earlier search found is enough; empty if it is not."""
+        if self._known is None or len(self._ledger) != 1 or not self._knowledge.ranked:
+            return ""
+        one = self._knowledge.ranked[0]
+        slower = one.outcome.median_seconds / self._known.seconds - 1
+        if one.candidate.key != self._known.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * one.error):
+            return ""
+        now, then = seconds_text(one.outcome.median_seconds), seconds_text(self._known.seconds)
+        return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
+
+    def _confirm(self) -> str | None:
+        """Winner and closest rival in turn, once, where they are close: machines drift between trials."""
+        if not self._confirmed:
+            self._confirmed = True
+            self._confirming = self._rivals()
+        while self._confirming:
+            key = self._confirming.pop(0)
+            limit = self.settings.max_trials or own_limit(self._knowledge)
+            usual = self._pace.usual_cost(self._by_key, self._ledger)
+            if self._ledger.num_run < limit and self._pace.affords(self._by_key[key], usual):
+                return key
+        return None
+
+    def _rivals(self) -> list[str]:
+        """The two that a repetition would tell apart: the best, and the plain strategy or the next best."""
+        ranked = self._knowledge.ranked
+        if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranked) < 2:
+            return []
+        best, *others = ranked
+        near = [one for one in others if one.value <= best.value * (1 + CONFIRM_WITHIN)]
+        if not near or best.num_trials > 1:
+            return []
+        rival = next((one for one in near if one.candidate.is_baseline), near[0])
+        return [rival.candidate.key, best.candidate.key]
+
+    # ---- tasks
+
+    def _trial(self, key: str) -> TrialTask:
+        one = self._by_key[key]
+        ranked = self._knowledge.ranked
+        predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(one)])
+        best = ranked[0] if ranked else None
+        rule = self._pace.rule(best, predicted, times=self._objective.counts_time)
+        deadline = self._pace.deadline(one, rule, predicted if ranked and one.estimate is not None else None)
+        return self._task_of(one, rule, deadline, "trial")
+
+    def _probe(self, one: Candidate) -> TrialTask:
+        return self._task_of(one, StopRule(), self._pace.probe_deadline(one), "probe")
+
+    def _task_of(
+        self, one: Candidate, rule: StopRule, deadline_s: float, kind: Literal["trial", "probe"]
+    ) -> TrialTask:
+        self._last_id += 1
+        return TrialTask(
+            id=self._last_id,
+            key=one.key,
+            steps=one.steps,
+            rule=rule,
+            deadline_s=deadline_s,
+            attempt=self._ledger.attempts(one.key) if kind == "trial" else 0,
+            kind=kind,
+        )
+
+    def _know(self) -> Knowledge:
+        return Knowledge(
+            self.candidates,
+            self._features,
+            self._ledger,
+            self._objective,
+            self.setting.memory_limit_bytes,
+            frozenset(self._probing.rejected),
+        )

@@ -1,0 +1,330 @@
+"""The space of a search: which strategies there are, priced, the best of them written out as candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.estimate import Estimate, PlanTable, Workload, price
+from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.search._candidate import Candidate, Pruned
+from atorch_ns.search._choices import Choices, find_choices
+from atorch_ns.search._priced import PricedRows, price_rows
+from atorch_ns.search._select import Limits, Picked, memory_limit, pick
+from atorch_ns.search._settings import SearchSettings
+from atorch_ns.search._templates import Templates, find_templates, steps_of
+from atorch_ns.search._wishes import Wishes, read_wishes
+from atorch_ns.search._words import bytes_text, key_of, label_of, seconds_text
+from atorch_ns.strategy import Plan, Strategy
+
+__all__ = ["Space", "explore", "find_candidates"]
+
+MAX_SAME = 20
+"""Strategies that amount to another, written out for the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The strategies that a search may choose from.
+
+    Attributes:
+        candidates: those that are worth knowing, best first; pruned ones last, each with its reason.
+        num_priced: strategies that were priced.
+        notes: what was left out and why, as sentences.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_priced: int
+    notes: tuple[str, ...] = ()
+
+
+def find_candidates(
+    profile: Profile,
+    cluster: Cluster,
+    workload: Workload,
+    registry: Registry,
+    settings: SearchSettings,
+    *,
+    excluded: Sequence[Any] | None = None,
+    included: Sequence[Any] | None = None,
+    base: Any = None,
+    finetune: bool = False,
+    on_meta: bool = False,
+) -> list[Candidate]:
+    """The candidates of :func:`explore`, best first."""
+    space = explore(
+        profile,
+        cluster,
+        workload,
+        registry,
+        settings,
+        excluded=excluded,
+        included=included,
+        base=base,
+        finetune=finetune,
+        on_meta=on_meta,
+    )
+    return list(space.candidates)
+
+
+def explore(
+    profile: Profile,
+    cluster: Cluster,
+    workload: Workload,
+    registry: Registry,
+    settings: SearchSettings,
+    *,
+    excluded: Sequence[Any] | None = None,
+    included: Sequence[Any] | None = None,
+    base: Any = None,
+    finetune: bool = False,
+    on_meta: bool = False,
+) -> Space:
+    """All strategies that the methods' ``options`` span, priced; the best written out.
+
+    At most one method fills each role; what methods declare to be impossible together or here is left out.
+    Precision is part of the space where the device multiplies 16-bit numbers in hardware, as long as fp32
+    weights are kept: autocast, or half precision with master weights. 16-bit weights alone converge
+    otherwise and must be asked for: ``included=[("half", "bf16")]``.
+
+    Args:
+        profile: of the model, with a trace; without one, candidates have no estimate and no order.
+        cluster: with hardware figures.
+        workload: of one step.
+        registry: the methods there are.
+        settings: limits and objective.
+        excluded: names, aliases, ``(name, config)`` pairs or groups (roles, phases) that may not be there.
+        included: the same, of which each must be there.
+        base: a strategy in any form. With ``finetune``, its methods are kept and their configs reopened;
+            without, it is the only candidate.
+        finetune: see ``base``.
+        on_meta: whether the model is on the meta device, wherever the profile was made.
+
+    Raises:
+        InputError: if the wishes contradict each other or leave nothing.
+        StrategyError: if ``base`` cannot be used.
+    """
+    profile = replace(profile, on_meta=profile.on_meta or on_meta)
+    wishes = read_wishes(registry, included=included, excluded=excluded, cluster=cluster, profile=profile)
+    job = _Job(profile, cluster, workload, registry, settings)
+    if base is not None:
+        base = Strategy.load(base)
+        resolved = resolve(base, cluster, registry, profile=profile)
+        if not finetune:
+            return job.only(resolved)
+        return job.space(wishes, resolved)
+    return job.space(wishes, None)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all steps of the exploration read."""
+
+    profile: Profile
+    cluster: Cluster
+    workload: Workload
+    registry: Registry
+    settings: SearchSettings
+
+    def only(self, resolved: Resolved) -> Space:
+        """The space of one strategy."""
+        (estimated,) = self._estimates([resolved])
+        return Space(candidates=(self._candidate(resolved, estimated, is_baseline=True),), num_priced=1)
+
+    def space(self, wishes: Wishes, base: Resolved | None) -> Space:
+        """The candidates of a whole space."""
+        kept = None if base is None else base.strategy
+        choices = find_choices(self.registry, self.profile, self.cluster, wishes, kept)
+        templates = find_templates(choices, self.cluster, self.registry, wishes)
+        if not templates.distinct:
+            raise InputError(_nothing_left(templates, choices))
+        rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, self.settings)
+        limit = memory_limit(self.cluster, self.settings)
+        picked = pick(rows, limit)
+        baseline = base or self._plain(wishes)
+        candidates = self._write_out(picked, rows, limit, baseline)
+        if all(candidate.pruned is not None for candidate in candidates) and wishes.excluded and base is None:
+            candidates = self._with_hint(candidates, wishes, limit)
+        known = {candidate.key for candidate in candidates}
+        candidates += [one for one in self._duplicates(templates) if one.key not in known]
+        return Space(
+            candidates=tuple(candidates), num_priced=len(rows), notes=_notes(rows, picked, templates, choices)
+        )
+
+    def _plain(self, wishes: Wishes) -> Resolved | None:
+        """The strategy of nothing but what every strategy has; ``None`` if the wishes forbid it."""
+        fixed = [wish for wish in wishes.included if len(wish.methods) == 1]
+        steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
+        try:
+            resolved = resolve(Strategy(steps), self.cluster, self.registry, profile=self.profile)
+        except StrategyError:
+            return None
+        return resolved if wishes.unmet(resolved.chosen) is None else None
+
+    def _write_out(
+        self, picked: Picked, rows: PricedRows, limit: Limits, baseline: Resolved | None
+    ) -> list[Candidate]:
+        """The picked rows as candidates, each of them once, the baseline among them."""
+        resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
+        for row in (*picked.fitting, *picked.too_large):
+            steps = rows.steps(row)
+            try:
+                one = resolve(Strategy(steps), self.cluster, self.registry)
+            except StrategyError:  # a size that a method refuses on this mesh
+                continue
+            resolved.setdefault(key_of(one.strategy.steps), (one, rows.estimate(row)))
+        key = None
+        if baseline is not None:
+            key = key_of(baseline.strategy.steps)
+            if key not in resolved:
+                resolved[key] = (baseline, self._estimates([baseline])[0])
+        candidates = [
+            self._candidate(one, estimated, is_baseline=name == key, limit=limit)
+            for name, (one, estimated) in resolved.items()
+        ]
+        plans = [one.plan for one, _ in resolved.values()]
+        candidates = self._ordered(self._with_batches(candidates, plans, limit))
+        return candidates if key is not None else _mark_simplest(candidates)
+
+    def _estimates(self, resolved: list[Resolved]) -> list[Estimate | None]:
+        if self.profile.trace is None or self.cluster.hardware is None:
+            return [None] * len(resolved)
+        table = PlanTable.of([one.plan for one in resolved])
+        prices = price(table, self.profile, self.cluster, self.workload)
+        return [prices.estimate(row) for row in range(len(resolved))]
+
+    def _candidate(
+        self,
+        resolved: Resolved,
+        estimated: Estimate | None,
+        *,
+        is_baseline: bool = False,
+        limit: Limits | None = None,
+    ) -> Candidate:
+        steps = resolved.strategy.steps
+        limit = limit or memory_limit(self.cluster, self.settings)
+        pruned = None
+        if estimated is not None and not limit.admits(estimated.peak_bytes):
+            pruned = Pruned(kind="memory", reason=limit.refusal(estimated))
+        return Candidate(
+            key=key_of(steps),
+            steps=tuple((step.name, step.config) for step in steps),
+            label=label_of(steps, leave_out=self._unsaid(resolved)),
+            estimate=estimated,
+            is_baseline=is_baseline,
+            pruned=pruned,
+            setup_seconds=_setup_seconds(resolved, self.cluster),
+        )
+
+    def _unsaid(self, resolved: Resolved) -> list[str]:
+        """Methods that every strategy has in this form."""
+        left = [item for item in resolved.chosen if item.method.default_for is None]
+        plain_mesh = resolved.plan.size("data") == self.cluster.world_size
+        return [
+            item.method.name
+            for item in resolved.chosen
+            if item.method.default_for == "mesh" and plain_mesh and (left or len(resolved.chosen) > 1)
+        ]
+
+    def _with_batches(self, candidates: list[Candidate], plans: list[Plan], limit: Limits) -> list[Candidate]:
+        """For the objective of the largest batch: how far each could go."""
+        if self.settings.objective != "batch" or any(one.estimate is None for one in candidates):
+            return candidates
+        table = PlanTable.of(plans)
+        largest = np.zeros(len(table), dtype=np.int64)
+        for power in range(16):
+            batch = self.workload.global_batch << power
+            prices = price(table, self.profile, self.cluster, replace(self.workload, global_batch=batch))
+            fits = limit.admit(prices.peak_bytes)
+            largest[fits] = batch
+            if not fits.any():
+                break
+        return [replace(one, largest_batch=int(size)) for one, size in zip(candidates, largest, strict=True)]
+
+    def _ordered(self, candidates: list[Candidate]) -> list[Candidate]:
+        def order(one: Candidate) -> tuple[Any, ...]:
+            if one.estimate is None:
+                return (one.pruned is not None, 0.0, len(one.steps), one.key)
+            first = {
+                "memory": one.estimate.peak_bytes,
+                "batch": -float(one.largest_batch or 0),
+            }.get(self.settings.objective, one.estimate.step_seconds)
+            return (one.pruned is not None, first, one.estimate.step_seconds, len(one.steps), one.key)
+
+        return sorted(candidates, key=order)
+
+    def _with_hint(self, candidates: list[Candidate], wishes: Wishes, limit: Limits) -> list[Candidate]:
+        """Tells of the one that nearly fits which excluded method would make it fit."""
+        free = _Job(self.profile, self.cluster, self.workload, self.registry, self.settings)
+        fitting = [c for c in free.space(wishes.without_exclusions(), None).candidates if c.pruned is None]
+        nearest = min(
+            (one for one in candidates if one.estimate is not None),
+            key=lambda one: one.estimate.peak_bytes if one.estimate is not None else 0.0,
+            default=None,
+        )
+        if not fitting or nearest is None or nearest.pruned is None or fitting[0].estimate is None:
+            return candidates
+        has = {name for name, _ in nearest.steps}
+        best = min(fitting, key=lambda one: len({name for name, _ in one.steps} - has))
+        new = [name for name, _ in best.steps if name not in has]
+        assert best.estimate is not None
+        what = f"{' and '.join(new)}, excluded here," if new else f"the excluded {best.label}"
+        hint = f"{what} would bring it to {bytes_text(best.estimate.peak_bytes)}"
+        pruned = replace(nearest.pruned, hint=hint)
+        return [replace(one, pruned=pruned) if one is nearest else one for one in candidates]
+
+    def _duplicates(self, templates: Templates) -> list[Candidate]:
+        """Strategies that amount to another, for the report."""
+        found = []
+        for resolved, twin in templates.same[:MAX_SAME]:
+            chosen = resolve(Strategy(steps_of(twin.chosen, twin.group.first)), self.cluster, self.registry)
+            label = label_of(chosen.strategy.steps, leave_out=self._unsaid(chosen))
+            candidate = self._candidate(resolved, None)
+            reason = f"amounts to {label} on this cluster"
+            found.append(replace(candidate, pruned=Pruned(kind="same", reason=reason)))
+        return found
+
+
+def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:
+    """Holds the others against the simplest strategy, where the plain one may not be used."""
+    free = [one for one in candidates if one.pruned is None] or candidates
+    simplest = min(free, key=lambda one: len(one.steps))
+    return [replace(one, is_baseline=one is simplest) for one in candidates]
+
+
+def _setup_seconds(resolved: Resolved, cluster: Cluster) -> float:
+    """What compilation adds to a trial: inductor took 20 to 60 s for a block on 2 CPU cores, about 20 on GPUs."""
+    if not resolved.plan.compiled:
+        return 0.0
+    return 40.0 if cluster.device_type == "cpu" else 20.0
+
+
+def _nothing_left(templates: Templates, choices: Choices) -> str:
+    reasons = sorted(templates.refused, key=lambda reason: -templates.refused[reason])[:3]
+    reasons += [f"{name}: {reason}" for name, reason in choices.refused.items()]
+    why = " ".join(reasons) or "what must be there and what is excluded leave nothing over."
+    return f"no strategy is left to search: {why} Ask for less in included and excluded."
+
+
+def _notes(rows: PricedRows, picked: Picked, templates: Templates, choices: Choices) -> tuple[str, ...]:
+    notes = [f"{name} is not searched: {reason}" for name, reason in choices.refused.items()]
+    written = len(picked.fitting) + len(picked.too_large)
+    if len(rows) > written:
+        slower = (
+            f"; the {picked.num_slower} others that fit are predicted slower" if picked.num_slower else ""
+        )
+        if picked.slowest_kept is not None and picked.num_slower:
+            slower += f" than {seconds_text(picked.slowest_kept)}"
+        large = f", {picked.num_too_large} do not fit" if picked.num_too_large else ""
+        notes.append(f"{len(rows)} strategies were priced and the best {written} written out{slower}{large}.")
+    if templates.num_left_out:
+        notes.append(
+            f"{templates.num_left_out} combinations of methods were beyond the limit and not priced."
+        )
+    return tuple(notes)

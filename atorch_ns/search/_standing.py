@@ -1,0 +1,130 @@
+"""Standings: what the measured candidates are worth, how sure that is, and which of them is chosen."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from atorch_ns.search._candidate import Candidate
+from atorch_ns.search._ledger import Ledger
+from atorch_ns.search._objective import Objective
+from atorch_ns.search._residual import DRIFT
+from atorch_ns.search._trial import TrialOutcome
+
+__all__ = ["CONFIDENCE_Z", "Standing", "choose", "drift", "noise", "standings", "tied_with"]
+
+SAME_WITHIN = 0.03
+"""A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
+
+CONFIDENCE = 0.95
+"""Two candidates differ if that is so sure, one-sided."""
+
+CONFIDENCE_Z = statistics.NormalDist().inv_cdf(CONFIDENCE)
+"""The same in standard errors of the difference."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A candidate that was measured and may be chosen.
+
+    Attributes:
+        candidate: which.
+        value: of the objective, measured.
+        error: its relative standard error, drift between trials included.
+        outcome: its trials as one.
+        num_trials: of it.
+    """
+
+    candidate: Candidate
+    value: float
+    error: float
+    outcome: TrialOutcome
+    num_trials: int
+
+
+def drift(ledger: Ledger, objective: Objective) -> float:
+    """Relative standard deviation between trials of one candidate, from those that were repeated.
+
+    The prior of two per cent counts as much as two repetitions.
+    """
+    if not objective.counts_time:
+        return 0.0
+    squares, number = 2 * DRIFT**2, 2
+    for _, entry in ledger:
+        medians = [math.log(one.median_seconds) for one in entry.outcomes if one.succeeded]
+        if len(medians) > 1:
+            squares += statistics.variance(medians) * (len(medians) - 1)
+            number += len(medians) - 1
+    return math.sqrt(squares / number)
+
+
+def standings(
+    candidates: Mapping[str, Candidate], ledger: Ledger, objective: Objective, limit_bytes: int
+) -> list[Standing]:
+    """The candidates that ran and fit, best first."""
+    between = drift(ledger, objective)
+    found = []
+    for key, entry in ledger:
+        if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
+            continue
+        if limit_bytes and max(outcome.peak_bytes, default=0) > limit_bytes:
+            continue
+        value = objective.measured(candidates[key], outcome)
+        if not (math.isfinite(value) and value > 0):
+            continue
+        number = len(entry.outcomes)
+        error = math.hypot(objective.noise(outcome), between / math.sqrt(number))
+        found.append(Standing(candidates[key], value, error, outcome, number))
+    return sorted(found, key=lambda one: (one.value, one.candidate.key))
+
+
+def tied_with(best: Standing, others: Iterable[Standing]) -> list[Standing]:
+    """Those that are as good as ``best``, itself among them.
+
+    The plain strategy, where it is not worse beyond the noise; others, where besides they are not worse by
+    more than three per cent. The best of many is lucky: against the plain strategy, the confidence holds for
+    all of them together (Bonferroni).
+    """
+    found = list(others)
+    lucky = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(found) - 1))
+    return [one for one in found if _as_good(best, one, lucky)]
+
+
+def _as_good(best: Standing, one: Standing, lucky: float) -> bool:
+    error = math.hypot(one.error * one.value, best.error * best.value)
+    if one.candidate.is_baseline:
+        return one.value - best.value <= lucky * error
+    return one.value - best.value <= min(CONFIDENCE_Z * error, SAME_WITHIN * best.value)
+
+
+def choose(ranked: list[Standing], objective: Objective) -> Standing | None:
+    """The winner: of those that noise cannot tell from the best, the plain strategy, else the simplest.
+
+    Simple is: fewer methods, fewer settings, less memory. For the largest batch, speed decides instead.
+    """
+    if not ranked:
+        return None
+    tied = tied_with(ranked[0], ranked)
+    plain = next((one for one in tied if one.candidate.is_baseline), None)
+    if plain is not None:
+        return plain
+    if objective.kind == "batch":
+        return min(tied, key=lambda one: (one.outcome.median_seconds, one.candidate.key))
+    return min(tied, key=_plainness)
+
+
+def noise(ranked: Iterable[Standing]) -> float:
+    """Relative standard error of a median step: the middle one of all trials that ran; 0 before any."""
+    errors = [one.error for one in ranked]
+    return statistics.median(errors) if errors else 0.0
+
+
+def _plainness(one: Standing) -> tuple[float, ...]:
+    steps = one.candidate.steps
+    settings = sum(len(config) for _, config in steps if isinstance(config, Mapping))
+    peak = max(one.outcome.peak_bytes, default=0)
+    if not peak and one.candidate.estimate is not None:
+        peak = int(one.candidate.estimate.peak_bytes)
+    return (len(steps), settings, peak, one.value)

@@ -1,0 +1,198 @@
+"""Estimate of memory: predicted bytes against those that a rank really holds, for every strategy of the parity table."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.estimate import Workload
+from atorch_ns.estimate._memory import price_memory
+from atorch_ns.estimate._states import kept_bytes
+from atorch_ns.estimate._table import PlanTable
+from atorch_ns.job import PeakMemory
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.profile import Profile, profile_model
+from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.testing.parity import ADAMW
+from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.storages import measure_peak
+from benchmarks._memory_cases import SIZED_CASES, SizedCase, sized_case
+from benchmarks._ranks import on_ranks
+from benchmarks._results import Column, Findings
+from tests.parity.variants import BACKENDS, TRIPLES, VARIANTS, Variant, package_of, pairs_from, partners
+
+__all__ = [
+    "MEDIAN_LIMIT",
+    "NUM_RANKS",
+    "WORST_LIMIT",
+    "combinations",
+    "compare",
+    "measured",
+    "plan_of",
+    "run",
+]
+
+NUM_RANKS = 2
+MEDIAN_LIMIT = 0.03
+"""Half of all predictions are at most this far off."""
+WORST_LIMIT = 0.08
+"""No prediction is further off."""
+
+_NUM_STEPS = 7
+_TEXT = """
+How far the predicted peak of tensor bytes is from the measured one, in per cent of the measured one, on {num_ranks}
+ranks (the rank that holds most). Predicted from a trace on fake tensors of the model; measured by following torch's
+allocator through whole training steps: parameters, gradients, optimizer states, activations, buffers of collectives
+and workspaces, whoever allocates them. Each model has two sizes. *states*: parameters, gradients and optimizer states
+that are kept after a step are predicted to the byte. Asked for: a median of at most {median:.0%}, no more than
+{worst:.0%} in any row. Measured here over all: median {found_median:.2%}, worst {found_worst:.2%}.
+"""
+
+
+def combinations(quick: bool = False) -> list[tuple[Variant, ...]]:
+    """Every method alone, every legal pair and some triples, with every backend that is installed."""
+    registry = load_registry()
+    found: list[tuple[Variant, ...]] = []
+    for variant in VARIANTS:
+        found += pairs_from(registry, variant)
+    for backend in BACKENDS:
+        package = package_of(backend)
+        if package is None or importlib.util.find_spec(package) is not None:
+            found += partners(registry, backend)
+    found += TRIPLES
+    return found[::7] if quick else found
+
+
+def measured(name: str, strategies: Sequence[Any]) -> list[PeakMemory]:
+    """On one rank: what each strategy holds."""
+    sized = sized_case(name)
+    rank, per_rank = dist.get_rank(), sized.global_batch // dist.get_world_size()
+    found = []
+    for strategy in strategies:
+
+        def batches() -> Iterator[Any]:
+            for step in range(_NUM_STEPS):
+                yield sized.case.make_batch(per_rank, NUM_RANKS * step + rank)
+
+        def make(strategy: Any = strategy) -> Any:
+            return accelerate_case(sized.case, strategy, dataset=None, dataloader_args=None)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(measure_peak(make, batches()))
+        gc.collect()
+    return found
+
+
+def profile_of(sized: SizedCase) -> Profile:
+    """Structure and trace of the model, with the optimizer that trains it."""
+    case = sized.case
+    return profile_model(
+        case.build(),
+        case.make_batch(sized.global_batch // NUM_RANKS, 0),
+        lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW),
+    )
+
+
+def plan_of(strategy: Any, profile: Profile, num_ranks: int = NUM_RANKS) -> Plan:
+    """What a strategy decides on CPU ranks."""
+    cluster = replace(
+        Cluster.detect(), world_size=num_ranks, local_world_size=num_ranks, distributed=num_ranks > 1
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
+
+
+def compare(
+    sized: SizedCase, strategies: Sequence[Any], ranks: Sequence[Sequence[PeakMemory]], profile: Profile
+) -> list[dict[str, Any]]:
+    """For each strategy what was predicted and what was measured, in bytes, on the rank that holds most."""
+    assert profile.trace is not None
+    plans = [plan_of(strategy, profile) for strategy in strategies]
+    workload = Workload(global_batch=sized.global_batch, num_tokens=sized.num_tokens)
+    memory, at, moments = price_memory(PlanTable.of(plans), profile.trace, workload, device_type="cpu")
+    rows = []
+    for index, plan in enumerate(plans):
+        seen = [rank[index] for rank in ranks]
+        kept = kept_bytes(plan, profile.trace, np.asarray([len(ranks)]))
+        predicted = float(memory[index].sum())
+        peak = max(one.peak_bytes for one in seen)
+        states = {name: int(getattr(kept, name)[0]) for name in ("parameters", "gradients", "optimizer")}
+        true_states = {name: max(getattr(one.states, name) for one in seen) for name in states}
+        rows.append(
+            {
+                "case": sized.name,
+                "predicted_bytes": predicted,
+                "measured_bytes": peak,
+                "error": predicted / peak - 1,
+                "at": moments[at[index]],
+                "predicted_states": states,
+                "measured_states": true_states,
+            }
+        )
+    return rows
+
+
+def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
+    """Measures every strategy on every model of every size.
+
+    Args:
+        quick: some strategies on the small sizes.
+        report: told what is being done.
+    """
+    chosen = combinations(quick)
+    strategies = [[(variant.name, variant.config) for variant in variants] for variants in chosen]
+    labels = [" + ".join(variant.label for variant in variants) for variants in chosen]
+    rows: list[dict[str, Any]] = [{"name": label, "states": True, "details": []} for label in labels]
+    cases = [sized for sized in SIZED_CASES if not quick or "small" in sized.name]
+    for sized in cases:
+        report(f"estimate_memory: {len(chosen)} strategies on {sized.name}")
+        profile = profile_of(sized)
+        ranks = on_ranks(measured, NUM_RANKS, sized.name, strategies, timeout_s=3600.0)
+        for row, detail in zip(rows, compare(sized, strategies, ranks, profile), strict=True):
+            row[sized.name] = 100 * detail["error"]
+            row["states"] &= detail["predicted_states"] == detail["measured_states"]
+            row["details"].append(detail)
+    errors = {sized.name: [abs(row[sized.name]) for row in rows] for sized in cases}
+    every = [error for of_case in errors.values() for error in of_case]
+    summary = [
+        {"name": "median of the sizes of errors", **{k: statistics.median(v) for k, v in errors.items()}},
+        {"name": "worst", **{k: max(v) for k, v in errors.items()}},
+    ]
+    return Findings(
+        name="estimate_memory",
+        title="Predicted and measured memory",
+        text=_TEXT.format(
+            num_ranks=NUM_RANKS,
+            median=MEDIAN_LIMIT,
+            worst=WORST_LIMIT,
+            found_median=statistics.median(every) / 100,
+            found_worst=max(every) / 100,
+        ),
+        columns=(
+            Column(title="strategy", key="name"),
+            *(Column(title=f"{sized.name} %", key=sized.name, digits=2) for sized in cases),
+            Column(title="states", key="states"),
+        ),
+        rows=[*summary, *rows],
+        settings={"models": {sized.name: _describe(sized) for sized in cases}},
+    )
+
+
+def _describe(sized: SizedCase) -> str:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in sized.case.build().parameters())
+    tokens = f" of {sized.num_tokens} tokens" if sized.num_tokens > 1 else ""
+    return f"{count / 1e6:.2f} M parameters and {sized.global_batch} samples{tokens}"

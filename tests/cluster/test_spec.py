@@ -1,0 +1,123 @@
+"""Clusters that are written down, and what is said about mistakes in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch_ns.cluster import Cluster, Hardware
+from atorch_ns.cluster._near import nearest
+from atorch_ns.errors import InputError
+
+
+def _hardware(cluster: Cluster) -> Hardware:
+    assert cluster.hardware is not None
+    return cluster.hardware
+
+
+def test_a_large_cluster() -> None:
+    cluster = Cluster.from_spec("8xH100-80GB, 16 nodes, ib400")
+    assert (cluster.world_size, cluster.local_world_size, cluster.num_nodes) == (128, 8, 16)
+    assert (cluster.distributed, cluster.device_type, cluster.capability) == (True, "cuda", (9, 0))
+    assert cluster.device_memory_bytes == _hardware(cluster).device.memory_bytes
+    assert _hardware(cluster).within_node.name == "nvlink4"
+    assert _hardware(cluster).between_nodes.rate.bytes_per_s == pytest.approx(0.92 * 50e9)
+
+
+def test_parts_may_stand_in_any_order_and_replace_figures() -> None:
+    cluster = Cluster.from_spec("60GiB, eth100, 2 nodes, $2.5/h, pcie5, 8 x h100")
+    hardware = _hardware(cluster)
+    assert (cluster.world_size, cluster.device_memory_bytes) == (16, 60 * 2**30)
+    assert (hardware.device.name, hardware.device.price_per_hour) == ("H100-80GB", 2.5)
+    assert (hardware.within_node.name, hardware.between_nodes.name) == ("pcie5", "eth100")
+    assert hardware.between_nodes.rate.bytes_per_s == pytest.approx(0.9 * 100e9 / 8 / 8), (
+        "8 share one adapter"
+    )
+
+
+def test_cpus_and_a_single_device() -> None:
+    cpus = Cluster.from_spec("2xcpu")
+    assert (cpus.world_size, cpus.device_type, cpus.capability) == (2, "cpu", None)
+    assert _hardware(cpus).within_node.name == "gloo"
+    assert _hardware(cpus).within_node.overlap == 0
+    one = Cluster.from_spec("A100")
+    assert (one.world_size, one.distributed) == (1, False)
+
+
+def test_all_mistakes_are_told_together_with_near_misses() -> None:
+    with pytest.raises(InputError) as caught:
+        Cluster.from_spec("8xH100-80G, 0 nodes, ib40, 3 bananas")
+    text = str(caught.value)
+    assert text.startswith("4 problems")
+    assert "Did you mean H100-80GB?" in text
+    assert "Did you mean ib400?" in text
+    assert "3 bananas" in text
+    assert "'0' nodes" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no device"),
+        ("0xA100", "at least 1"),
+        ("-2xA100", "at least 1"),
+        ("1.5xA100", "at least 1"),
+        ("2xA100, 2 nodes", "link between them"),
+        ("2xA100, 4xA100", "given twice"),
+        ("99999999xA100", "more than any cluster"),
+        ("nowhere.yaml", "cannot be read"),
+    ],
+)
+def test_mistakes(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Cluster.from_spec(text)
+
+
+@given(st.text(max_size=40))
+def test_no_text_gives_a_traceback(text: str) -> None:
+    with contextlib.suppress(InputError):  # and nothing else
+        assert Cluster.from_spec(text).world_size >= 1
+
+
+def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "device:\n  name: X1\n  like: H100\n  memory: 96GiB\n  flops_per_s: {bfloat16: 4e14}\n"
+        "devices_per_node: 4\nnodes: 2\n"
+        "between_nodes: {name: own, latency_s: 1e-5, bytes_per_s: 1e10}\n"
+    )
+    cluster = Cluster.from_spec(path)
+    hardware = _hardware(cluster)
+    assert (cluster.world_size, cluster.device_name) == (8, "X1")
+    assert hardware.device.memory_bytes == 96 * 2**30
+    assert hardware.device.flops_of("bfloat16") == 4e14
+    assert hardware.device.memory_bytes_per_s == 3.35e12
+    assert (hardware.between_nodes.rate.latency_s, hardware.between_nodes.rate.bytes_per_s) == (1e-5, 1e10)
+    as_json = tmp_path / "cluster.json"
+    as_json.write_text(json.dumps({"devices": "8xA100", "nodes": 1}))
+    assert Cluster.from_spec(str(as_json)).world_size == 8
+
+
+def test_mistakes_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: {name: X1, memory: lots, memroy: 1}\nnode: 2\nnodes: two\n")
+    with pytest.raises(InputError) as caught:
+        Cluster.from_spec(path)
+    text = str(caught.value)
+    assert "Did you mean nodes?" in text
+    assert "device.memroy is no key. Did you mean memory?" in text
+    assert "'two' nodes" in text
+    for broken, said in (("[1, 2]", "holds a list"), ("a: [", "is not YAML")):
+        path.write_text(broken)
+        with pytest.raises(InputError, match=said):
+            Cluster.from_spec(path)
+
+
+def test_only_what_is_nearly_as_close_as_the_best_is_suggested() -> None:
+    assert nearest("H100-80G", ["H100-80GB", "A100-80GB"]) == " Did you mean H100-80GB?"
+    assert nearest("zzz", ["H100-80GB"]) == ""

@@ -1,0 +1,108 @@
+"""A user's script: classes of ``__main__``, a module that only the script can find, and Ctrl-C in a trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HIDDEN = """
+import torch
+
+class Hidden(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+"""
+
+SCRIPT = """
+import importlib.util, json, os, sys, threading
+from pathlib import Path
+import torch
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._worker import TrialWorker
+from atorch_ns.job import Inputs
+from atorch_ns.search import StopRule, TrialTask
+
+spec = importlib.util.spec_from_file_location("hidden_module", os.environ["HIDDEN"])
+hidden = importlib.util.module_from_spec(spec)
+sys.modules["hidden_module"] = hidden
+spec.loader.exec_module(hidden)
+
+WIDTH = 8
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = hidden.Hidden(WIDTH, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x):
+        print("in the trial, not in the user's output")
+        return self.second(self.first(x))
+
+inputs = Inputs(
+    model=Net(),
+    optim_func=torch.optim.SGD,
+    optim_args={"lr": 0.1},
+    dataset=[torch.randn(WIDTH) for _ in range(16)],
+    loss_func=lambda batch, output: (output - batch.sum(-1, keepdim=True)).pow(2).mean(),
+    dataloader_args={"batch_size": 4, "num_workers": 2},
+)
+before = dict(os.environ)
+folder = Path(sys.argv[1])
+
+def task(id, **rule):
+    return TrialTask(id=id, key="", steps=(), rule=StopRule(**rule), deadline_s=60)
+
+with TrialWorker(inputs, Cluster.detect(), rendezvous=None, log_dir=folder) as worker:
+    report = worker.run(task(1, max_steps=4), lambda: False)
+    same = dict(os.environ) == before
+    log = Path(report.log).read_text() if report.log else ""
+    print(json.dumps({"status": report.status, "reason": report.reason, "same": same, "log": log}), flush=True)
+    worker.run(task(2, min_steps=10**6, max_steps=10**6, max_seconds=1e6), lambda: False)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Any:
+    (tmp_path / "elsewhere").mkdir()
+    hidden, script = tmp_path / "elsewhere" / "hidden_source.py", tmp_path / "train.py"
+    hidden.write_text(HIDDEN)
+    script.write_text(SCRIPT)
+    logs = tmp_path / "logs"
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(logs)],
+        env={**os.environ, "HIDDEN": str(hidden), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_script_and_ctrl_c(started: Any) -> None:
+    line = started.stdout.readline()
+    assert line, started.stderr.read()
+    told = json.loads(line)
+    assert told["status"] == "ok", told["reason"]
+    assert told["same"]
+    assert "in the trial" in told["log"]
+    user = psutil.Process(started.pid)
+    limit = time.monotonic() + 20
+    while len(below := user.children(recursive=True)) < 2 and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert len(below) == 2
+    time.sleep(0.3)
+    started.send_signal(signal.SIGINT)
+    started.wait(10)
+    assert "KeyboardInterrupt" in started.stderr.read()
+    assert not [process for process in below if process.is_running()]

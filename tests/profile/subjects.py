@@ -1,0 +1,98 @@
+"""Models that the tests of the profile trace, and both ways of tracing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.profile import ALL_PRECISIONS, Segment, SegmentCost, repeated_blocks
+from atorch_ns.profile._attempts import Attempts
+from atorch_ns.profile._batches import batch_sizes
+from atorch_ns.profile._fingerprint import fingerprints
+from atorch_ns.profile._precisions import Precision
+from atorch_ns.profile._steps import ForwardLoss, Subject
+from atorch_ns.testing.models import get_case
+
+
+def case_inputs(name: str, num_samples: int = 8) -> tuple[nn.Module, Any, ForwardLoss]:
+    """Model, batch and loss of a reference case."""
+    case = get_case(name)
+    return (
+        case.build(),
+        case.make_batch(num_samples, 0),
+        lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+    )
+
+
+def subject_of(model: nn.Module, batch: Any, forward_loss: ForwardLoss) -> Subject:
+    """What the tracing room passes around."""
+    blocks = {block.name: block.module for block in repeated_blocks(model)}
+    sizes = batch_sizes(batch)
+    return Subject(model, batch, forward_loss, blocks, fingerprints(blocks), sizes, sizes)
+
+
+def attempts(
+    model: nn.Module, batch: Any, forward_loss: ForwardLoss, keys: Sequence[str] = ALL_PRECISIONS
+) -> Attempts:
+    """Ready to trace."""
+    return Attempts(subject_of(model, batch, forward_loss), [Precision.parse(key) for key in keys], "cpu")
+
+
+def instances(segments: Sequence[Segment]) -> list[tuple[str, Segment]]:
+    """Each block or stretch by its path or name."""
+    return [(path, segment) for segment in segments for path in segment.paths or (segment.name,)]
+
+
+BYTES: dict[str, Callable[[SegmentCost], Any]] = {
+    "saved": lambda cost: cost.saved,
+    "kept": lambda cost: cost.kept,
+    "output": lambda cost: cost.output,
+    "forward peak": lambda cost: cost.forward.peak,
+    "backward peak": lambda cost: cost.backward.peak,
+    "forward flops": lambda cost: cost.forward.flops,
+    "backward flops": lambda cost: cost.backward.flops,
+    "forward moved": lambda cost: cost.forward.moved,
+    "backward moved": lambda cost: cost.backward.moved,
+}
+
+
+def differences(
+    predicted: Sequence[Segment], truth: Sequence[Segment], at: Sequence[int], tolerance: float = 0.01
+) -> list[str]:
+    """Where two traces differ by more than the tolerance, in any instance, precision and batch size."""
+    first, second = instances(predicted), instances(truth)
+    found = [] if [n for n, _ in first] == [n for n, _ in second] else ["the segments differ"]
+    for (name, own), (_, real) in zip(first, second, strict=True):
+        for key in own.costs:
+            if own.costs[key].cast_parameters != real.costs[key].cast_parameters:
+                found.append(f"{name} {key} casts")
+            for what, read in BYTES.items():
+                for num_samples in at:
+                    ours, theirs = (
+                        float(read(costs[key]).at(num_samples)) for costs in (own.costs, real.costs)
+                    )
+                    if abs(ours - theirs) > tolerance * max(abs(theirs), 64.0):
+                        found.append(f"{name} {key} {what} at {num_samples}: {ours:.0f}, really {theirs:.0f}")
+    return found
+
+
+class Stack(nn.Module):
+    """Linear blocks with what a test wants between them."""
+
+    def __init__(self, depth: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def square(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss of the output alone."""
+    loss: torch.Tensor = model(batch).float().pow(2).mean()
+    return loss

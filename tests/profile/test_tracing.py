@@ -1,0 +1,263 @@
+"""profile_model: what it finds, what it leaves alone, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from atorch_ns.errors import InputError
+from atorch_ns.profile import Trace, profile_model
+from tests.profile.subjects import Stack, case_inputs, square
+
+
+def _trace(model: nn.Module, batch: Any, forward_loss: Any = square, **options: Any) -> Trace:
+    options.setdefault("precisions", ["float32"])
+    trace = profile_model(model, batch, forward_loss, **options).trace
+    assert trace is not None
+    return trace
+
+
+def _total_flops(trace: Trace, num_samples: int) -> float:
+    return sum(
+        segment.count * sum(p.flops.at(num_samples, trace.num_tokens) for p in (cost.forward, cost.backward))
+        for segment in trace.segments
+        for cost in [segment.costs["float32"]]
+    )
+
+
+class Reads(Stack):
+    """Looks at its own values, as no fake tensor lets it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+def test_nothing_of_the_callers_changes() -> None:
+    model = Stack()
+    model.drop = nn.Dropout(0.5)
+    model.register_buffer("count", torch.zeros(3))
+    batch = torch.randn(4, 8)
+
+    def forward_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        model.count.add_(1)
+        return model.drop(model(batch)).sum()
+
+    reads = Reads()  # takes a real step
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = (random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state())
+    assert _trace(model, batch, forward_loss).how == "fake"
+    assert _trace(reads, batch, lambda model, batch: model(batch).sum() * random.random()).how == "real"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert not model._forward_hooks
+
+
+def test_meta_model_costs_what_a_real_one_does() -> None:
+    _, batch, forward_loss = case_inputs("hf_llama")
+    real, _, _ = case_inputs("hf_llama")
+    with torch.device("meta"):
+        from transformers import LlamaForCausalLM
+
+        meta = LlamaForCausalLM(real.config)
+    assert _trace(meta, batch, forward_loss).segments == _trace(real, batch, forward_loss).segments
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_llama"])
+def test_flops_are_those_of_torchs_counter(name: str) -> None:
+    model, batch, forward_loss = case_inputs(name, 4)
+    trace = _trace(model, batch, forward_loss)
+    with FlopCounterMode(display=False) as counter:
+        forward_loss(model, batch).backward()
+    # torch has no formula for attention on the CPU: [B, H, T, E], two products forward, five backward.
+    attention = 4 * 7 * 2 * (4 * 16 * 16 * 32) if name == "tied_llama" else 0
+    assert _total_flops(trace, 4) == counter.get_total_flops() + attention
+
+
+def test_linear_block_by_hand() -> None:
+    trace = _trace(Stack(depth=5, width=8), torch.randn(4, 8))
+    (block,) = [segment for segment in trace.segments if segment.count == 3]
+    cost = block.costs["float32"]
+    assert cost.forward.flops.at(6) == 2 * 6 * 8 * 8
+    assert cost.backward.flops.at(6) == 4 * 6 * 8 * 8
+    # The linear's result, which relu reads, and relu's, which it keeps; relu runs between the blocks.
+    assert cost.saved.at(6) == 6 * 8 * 4
+    assert cost.output.at(6) == 6 * 8 * 4
+    assert {operator.name for operator in cost.operators} >= {"aten.addmm", "aten.mm", "aten.relu"}
+    assert block.parameters[0].shape == (8, 8)
+    assert trace.batch_bytes.at(6) == 6 * 8 * 4
+
+
+def test_autocast_copies_are_counted_apart() -> None:
+    trace = _trace(Stack(), torch.randn(4, 8), precisions=["float32", "float32/bfloat16", "bfloat16"])
+    block = trace.segments[-2]
+    assert block.costs["float32"].cast_parameters == 0
+    assert block.costs["float32/bfloat16"].cast_parameters == 2 * (8 * 8 + 8)
+    assert block.costs["bfloat16"].cast_parameters == 0
+    assert block.costs["bfloat16"].saved.at(4) == 4 * 8 * 2
+
+
+def test_tied_and_unused_parameters_are_counted_once() -> None:
+    class Tied(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(32, 8)
+            self.head = nn.Linear(8, 32, bias=False)
+            self.head.weight = self.embed.weight
+            self.unused = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(super().forward(self.embed(x)))
+
+    profile = profile_model(Tied(), torch.zeros(2, 6, dtype=torch.int64), square, precisions=["float32"])
+    assert profile.trace is not None
+    specs = [(spec, segment) for segment in profile.trace.segments for spec in segment.parameters]
+    tied = [(spec.name, spec.tied_to) for spec, _ in specs if spec.tied_to]
+    assert tied == [("head.weight", "embed.weight")]
+    counted = sum(spec.num_elements * segment.count for spec, segment in specs if not spec.tied_to)
+    assert counted == profile.num_parameters
+    assert (profile.trace.num_tokens, profile.trace.vocabulary_size) == (6, 32)
+
+
+def test_block_called_again_shares_its_parameters() -> None:
+    class Twice(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    profile = profile_model(Twice(depth=3), torch.randn(2, 8), square, precisions=["float32"])
+    assert profile.trace is not None
+    assert sum(segment.count for segment in profile.trace.segments if segment.is_block) == 6
+    counted = sum(
+        spec.num_elements * segment.count
+        for segment in profile.trace.segments
+        for spec in segment.parameters
+        if not spec.tied_to
+    )
+    assert counted == profile.num_parameters
+
+
+def test_recomputed_blocks_save_their_inputs_only() -> None:
+    class Deep(nn.Module):
+        def __init__(self, recompute: bool) -> None:
+            super().__init__()
+            self.recompute = recompute
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(5)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            return x
+
+    costs = []
+    for recompute in (False, True):
+        trace = _trace(Deep(recompute), torch.randn(4, 8))
+        costs.append(trace.segments[-3].costs["float32"])
+    assert costs[1].saved.at(4) == 4 * 8 * 4
+    assert costs[0].saved.at(4) == 4 * (8 + 64 + 64) * 4
+    # The second linear is not run again: nothing needs its result.
+    first_linear = 2 * 4 * 8 * 64
+    assert costs[1].backward.flops.at(4) == costs[0].backward.flops.at(4) + first_linear
+
+
+def test_sequence_gives_costs_of_other_lengths() -> None:
+    model, batch, forward_loss = case_inputs("tied_llama")
+    grown = _trace(model, batch, forward_loss, sequence=True)
+    assert grown.notes == ()
+    for num_tokens in (8, 12):
+        shorter = _trace(model, batch[:, :num_tokens], forward_loss)
+        for one, other in zip(grown.segments, shorter.segments, strict=True):
+            for read in (lambda c: c.forward.flops, lambda c: c.backward.flops):
+                values = [read(s.costs["float32"]).at(8, num_tokens) for s in (one, other)]
+                assert values[0] == pytest.approx(values[1], rel=1e-9)
+            saved = [s.costs["float32"].saved.at(8, num_tokens) for s in (one, other)]
+            assert saved[0] == pytest.approx(saved[1], rel=0.02)
+
+
+def test_every_sample_against_every_other() -> None:
+    def contrast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch) @ model(batch).T, torch.arange(len(batch)))
+
+    trace = _trace(nn.Linear(8, 8), torch.randn(16, 8), contrast)
+    cost = trace.segments[0].costs["float32"]
+    # Two linears and a product of [16, 8] with [8, 16].
+    assert cost.forward.flops.at(16) == 2 * (2 * 16 * 8 * 8) + 2 * 16 * 16 * 8
+
+
+def test_model_that_reads_its_values_takes_one_real_step() -> None:
+    trace = _trace(Reads(), torch.randn(4, 8))
+    assert trace.how == "real"
+    assert "DataDependentOutputException" in trace.notes[0]
+    plain = _trace(Stack(), torch.randn(4, 8))
+    flops = [
+        [s.costs["float32"].forward.flops.at(4) for s in t.segments if s.is_block] for t in (trace, plain)
+    ]
+    assert sum(flops[0][:1]) == sum(flops[1][:1])
+
+
+def test_batch_of_one_size_only() -> None:
+    class Fixed(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).view(4, 2, 4)
+
+    trace = _trace(Fixed(), torch.randn(4, 8))
+    assert trace.how == "fake"
+    assert "batches of 4 only" in trace.notes[0]
+
+
+def test_own_fault_is_named() -> None:
+    def wrong(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise KeyError("labels")
+
+    with pytest.raises(InputError, match=r"KeyError: 'labels' \(.*test_tracing.py, line \d+, in wrong\)"):
+        _trace(Stack(), torch.randn(4, 8), wrong)
+    with pytest.raises(InputError, match="one number"):
+        _trace(Stack(), torch.randn(4, 8), lambda model, batch: model(batch))
+    with torch.device("meta"):
+        model = Reads()
+    with pytest.raises(InputError, match=r"meta device.*Build it on a device"):
+        _trace(model, torch.randn(4, 8))
+
+
+def test_precision_that_does_not_run_is_a_note() -> None:
+    class Picky(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.layers[0].weight.dtype != torch.float32:
+                raise TypeError("fp32 weights, please")
+            return super().forward(x)
+
+    trace = _trace(Picky(), torch.randn(4, 8), precisions=["float32", "bfloat16"])
+    assert trace.precisions == ("float32",)
+    assert "does not run in bfloat16: TypeError: fp32 weights, please" in trace.notes[0]
+
+
+def test_heads_and_vocabulary() -> None:
+    model, batch, forward_loss = case_inputs("hf_llama")
+    trace = _trace(model, batch, forward_loss)
+    assert (trace.num_heads, trace.num_key_value_heads, trace.vocabulary_size) == (4, 2, 64)
+    plain = _trace(Stack(), torch.randn(4, 8))
+    assert (plain.num_heads, plain.num_key_value_heads, plain.vocabulary_size) == (0, 0, 0)
+
+
+def test_gpu_that_is_not_in_use_is_not_started() -> None:
+    trace = _trace(Stack(), torch.randn(4, 8), device="cuda", make_optimizer=torch.optim.AdamW)
+    assert trace.how == "fake"
+    assert "The CPU's kernels stand for those of cuda" in trace.notes[0]
+    assert trace.optimizer is not None
+    assert trace.optimizer.temporary_copies == 1
+    assert not torch.cuda.is_initialized()

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.estimate import PlanTable, Workload, price
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.profile import Profile, profile_model
+from atorch_ns.search import Candidate, SearchSettings, Space, explore, from_json, to_json
+from atorch_ns.search._same import effective
+from atorch_ns.testing.models import SyntheticDataset, get_case
+
+REGISTRY = load_registry()
+WORK = Workload(global_batch=16, num_tokens=8)
+
+
+@functools.cache
+def profile() -> Profile:
+    """Of a small Llama with tied weights."""
+    case = get_case("tied_llama")
+
+    def forward_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = case.loss_func(batch, case.call(model, batch))
+        return loss
+
+    batch = SyntheticDataset(case, 4).batch(0, 4)
+    return profile_model(case.build(), batch, forward_loss, make_optimizer=torch.optim.AdamW)
+
+
+def cluster(spec: str = "2xcpu") -> Cluster:
+    return Cluster.from_spec(spec)
+
+
+def space(
+    spec: str = "2xcpu", *, settings: dict[str, Any] | None = None, work: Workload = WORK, **more: Any
+) -> Space:
+    return explore(profile(), cluster(spec), work, REGISTRY, SearchSettings(**settings or {}), **more)
+
+
+def names(one: Candidate) -> set[str]:
+    return {name for name, _ in one.steps}
+
+
+def free(found: Space) -> list[Candidate]:
+    return [one for one in found.candidates if one.pruned is None]
+
+
+def test_the_space_holds_what_the_methods_offer() -> None:
+    found = free(space())
+    used = set().union(*map(names, found))
+    assert {"ddp", "fsdp", "zero1", "zero2", "checkpoint", "gradient_accumulation"} <= used
+    assert sum(one.is_baseline for one in found) == 1
+    assert next(one for one in found if one.is_baseline).label == "ddp"
+    assert len({one.key for one in found}) == len(found)
+
+
+def test_every_candidate_can_be_applied() -> None:
+    for one in space().candidates:
+        resolve(one.strategy, cluster(), REGISTRY, profile=profile())
+
+
+def test_no_two_candidates_amount_to_the_same() -> None:
+    for spec in ("2xcpu", "4xcpu", "8xH100-80GB, 2 nodes, ib400"):
+        plans = [effective(resolve(one.strategy, cluster(spec), REGISTRY).plan) for one in free(space(spec))]
+        assert len(set(plans)) == len(plans), spec
+
+
+def test_one_process_has_nothing_to_shard() -> None:
+    alone = Cluster.from_spec("1xcpu")
+    torchrun = replace(alone, distributed=True)
+    for where in (alone, torchrun):
+        found = explore(profile(), where, WORK, REGISTRY, SearchSettings())
+        assert not any({"fsdp", "zero1", "zero2"} & names(one) for one in free(found))
+
+
+def test_sharding_asked_for_on_one_rank_is_the_plain_strategy() -> None:
+    torchrun = replace(Cluster.from_spec("1xcpu"), distributed=True)
+    found = explore(profile(), torchrun, WORK, REGISTRY, SearchSettings(), included=["fsdp"])
+    assert all("fsdp" in names(one) for one in found.candidates)
+    baseline = next(one for one in found.candidates if one.is_baseline)
+    assert names(baseline) == {"parallel_mode", "fsdp"}
+    assert baseline.pruned is None
+
+
+def test_candidates_are_ordered_by_predicted_time_with_pruned_ones_last() -> None:
+    peaks = sorted(one.estimate.peak_bytes for one in free(space()) if one.estimate)
+    limit = peaks[len(peaks) // 3] / 2**30
+    found = space(settings={"memory_limit_gib": limit}).candidates
+    pruned = [one.pruned is not None for one in found]
+    assert pruned == sorted(pruned)
+    assert any(pruned)
+    times = [one.estimate.step_seconds for one in found if one.pruned is None and one.estimate]
+    assert times == sorted(times)
+
+
+def test_estimates_equal_a_fresh_pricing_of_the_strategy() -> None:
+    where = cluster("8xH100-80GB, 2 nodes, ib400")
+    for one in free(space("8xH100-80GB, 2 nodes, ib400"))[:20]:
+        plan = resolve(one.strategy, where, REGISTRY, profile=profile()).plan
+        fresh = price(PlanTable.of([plan]), profile(), where, WORK).estimate(0)
+        assert one.estimate is not None
+        assert one.estimate.step_seconds == pytest.approx(fresh.step_seconds, rel=1e-9)
+        assert one.estimate.peak_bytes == pytest.approx(fresh.peak_bytes, rel=1e-9)
+
+
+def test_micro_batches_divide_a_ranks_batch() -> None:
+    found = free(space(work=Workload(global_batch=12, num_tokens=8)))
+    used = {resolve(one.strategy, cluster(), REGISTRY).plan.num_micro_batches for one in found}
+    assert used == {1, 2}
+    few = free(space(settings={"max_micro_batches": 4}))
+    assert max(resolve(one.strategy, cluster(), REGISTRY).plan.num_micro_batches for one in few) == 4
+
+
+def test_excluded_and_included() -> None:
+    found = free(space(excluded=["recompute", "zero1"], included=["optimizer_sharding"]))
+    assert all({"fsdp", "zero2"} & names(one) for one in found)
+    assert not any("checkpoint" in names(one) for one in found)
+    fixed = free(space(included=[("checkpoint", {"every_n": 2})]))
+    assert all(("checkpoint", {"every_n": 2}) in one.steps for one in fixed)
+    assert sum(one.is_baseline for one in fixed) == 1
+
+
+def test_16_bit_weights_alone_only_if_they_are_asked_for() -> None:
+    spec = "8xH100-80GB"
+    usual = [one for one in free(space(spec)) if "half" in names(one)]
+    assert usual
+    assert all(dict(one.steps)["half"].get("master_weights") for one in usual)
+    asked = free(space(spec, included=[("half", "bf16")]))
+    assert all(dict(one.steps)["half"] == {"dtype": "bfloat16"} for one in asked)
+
+
+def test_fp16_only_where_there_is_no_bf16() -> None:
+    def dtypes(spec: str) -> set[str]:
+        configs = [
+            dict(one.steps).get("amp_native") for one in free(space(spec)) if "amp_native" in names(one)
+        ]
+        return {(config or {}).get("dtype", "float16") for config in configs}
+
+    assert dtypes("8xH100-80GB") == {"bfloat16"}
+    assert dtypes("8xV100-32GB") == {"float16"}
+
+
+def test_nothing_left_is_an_error_that_says_why() -> None:
+    with pytest.raises(InputError, match="no strategy is left"):
+        space(excluded=["gradient_sync"])
+
+
+def test_finetuning_keeps_the_methods_and_reopens_their_configs() -> None:
+    base = ["fsdp", ("checkpoint", {"every_n": 2})]
+    found = free(space(base=base, finetune=True))
+    assert all(names(one) == {"parallel_mode", "fsdp", "checkpoint"} for one in found)
+    assert {str(dict(one.steps)["checkpoint"]) for one in found} == {"None", "{'every_n': 2}"}
+    baseline = next(one for one in found if one.is_baseline)
+    assert dict(baseline.steps)["checkpoint"] == {"every_n": 2}
+    with pytest.raises(StrategyError):
+        space(base=["no_such"], finetune=True)
+
+
+def test_a_base_without_finetuning_is_the_only_candidate() -> None:
+    (only,) = space(base=["fsdp"]).candidates
+    assert only.is_baseline
+    assert "fsdp" in names(only)
+
+
+def test_what_does_not_fit_is_pruned_with_its_numbers_and_near_misses_are_kept() -> None:
+    plain = next(one for one in space().candidates if one.is_baseline)
+    assert plain.estimate is not None
+    peak = plain.estimate.peak_bytes / 2**30
+
+    def baseline(limit: float) -> Candidate:
+        found = space(settings={"memory_limit_gib": limit}).candidates
+        return next(one for one in found if one.is_baseline)
+
+    assert baseline(peak * 0.97).pruned is None
+    tight = baseline(peak * 0.7).pruned
+    assert tight is not None
+    assert tight.kind == "memory"
+    assert "MiB of" in tight.reason
+
+
+def test_an_excluded_method_that_would_help_is_named() -> None:
+    smallest = min(one.estimate.peak_bytes for one in free(space()) if one.estimate)
+    limit = {"memory_limit_gib": smallest * 1.1 / 2**30}
+    allowed = free(space(settings=limit))
+    assert allowed
+    needed = set.intersection(*map(names, allowed)) - {"parallel_mode"}
+    found = space(settings=limit, excluded=sorted(needed))
+    assert not free(found)
+    hints = [one.pruned.hint for one in found.candidates if one.pruned and one.pruned.hint]
+    assert len(hints) == 1
+    assert "excluded here" in hints[0]
+
+
+def test_the_largest_batch_is_the_objective_if_asked() -> None:
+    limit = {"memory_limit_gib": 0.02, "objective": "batch"}
+    found = free(space(settings=limit))
+    batches = [one.largest_batch or 0 for one in found]
+    assert batches == sorted(batches, reverse=True)
+    assert batches[0] > batches[-1] >= WORK.global_batch
+
+
+def test_least_memory_is_the_objective_if_asked() -> None:
+    peaks = [one.estimate.peak_bytes for one in free(space(settings={"objective": "memory"})) if one.estimate]
+    assert peaks == sorted(peaks)
+
+
+def test_without_a_trace_there_are_candidates_without_figures() -> None:
+    bare = replace(profile(), trace=None)
+    found = explore(bare, cluster(), WORK, REGISTRY, SearchSettings())
+    assert free(found)
+    assert all(one.estimate is None for one in found.candidates)
+
+
+def test_candidates_travel_as_json_and_are_the_same_every_time() -> None:
+    first, second = space("4xcpu").candidates, space("4xcpu").candidates
+    assert first == second
+    assert from_json(tuple[Candidate, ...], to_json(first)) == first  # type: ignore[arg-type]
+
+
+def test_zero_groups_lie_in_nodes_or_hold_whole_nodes() -> None:
+    found = free(space("6xH100-80GB, 4 nodes, ib400", work=Workload(global_batch=48, num_tokens=8)))
+    sizes = {
+        dict(dict(one.steps)["parallel_mode"]["axes"]).get("zero", 1)
+        for one in found
+        if dict(one.steps)["parallel_mode"]
+    }
+    assert {2, 3, 6, 12} <= sizes
+    assert not sizes & {4, 8}
+
+
+def test_every_mesh_of_1024_devices_is_ranked_quickly() -> None:
+    space("8xH100-80GB, 128 nodes, ib400", work=Workload(global_batch=4096, num_tokens=8))
+    began = time.process_time()
+    found = space("8xH100-80GB, 128 nodes, ib400", work=Workload(global_batch=4096, num_tokens=8))
+    assert time.process_time() - began < 5
+    assert found.num_priced > 2000
+    assert len(free(found)) <= 161
