@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -25,6 +25,9 @@ from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
 from atorch_ns.search import SearchOutcome, SearchSettings, read_wishes
 from atorch_ns.strategy import Strategy, canonical_text
+
+if TYPE_CHECKING:
+    from atorch_ns.engine import EngineAddress
 
 __all__ = ["auto_accelerate"]
 
@@ -65,6 +68,7 @@ def auto_accelerate(
     search: SearchSettings | Mapping[str, Any] | None = None,
     search_history: str | PathLike[str] | None = None,
     search_calibration: str | PathLike[str] | None = None,
+    search_engine: EngineAddress | str | None = None,
     raise_errors: bool = True,
 ) -> tuple[bool, Result | None, Strategy | None]:
     """Finds or takes a strategy and applies it to a model, its optimizer, data and loss.
@@ -109,6 +113,8 @@ def auto_accelerate(
         search: a :class:`SearchSettings` or its fields: objective, sampler, limits, seed.
         search_history: file that every trial is appended to; an interrupted search resumes from it.
         search_calibration: file of factors that ``result.report.refit(path)`` of an earlier job has written.
+        search_engine: ``"host:port"`` of a standalone engine (``atorch-ns engine serve``), whose token stands in
+            ``ATORCH_NS_ENGINE_TOKEN``; or an ``EngineAddress``.
         raise_errors: ``False`` logs the reason of a failure and returns ``(False, None, None)``.
 
     Returns:
@@ -149,6 +155,7 @@ def auto_accelerate(
             time_limit=time_limit,
             history=search_history,
             calibration=search_calibration,
+            engine=search_engine,
             sample_batch=sample_batch,
             batch_size=batch_size,
             verbose=verbose,
@@ -181,6 +188,7 @@ class _Asked:
     time_limit: float | None
     history: str | PathLike[str] | None
     calibration: str | PathLike[str] | None
+    engine: EngineAddress | str | None
     sample_batch: Any
     batch_size: int | None
     verbose: bool
@@ -234,8 +242,13 @@ def _strategy(inputs: Inputs, cluster: Cluster, asked: _Asked) -> tuple[Resolved
         distributed=cluster.distributed,
     )
     # The engine loads gRPC and Optuna, which a job with a given strategy does without.
-    from atorch_ns.engine import SearchRequest, find_strategy
+    from atorch_ns.engine import EngineAddress, SearchRequest, find_strategy
 
+    engine = agree(
+        lambda: None if asked.engine is None else EngineAddress.read(asked.engine),
+        what="reading the engine's address",
+        distributed=cluster.distributed,
+    )
     view = observer_for(verbose=asked.verbose, time_limit_s=settings.time_limit_s)
     request = SearchRequest(
         settings=settings,
@@ -246,6 +259,7 @@ def _strategy(inputs: Inputs, cluster: Cluster, asked: _Asked) -> tuple[Resolved
         batch_size=asked.batch_size,
         history=None if asked.history is None else Path(asked.history),
         calibration=None if asked.calibration is None else Path(asked.calibration),
+        engine=engine,
         observer=view,
     )
     with view if cluster.rank == 0 else nullcontext():

@@ -157,12 +157,13 @@ class CpuMemoryRecord:
         """Ends the record; the counts in the order of time."""
         import torch
 
-        # A last release, for the count as it stands now.
-        torch.empty(1)
+        torch.empty(1)  # its release tells the count as it stands now
         with _silent_kineto():
             self._profiler.__exit__(None, None, None)
         roots = self._profiler.kineto_results.experimental_event_tree()
-        return [fields.total_allocated for fields in _allocations(roots)]
+        counts = [fields.total_allocated for fields in _allocations(roots)]
+        del counts[-2]
+        return counts
 
 
 def _allocations(roots: Any) -> Iterator[Any]:

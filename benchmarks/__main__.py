@@ -9,7 +9,17 @@ import sys
 import warnings
 from pathlib import Path
 
-NAMES = ("estimate_memory", "estimate_time", "imports", "materialise", "memory", "overhead", "planning", "speed")
+NAMES = (
+    "estimate_memory",
+    "estimate_time",
+    "imports",
+    "materialise",
+    "memory",
+    "overhead",
+    "planning",
+    "search_quality",
+    "speed",
+)
 
 
 def main() -> int:

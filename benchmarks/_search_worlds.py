@@ -98,8 +98,9 @@ def replay(truth: Truth, *, seed: int, sampler: str = "guided") -> Replay:
         search.tell(task.id, _trial(truth, task, random))
     outcome = search.outcome()
     assert outcome.best is not None
-    regret = truth.seconds(outcome.best) / truth.best - 1
-    return Replay(outcome.num_trials, regret, regret <= max(GOOD_ENOUGH, truth.noise), outcome)
+    regret = float(truth.seconds(outcome.best) / truth.best - 1)
+    right = bool(regret <= max(GOOD_ENOUGH, truth.noise))
+    return Replay(outcome.num_trials, regret, right, outcome)
 
 
 def _trial(truth: Truth, task: TrialTask, random: np.random.Generator) -> TrialOutcome:
@@ -159,9 +160,9 @@ def made_up(*, seed: int, method_error: float, own_error: float, jitter: float, 
 
 
 def _candidate(methods: Sequence[str], passes: int, seconds: float) -> Candidate:
-    steps = tuple((name, None) for name in methods)
+    steps: tuple[tuple[str, object], ...] = tuple((name, None) for name in methods)
     if passes > 1:
-        steps = (*steps, ("passes", {"number": passes}))  # type: ignore[assignment]
+        steps = (*steps, ("passes", {"number": passes}))
     label = " + ".join(str(Step(*step)) for step in steps)
     estimate = Estimate(
         memory=MemoryParts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),

@@ -48,7 +48,7 @@ MEDIAN_LIMIT = 0.03
 WORST_LIMIT = 0.08
 """No prediction is further off."""
 
-_NUM_STEPS = 7
+_NUM_STEPS = 6
 _TEXT = """
 How far the predicted peak of tensor bytes is from the measured one, in per cent of the measured one, on {num_ranks}
 ranks (the rank that holds most). Predicted from a trace on fake tensors of the model; measured by following torch's

@@ -58,7 +58,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     rows = []
     for label, errors in _made_up_kinds().items():
         truths = [made_up(seed=seed, **errors) for seed in range(seeds)]
-        rows.append(_row(f"made up, {label}", truths, [seed for seed in range(seeds)]))
+        rows.append(_row(f"made up, {label}", truths, list(range(seeds))))
         report(f"search_quality: {rows[-1]['space']}: right in {rows[-1]['right']:.0%}")
     for num_ranks in (2,) if quick else (2, 4):
         for name, case in make_cases(quick=quick).items():

@@ -194,6 +194,30 @@ def test_a_search_that_ended_is_confirmed_by_one_trial(tmp_path: Path) -> None:
     assert tried[0] == before.best
 
 
+def test_a_standalone_engine_runs_the_search_and_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atorch_ns.engine._auth import new_token
+    from atorch_ns.engine._coordinator_jobs import EngineJobs
+    from atorch_ns.engine._server import CoordinatorServer
+
+    token = new_token()
+    with CoordinatorServer(EngineJobs(tmp_path), token=token) as server:
+        arguments = _search(search_engine=server.address)
+        with pytest.raises(InputError, match="ATORCH_NS_ENGINE_TOKEN"):
+            auto_accelerate(get_case("tied_llama").build(), **arguments)
+        monkeypatch.setenv("ATORCH_NS_ENGINE_TOKEN", token)
+        _, first, _ = auto_accelerate(get_case("tied_llama").build(), **arguments)
+        _, again, _ = auto_accelerate(get_case("tied_llama").build(), **arguments)
+    assert first is not None
+    assert again is not None
+    before, after = first.report.search, again.report.search
+    assert before is not None
+    assert after is not None
+    tried = [row.candidate.key for row in sorted(after.rows, key=lambda row: row.trial_number) if row.trial]
+    assert tried[0] == before.best
+
+
 def test_a_model_that_cannot_be_sent_is_tried_in_this_process() -> None:
     class Locked(nn.Module):
         def __init__(self) -> None:

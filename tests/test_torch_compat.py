@@ -12,6 +12,7 @@ from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
     WRAPPER_PREFIXES,
     checkpoint_wrapper,
+    count_operators,
     fake_tensor_mode,
     fake_tensor_type,
     flatten_mesh,
@@ -121,3 +122,13 @@ def test_fake_tensors() -> None:
     assert isinstance(mixed, fake_tensor_type())
     assert fake.untyped_storage().nbytes() == 24
     assert real.tolist() == [1.0, 1.0]
+
+
+def test_operators_are_counted_without_views() -> None:
+    weight = torch.ones(3, 3, requires_grad=True)
+
+    def step() -> None:
+        (weight.t() @ weight).sum().backward()
+
+    # mm, sum; ones_like, expand (a view), two mm with transposed operands, their sum.
+    assert count_operators(step) == 6

@@ -67,9 +67,11 @@ class Meeting:
         return LocalClient(self._coordinator)
 
     def conclude(self) -> None:
-        """Notes in the history that the search has come to its end."""
-        over = self._coordinator.over if self._coordinator is not None else None
-        if self._history is not None and over is not None and over.outcome is not None:
+        """Notes in the history that the search has come to its end, unless somebody interrupted it."""
+        if self._history is None or self._coordinator is None or self._coordinator.cancelled:
+            return
+        over = self._coordinator.over
+        if over is not None and over.outcome is not None:
             self._history.conclude(over.outcome)
 
     def close(self) -> None:
@@ -90,8 +92,17 @@ class Meeting:
 
 def join(address: Address, cluster: Cluster, request: SearchRequest) -> Client:
     """A rank's client of the coordinator at ``address``."""
-    tls = request.engine.tls if request.engine is not None else None
-    return CoordinatorClient(address.address, address.token, cluster.rank, job=address.job, tls=tls)
+    if request.engine is None:
+        return CoordinatorClient(address.address, address.token, cluster.rank)
+    return CoordinatorClient(
+        address.address,
+        address.token,
+        cluster.rank,
+        job=address.job,
+        tls=request.engine.tls,
+        # A coordinator of this job's own tells the observer itself.
+        on_event=request.observer if cluster.rank == 0 else None,
+    )
 
 
 def _coordinator(request: SearchRequest, problem: SearchProblem, history: History | None) -> Coordinator:

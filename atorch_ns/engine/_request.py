@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atorch_ns.engine._auth import Tls
+from atorch_ns.errors import InputError
 from atorch_ns.search import Observer, SearchSettings
 from atorch_ns.strategy import Strategy
 
 __all__ = ["EngineAddress", "SearchRequest"]
+
+TOKEN_VARIABLE = "ATORCH_NS_ENGINE_TOKEN"
+"""The environment variable that holds the token of a standalone engine."""
 
 
 def _silent(event: object) -> None:
     """Nobody watches."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineAddress:
     """A standalone engine that runs this job's search.
 
@@ -31,6 +36,26 @@ class EngineAddress:
     address: str
     token: str = field(repr=False)
     tls: Tls | None = None
+
+    @classmethod
+    def read(cls, given: EngineAddress | str) -> EngineAddress:
+        """An address as it is, or ``"host:port"`` with the token of the environment.
+
+        Raises:
+            InputError: if the text is no address, or there is no token.
+        """
+        if isinstance(given, EngineAddress):
+            return given
+        host, _, port = str(given).rpartition(":")
+        if not host or not port.isdigit():
+            raise InputError(f"search_engine={given!r} is no address; write host:port.")
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise InputError(
+                f"the engine at {given} asks for a token: put it into the environment variable "
+                f"{TOKEN_VARIABLE} on every rank, or give EngineAddress(address, token)."
+            )
+        return cls(address=given, token=token)
 
 
 @dataclass(frozen=True, kw_only=True)

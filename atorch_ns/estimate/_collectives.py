@@ -33,7 +33,10 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
         own = _of_replicas(plan, trace)
     else:
         own = []
-    scalars = 1 + int(plan.loss_scaling)  # the loss's mean, and whether any gradient is infinite
+    scalars = 1  # the loss's mean
+    if plan.loss_scaling:
+        # Whether any gradient is infinite; gradients in rows find it on all shards by themselves before.
+        scalars += 2 if plan.shard_layout == "rows" and plan.optimizer_over else 1
     return _together([*own, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
 
 

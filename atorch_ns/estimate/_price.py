@@ -66,7 +66,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
         raise InputError("an estimate needs a trace of the model; make the profile with profile_model().")
     if cluster.hardware is None:
         raise InputError("an estimate needs the cluster's hardware; see Cluster.with_hardware().")
-    memory, peak_at, moments = price_memory(table, profile.trace, workload)
+    memory, peak_at, moments = price_memory(table, profile.trace, workload, device_type=cluster.device_type)
     time = price_time(table, profile.trace, cluster, workload)
     return Prices(memory, time, peak_at, moments)
 

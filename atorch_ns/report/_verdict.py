@@ -46,7 +46,12 @@ def _choice(outcome: SearchOutcome) -> list[str]:
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
     if baseline is winner:
-        sentences.append("The baseline itself is the best: nothing else is faster beyond the noise")
+        others = any(row.trial is not None for row in outcome.rows if row is not baseline)
+        sentences.append(
+            "The baseline itself is the best: nothing else that was tried is faster beyond the noise"
+            if others
+            else "Nothing but the baseline was tried"
+        )
     return sentences
 
 

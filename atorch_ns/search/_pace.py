@@ -20,6 +20,13 @@ PROBE_DEADLINE_S = 60.0
 LEAST_DEADLINE_S = 10.0
 """A trial that was begun may take this long, however little of the search's time is left."""
 
+SHARE_OF_THE_TIME = 0.1
+"""A trial's timed steps may take this share of the time that is left: many rough trials tell more than two
+exact ones."""
+
+LEAST_TRIAL_S = 1.0
+"""… and this many seconds at least."""
+
 LONG_STEP_S = 5.0
 """From here on, one step of warming up is enough."""
 
@@ -74,10 +81,16 @@ class Pace:
             times: whether the objective is a time, so that a slow trial may end early.
         """
         warmup = 2 if predicted_seconds < LONG_STEP_S else 1  # DDP rebuilds its buckets in the second step
+        longest = min(StopRule().max_seconds, max(LEAST_TRIAL_S, self.left * SHARE_OF_THE_TIME))
         if best is None or not times:
-            return StopRule(warmup_steps=warmup)
+            return StopRule(warmup_steps=warmup, max_seconds=longest)
         median = best.outcome.median_seconds
-        return StopRule(warmup_steps=warmup, best_seconds=median, best_noise=best.error * median)
+        return StopRule(
+            warmup_steps=warmup,
+            max_seconds=longest,
+            best_seconds=median,
+            best_noise=best.error * median,
+        )
 
     def deadline(self, candidate: Candidate, rule: StopRule, predicted_seconds: float | None) -> float:
         """Seconds after which a trial is taken to hang.

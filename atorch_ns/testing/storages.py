@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
+from atorch_ns.errors import InputError
 from atorch_ns.job import PeakMemory, Result, state_bytes, track_memory
 
 __all__ = ["measure_peak"]
+
+_NUM_FIRST_STEPS = 2
 
 
 def measure_peak(make: Callable[[], Result], batches: Iterable[Any]) -> PeakMemory:
@@ -19,19 +24,22 @@ def measure_peak(make: Callable[[], Result], batches: Iterable[Any]) -> PeakMemo
 
     Args:
         make: builds the model and what trains it: all that it makes is counted, so it must build the model.
-        batches: this rank's parts, three or more. The first steps make the optimizer's states and let DDP
-            arrange its buckets anew; the figures are of the step with the lowest peak from the third on,
-            since a thread of the process group may release a buffer a little late.
+        batches: this rank's parts, three or more; made one by one, they are counted too. The first steps make
+            the optimizer's states and let DDP arrange its buckets anew; the figures are of the step with the
+            lowest peak from the third on, since a thread of the process group may release a buffer a little
+            late.
     """
-    import torch
-
     peaks = []
+    states = None
     with track_memory(torch.device("cpu")) as memory:
         result = make()
         for number, batch in enumerate(batches):
-            if number == 2:
-                states = state_bytes(result)
-            memory.reset_peak()
+            if number >= _NUM_FIRST_STEPS:
+                states = states or state_bytes(result)
+                memory.reset_peak()
             result.train_step(batch)
-            peaks.append(memory.peak_bytes)
-    return PeakMemory(peak_bytes=min(peaks[2:]), states=states)
+            if number >= _NUM_FIRST_STEPS:
+                peaks.append(memory.peak_bytes)
+    if states is None:
+        raise InputError(f"measure_peak needs more than {_NUM_FIRST_STEPS} batches.")
+    return PeakMemory(peak_bytes=min(peaks), states=states)

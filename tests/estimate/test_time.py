@@ -155,11 +155,10 @@ def test_a_cpu_hides_nothing_behind_computation_and_a_gpu_does() -> None:
     cpu = _cluster("cpu")
     assert cpu.hardware is not None
     bare = replace(cpu.hardware, within_node=replace(cpu.hardware.within_node, overlap=0.0))
-    on_cpu = _parts(FSDP, replace(cpu, hardware=bare))
-    on_gpu = _parts(FSDP)
-    assert on_gpu.gather < 0.7 * on_cpu.gather
-    assert on_gpu.reduce < 0.7 * on_cpu.reduce
-    assert _parts(DDP).reduce < _parts(DDP, replace(cpu, hardware=bare)).reduce
+    bare_cpu = replace(cpu, hardware=bare)
+    assert _parts(FSDP).gather < 0.7 * _parts(FSDP, bare_cpu).gather
+    assert _parts(ZERO2).reduce < 0.7 * _parts(ZERO2, bare_cpu).reduce
+    assert _parts(DDP).reduce < _parts(DDP, bare_cpu).reduce
 
 
 def test_what_each_method_costs_against_its_neighbour() -> None:
@@ -170,7 +169,7 @@ def test_what_each_method_costs_against_its_neighbour() -> None:
     assert _parts(replace(FSDP, gather_dtype="bfloat16"), cpu).gather < _parts(FSDP, cpu).gather
     assert _parts(replace(FSDP, reduce_dtype="bfloat16"), cpu).reduce < _parts(FSDP, cpu).reduce
     assert _parts(replace(FSDP, num_micro_batches=4), cpu).gather > 3 * _parts(FSDP, cpu).gather
-    assert _parts(replace(DDP, num_micro_batches=4), cpu).overhead > 3 * _parts(DDP, cpu).overhead
+    assert _parts(replace(DDP, num_micro_batches=4), cpu).overhead > 2 * _parts(DDP, cpu).overhead
     fused = _parts(replace(DDP, compiled=True, compiler="inductor"), cpu)
     assert fused.overhead < _parts(DDP, cpu).overhead
     assert fused.compute < _parts(DDP, cpu).compute
