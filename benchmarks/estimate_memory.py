@@ -160,8 +160,14 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     for sized in cases:
         report(f"estimate_memory: {len(chosen)} strategies on {sized.name}")
         profile = profile_of(sized)
-        ranks = on_ranks(measured, NUM_RANKS, sized.name, strategies, timeout_s=3600.0)
-        for row, detail in zip(rows, compare(sized, strategies, ranks, profile), strict=True):
+        # Strategies that decide the same (a default written out, say) are measured once.
+        plans = [plan_of(strategy, profile) for strategy in strategies]
+        first = {plan: index for index, plan in reversed(list(enumerate(plans)))}
+        distinct = [strategies[index] for index in first.values()]
+        ranks = on_ranks(measured, NUM_RANKS, sized.name, distinct, timeout_s=3600.0)
+        details = dict(zip(first, compare(sized, distinct, ranks, profile), strict=True))
+        for row, plan in zip(rows, plans, strict=True):
+            detail = details[plan]
             row[sized.name] = 100 * detail["error"]
             row["states"] &= detail["predicted_states"] == detail["measured_states"]
             row["details"].append(detail)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
     WRAPPER_PREFIXES,
+    CpuMemoryRecord,
     checkpoint_wrapper,
     count_operators,
     fake_tensor_mode,
@@ -132,3 +135,21 @@ def test_operators_are_counted_without_views() -> None:
 
     # mm, sum; ones_like, expand (a view), two mm with transposed operands, their sum.
     assert count_operators(step) == 6
+
+
+def test_cpu_memory_is_counted_in_all_threads() -> None:
+    record = CpuMemoryRecord()
+    record.count(True)
+    try:
+        record.start()
+        kept = torch.empty(100)
+        first = record.stop()
+        record.start()
+        thread = threading.Thread(target=lambda: torch.empty(50))
+        thread.start()
+        thread.join()
+        del kept
+        second = record.stop()
+    finally:
+        record.count(False)
+    assert first[-1] - second[-1] == 400  # what the thread took, it gave back

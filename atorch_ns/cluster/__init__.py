@@ -11,6 +11,7 @@ from atorch_ns.cluster._devices import DEVICES
 from atorch_ns.cluster._hardware import Device, Hardware, Link, Rate
 from atorch_ns.cluster._launch import join_process_group
 from atorch_ns.cluster._layout import AXES, check_axes, fit, layout, mesh_ranks
+from atorch_ns.cluster._link_speed import RING_STEPS
 from atorch_ns.cluster._links import LINKS
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "DEVICES",
     "LINKS",
     "OPTIONAL_PACKAGES",
+    "RING_STEPS",
     "Cluster",
     "Device",
     "Hardware",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +15,11 @@ from atorch_ns.cluster._host import cpu_device, cpu_hardware
 from atorch_ns.cluster._links import LINKS
 from atorch_ns.cluster._near import nearest
 from atorch_ns.cluster._spec import read_spec, split_devices
+from atorch_ns.cluster._spec_values import read_count, read_memory, read_number, refuse_unknown
 from atorch_ns.errors import InputError
 
 __all__ = ["cluster_from_spec"]
 
-_SIZES: Final = {
-    "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
 _DEVICE_KEYS: Final = (
     "name", "like", "type", "memory", "memory_bytes_per_s", "flops_per_s", "launch_s", "efficiency",
     "capability", "price_per_hour", "source",
@@ -42,11 +39,11 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
     problems: list[str] = []
     values = read_spec(text_or_path, problems)
     per_node, wanted = _devices(values, problems)
-    nodes = _count(values.get("nodes", 1), "nodes", problems)
-    memory = _memory(values["memory"], problems) if "memory" in values else None
+    nodes = read_count(values.get("nodes", 1), "nodes", problems)
+    memory = read_memory(values["memory"], problems) if "memory" in values else None
     device = _device(wanted, per_node, problems)
     if device is not None:
-        price = _number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
+        price = read_number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
         device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
     hardware = None if device is None else _hardware(device, values, per_node, nodes, problems)
     if not problems and per_node * nodes > _MOST_RANKS:
@@ -90,7 +87,7 @@ def _devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, Any]:
         problems.append(
             f"devices_per_node={values['devices_per_node']} and {count}x are both given; write one."
         )
-    return _count(count or values.get("devices_per_node", 1), "devices of a node", problems), wanted
+    return read_count(count or values.get("devices_per_node", 1), "devices of a node", problems), wanted
 
 
 def _device(wanted: Any, per_node: int, problems: list[str]) -> Device | None:
@@ -120,7 +117,7 @@ def _known_device(name: str, per_node: int, problems: list[str]) -> Device | Non
 
 def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
     """A device described by its figures, on top of a known one where ``like`` names it."""
-    _refuse_unknown(given, _DEVICE_KEYS, "device", problems)
+    refuse_unknown(given, _DEVICE_KEYS, "device", problems)
     like = given.get("like", given.get("name") if "flops_per_s" not in given else None)
     base = _known_device(str(like), per_node, problems) if like is not None else None
     if like is not None and base is None:
@@ -134,7 +131,7 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
     numbers = {
-        key: _number(given[key], f"device.{key}", problems)
+        key: read_number(given[key], f"device.{key}", problems)
         for key in ("memory_bytes_per_s", "launch_s", "efficiency", "price_per_hour")
         if key in given
     }
@@ -143,7 +140,7 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         **numbers,
         name=str(given.get("name", start.name)),
         type=_type(given.get("type", start.type), problems),
-        memory_bytes=_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
+        memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
         flops_per_s={**start.flops_per_s, **_flops(given.get("flops_per_s", {}), start, problems)},
         capability=_capability(given.get("capability", start.capability), problems),
         source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
@@ -154,7 +151,9 @@ def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
     if not isinstance(given, Mapping):
         problems.append(f"device.flops_per_s={given!r} should map dtypes such as bfloat16 to FLOP/s.")
         return {}
-    read = {str(key): _number(value, f"device.flops_per_s.{key}", problems) for key, value in given.items()}
+    read = {
+        str(key): read_number(value, f"device.flops_per_s.{key}", problems) for key, value in given.items()
+    }
     if "float32" not in {**start.flops_per_s, **read}:
         problems.append("device.flops_per_s lacks float32, which stands for dtypes that are not given.")
     return read
@@ -213,13 +212,13 @@ def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]
     if not isinstance(wanted, Mapping):
         problems.append(f"{key}={wanted!r} is neither a name nor a mapping of {', '.join(_LINK_KEYS)}.")
         return usual
-    _refuse_unknown(wanted, _LINK_KEYS, key, problems)
+    refuse_unknown(wanted, _LINK_KEYS, key, problems)
     base = (_known_link(str(wanted["like"]), key, per_node, problems) if "like" in wanted else None) or usual
     rate = Rate(
-        _number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
-        _number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
+        read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
+        read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
-    overlap = _number(wanted.get("overlap", base.overlap), f"{key}.overlap", problems)
+    overlap = read_number(wanted.get("overlap", base.overlap), f"{key}.overlap", problems)
     source = str(wanted.get("source", f"given; else {base.source}"))
     return Link(name=str(wanted.get("name", base.name)), rate=rate, overlap=overlap, source=source)
 
@@ -232,47 +231,3 @@ def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link
         f"{key}={name!r} is no link of the table.{nearest(name, LINKS)} Known: {', '.join(LINKS)}."
     )
     return None
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, problems: list[str]) -> None:
-    for key in given:
-        if key not in known:
-            hint = nearest(str(key), known)
-            problems.append(f"{what}.{key} is no key.{hint} Keys: {', '.join(known)}.")
-
-
-def _count(value: Any, what: str, problems: list[str]) -> int:
-    count = _read(value, int)
-    if count is None or count < 1:
-        problems.append(f"{value!r} {what}: give a whole number of at least 1.")
-        return 1
-    return int(count)
-
-
-def _number(value: Any, what: str, problems: list[str]) -> float:
-    number = _read(value, float)
-    least_is_positive = what.endswith(("bytes_per_s", "efficiency")) or "flops_per_s" in what
-    if number is None or not math.isfinite(number) or number < 0 or (least_is_positive and number == 0):
-        problems.append(f"{what}={value!r}: give a positive number.")
-        return 1.0
-    return float(number)
-
-
-def _memory(value: Any, problems: list[str]) -> int:
-    """Bytes of ``"60GiB"``; a bare number is bytes."""
-    text = str(value).strip().lower()
-    digits = text.rstrip("bgikmt ")
-    number, unit = _read(digits, float), text[len(digits) :].strip() or "b"
-    if number is None or number <= 0 or not math.isfinite(number) or unit not in _SIZES:
-        problems.append(f"memory={value!r}: write a positive size such as 60GiB or 512MiB.")
-        return 1
-    return int(number * _SIZES[unit])
-
-
-def _read(value: Any, kind: Callable[[Any], Any]) -> Any:
-    if isinstance(value, bool):
-        return None
-    try:
-        return kind(value)
-    except (TypeError, ValueError, OverflowError):
-        return None

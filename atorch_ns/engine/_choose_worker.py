@@ -38,17 +38,18 @@ def make_worker(
         rendezvous: where the ranks of a trial meet.
         obstacle: why the arguments of some rank cannot be sent to another process; ``None`` if they can.
     """
+    limit = memory_limit(cluster, request.settings).num_bytes or None
     if obstacle is None:
-        limit = memory_limit(cluster, request.settings).num_bytes
         worker: Worker = TrialWorker(
             inputs,
             cluster,
             rendezvous=rendezvous,
             log_dir=_log_dir(stack, request),
-            memory_limit_bytes=limit or None,
+            memory_limit_bytes=limit,
+            keep_logs=request.log_dir is not None,
         )
     else:
-        worker = InProcessWorker(inputs, cluster)
+        worker = InProcessWorker(inputs, cluster, memory_limit_bytes=limit)
         if cluster.rank == 0:
             request.observer(
                 Note(

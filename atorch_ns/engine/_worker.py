@@ -43,6 +43,7 @@ class TrialWorker:
         log_dir: folder of the log files, one a trial that printed anything.
         observer: is told when the helper had to be started again.
         memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
+        keep_logs: whether what trials printed that ran well is kept, too.
 
     Raises:
         InputError: if an argument cannot be sent to another process; the message names it.
@@ -57,7 +58,9 @@ class TrialWorker:
         log_dir: Path,
         observer: Observer | None = None,
         memory_limit_bytes: int | None = None,
+        keep_logs: bool = True,
     ) -> None:
+        self._keep_logs = keep_logs
         self._inputs = inputs
         self._rank = cluster.rank
         self._log_dir = Path(log_dir)
@@ -167,6 +170,8 @@ class TrialWorker:
             self._observer(Note(f"rank {self._rank}: {text}"))
 
     def _with_log(self, report: RankReport, log: Path) -> RankReport:
+        if not self._keep_logs and report.status in ("ok", "stopped early", "cancelled"):
+            log.unlink(missing_ok=True)
         _remove_if_empty(log)
         return replace(report, log=str(log) if log.exists() else "")
 

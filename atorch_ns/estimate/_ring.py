@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atorch_ns.cluster import Cluster, Hardware, Link
+from atorch_ns.cluster import RING_STEPS, Cluster, Hardware, Link
 
 __all__ = ["Groups", "collective_seconds", "groups_along"]
-
-_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "reduce": 1, "broadcast": 1, "all_to_all": 1}
-"""How often a ring passes the whole tensor around."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def collective_seconds(
 def _ring(
     kind: str, num_bytes: np.ndarray | float, ranks: np.ndarray, link: Link, count: np.ndarray | float
 ) -> np.ndarray:
-    rate, steps = link.rate_of(kind), _STEPS[kind]
+    rate, steps = link.rate_of(kind), RING_STEPS[kind]
     messages = steps * (ranks - 1)
     return np.asarray(
         messages * (count * rate.latency_s + num_bytes / np.maximum(1, ranks) / rate.bytes_per_s)

@@ -88,7 +88,3 @@ class Scene:
                 break
             inner = inner * np.where(name in wanted, 1, self.sizes[name])
         return groups_along(inner, self.size(wanted), self.cluster)
-
-    def stride(self, name: str) -> np.ndarray:
-        """[R] product of the sizes of the axes inside one."""
-        return self.size(self.order[: self.order.index(name)])

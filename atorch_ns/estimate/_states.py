@@ -110,8 +110,11 @@ def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, deg
         itemsize = DTYPE_BYTES[plan.gather_dtype or plan.parameter_dtype]
         alignment = plan.flat_alignment // itemsize
         share = flat_share(parameters, degrees, alignment=alignment, multiple=plan.flat_multiple, fixed=1)
-        # The optimizer sees one vector, not the parameters in it.
-        return replace(share, parameters=np.ones(len(degrees))) if plan.updates_copy else share
+        if plan.flat_alignment:
+            return share
+        # The optimizer sees one vector for each unit, not the parameters in it.
+        units = dict(zip(parameters.unit.tolist(), parameters.copies.tolist(), strict=True))
+        return replace(share, parameters=np.full(len(degrees), sum(units.values())))
     state = _state_itemsizes(plan, parameters, spec)
     fixed = spec.fixed_bytes if spec else 0
     elements = parameters.elements

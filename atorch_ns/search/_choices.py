@@ -14,6 +14,8 @@ from atorch_ns.strategy import Plan, Strategy
 
 __all__ = ["Choices", "find_choices"]
 
+EXCLUDED = "it is excluded."
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -56,7 +58,7 @@ def find_choices(
         if base is not None and not _named(method, base):
             continue
         configs, reason = _configs(method, profile, cluster, wishes, base)
-        if reason is not None:
+        if reason is not None and (not configs or reason != EXCLUDED):
             refused[method.name] = reason
         if not configs:
             continue
@@ -93,7 +95,7 @@ def _configs(
     reason = None
     for config in offered:
         if wishes.forbids(method.name, config):
-            reason = "it is excluded"
+            reason = EXCLUDED
             continue
         if _is_default(method, config) and fixed is None and not wishes.must(method.name) and base is None:
             continue  # added by itself wherever it is needed

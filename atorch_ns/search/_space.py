@@ -140,6 +140,11 @@ class _Job:
     def space(self, wishes: Wishes, base: Resolved | None) -> Space:
         """The candidates of a whole space."""
         kept = None if base is None else base.strategy
+        if base is not None and (against := wishes.unmet(base.chosen)) is not None:
+            raise InputError(
+                f"to finetune a strategy is to keep its methods, and {against}. Leave that wish out, or search "
+                "without finetune_strategy."
+            )
         choices = find_choices(self.registry, self.profile, self.cluster, wishes, kept)
         templates = find_templates(choices, self.cluster, self.registry, wishes)
         if not templates.distinct:
@@ -148,7 +153,7 @@ class _Job:
         limit = memory_limit(self.cluster, self.settings)
         picked = pick(rows, limit)
         baseline = base or self._plain(wishes)
-        candidates = self._write_out(picked, rows, limit, baseline)
+        candidates = self._write_out(picked, rows, limit, baseline, wishes)
         if all(candidate.pruned is not None for candidate in candidates) and wishes.excluded and base is None:
             candidates = self._with_hint(candidates, wishes, limit)
         known = {candidate.key for candidate in candidates}
@@ -168,7 +173,7 @@ class _Job:
         return resolved if wishes.unmet(resolved.chosen) is None else None
 
     def _write_out(
-        self, picked: Picked, rows: PricedRows, limit: Limits, baseline: Resolved | None
+        self, picked: Picked, rows: PricedRows, limit: Limits, baseline: Resolved | None, wishes: Wishes
     ) -> list[Candidate]:
         """The picked rows as candidates, each of them once, the baseline among them."""
         resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
@@ -178,7 +183,8 @@ class _Job:
                 one = resolve(Strategy(steps), self.cluster, self.registry)
             except StrategyError:  # a size that a method refuses on this mesh
                 continue
-            resolved.setdefault(key_of(one.strategy.steps), (one, rows.estimate(row)))
+            if wishes.unmet(one.chosen) is None:
+                resolved.setdefault(key_of(one.strategy.steps), (one, rows.estimate(row)))
         key = None
         if baseline is not None:
             key = key_of(baseline.strategy.steps)

@@ -75,6 +75,7 @@ def find_templates(choices: Choices, cluster: Cluster, registry: Registry, wishe
     distinct: dict[Plan, Template] = {}
     same: list[tuple[Resolved, Template]] = []
     refused: dict[str, int] = {}
+    to_come = {item.method.name for item in choices.passes.values() if item is not None}
     for number, group in enumerate(mesh_groups(choices.meshes)):
         for chosen in sorted(combinations, key=len):
             try:
@@ -82,7 +83,7 @@ def find_templates(choices: Choices, cluster: Cluster, registry: Registry, wishe
             except StrategyError as error:
                 refused[str(error)] = refused.get(str(error), 0) + 1
                 continue
-            if wishes.unmet(resolved.chosen) is not None:
+            if wishes.unmet(resolved.chosen, to_come=to_come) is not None:
                 continue
             kind = _kind(effective(resolved.plan))
             if kind not in distinct:

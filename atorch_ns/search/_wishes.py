@@ -71,14 +71,20 @@ class Wishes:
         """Whether the method may not be there with this config."""
         return any(wish.means(method, config) for wish in self.excluded)
 
-    def unmet(self, chosen: Iterable[Chosen]) -> str | None:
-        """What a strategy of these methods, complete, does against the wishes; ``None`` if nothing."""
+    def unmet(self, chosen: Iterable[Chosen], *, to_come: Iterable[str] = ()) -> str | None:
+        """What a strategy of these methods does against the wishes; ``None`` if nothing.
+
+        Args:
+            chosen: the methods of the strategy.
+            to_come: names of methods that may still be added.
+        """
         items = list(chosen)
         for item in items:
             if self.forbids(item.method.name, item.config):
                 return f"{item.method.name} is excluded"
         for wish in self.included:
-            if not any(item.method.name in wish.methods for item in items):
+            present = {*to_come, *(item.method.name for item in items)}
+            if not present & set(wish.methods):
                 return f"{wish.written} is included and absent"
         return None
 

@@ -24,7 +24,13 @@ _, result, _ = auto_accelerate(
     load_strategy=[], dataloader_args={"batch_size": 8},
 )
 """
-PAGES = ["README.md", "docs/tutorial.md", "docs/strategies.md", "docs/checkpoints.md"]
+PAGES = [
+    "README.md",
+    "docs/tutorial.md",
+    "docs/strategies.md",
+    "docs/checkpoints.md",
+    "docs/how-a-strategy-is-chosen.md",
+]
 
 
 def _script(page: str, folder: Path) -> Path:

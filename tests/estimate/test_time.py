@@ -88,15 +88,15 @@ FSDP = replace(
     optimizer_over=("data",),
 )
 ZERO2 = replace(FSDP, keeps_gathered=True)
-AMP = {"compute_dtype": "bfloat16"}
+AMP = replace(DDP, compute_dtype="bfloat16")
 PLANS = (
     DDP,
     ZERO1,
     ZERO2,
     FSDP,
     replace(FSDP, units=()),
-    replace(DDP, **AMP),
-    replace(FSDP, **AMP, gather_dtype="bfloat16", reduce_dtype="float32"),
+    AMP,
+    replace(FSDP, compute_dtype="bfloat16", gather_dtype="bfloat16", reduce_dtype="float32"),
     replace(DDP, parameter_dtype="float16", master_dtype="float32", loss_scaling=True),
     replace(DDP, recompute="blocks"),
     replace(FSDP, offload=True),
@@ -122,9 +122,7 @@ def test_computation_by_hand() -> None:
     # 10 segments, 8 samples on each rank, 3 GFLOP and 3 MB a sample forward and backward.
     expected = 10 * 8 * (3 * GFLOP / 1e14 + 3 * MB / 1e12)
     assert _parts(DDP).compute == pytest.approx(expected)
-    assert _parts(replace(DDP, **AMP)).compute == pytest.approx(
-        10 * 8 * (3 * GFLOP / 4e14 + 1.2 * 3 * MB / 1e12)
-    )
+    assert _parts(AMP).compute == pytest.approx(10 * 8 * (3 * GFLOP / 4e14 + 1.2 * 3 * MB / 1e12))
     slower = replace(DDP, extras=(Extra(method="mine", compute_factor=1.5, seconds_per_step=0.5),))
     assert _parts(slower).compute == pytest.approx(1.5 * expected)
     assert _parts(slower).overhead == pytest.approx(_parts(DDP).overhead + 0.5, rel=0.1)

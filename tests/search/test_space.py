@@ -127,6 +127,27 @@ def test_excluded_and_included() -> None:
     assert sum(one.is_baseline for one in fixed) == 1
 
 
+def test_micro_batches_and_meshes_can_be_asked_for() -> None:
+    four = free(space(included=[("gradient_accumulation", 4)]))
+    assert all(("gradient_accumulation", {"num_micro_batches": 4}) in one.steps for one in four)
+    some = free(space(included=["gradient_accumulation"]))
+    assert all("gradient_accumulation" in names(one) for one in some)
+    mesh = free(space("4xcpu", included=[("parallel_mode", [("zero", 2)])]))
+    assert all(dict(one.steps)["parallel_mode"] == {"axes": [["zero", 2], ["data", 2]]} for one in mesh)
+
+
+def test_an_excluded_config_leaves_the_method_its_others() -> None:
+    found = space(excluded=[("checkpoint", {"every_n": 2})])
+    configs = {str(dict(one.steps).get("checkpoint", "absent")) for one in free(found)}
+    assert configs == {"None", "absent"}
+    assert not any("checkpoint" in note for note in found.notes)
+
+
+def test_finetuning_against_the_wishes_is_refused() -> None:
+    with pytest.raises(InputError, match="fsdp is excluded"):
+        space(base=["fsdp"], finetune=True, excluded=["fsdp"])
+
+
 def test_16_bit_weights_alone_only_if_they_are_asked_for() -> None:
     spec = "8xH100-80GB"
     usual = [one for one in free(space(spec)) if "half" in names(one)]
