@@ -22,8 +22,8 @@ help:  ## show this list
 install: $(STAMP)  ## create the virtual environment and install everything into it
 
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$(PYTHON) is not Python 3.10 or later: choose one with PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or later: choose one with PYTHON=..."; exit 1; }
 	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment: Debian has 'venv' in the package python3-venv"; exit 1; }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Context:
         """Date, machine, versions, and the load average over a minute before and after."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {
-            "measured": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "machine": {
                 "cpu": _cpu_model(),
                 "cores": os.cpu_count(),

@@ -27,6 +27,8 @@ PRICE_TOLERANCE: Final = 1e-9
 """Relative: the same plan priced alone or in a table of many differs by the order of sums only."""
 BYTES_TOLERANCE: Final = 1e-3
 """Relative: padding of communication buffers is not modelled to the byte."""
+MAX_BUFFER_DTYPES: Final = 3
+"""Of one model: floating, integer and truth values."""
 MEMORY_TOLERANCE: Final = 0.08
 """Relative: what the memory estimate promises at worst."""
 MEMORY_SLACK_BYTES: Final = 256 * 2**10
@@ -58,6 +60,8 @@ def check_collectives(
 ) -> Check:
     """Whether one step communicated what was predicted: kinds and calls exactly, bytes within 0.1%.
 
+    Calls of broadcasts may be off by a few: buffers are sent together by dtype, which a trace does not tell.
+
     Args:
         predicted: :attr:`~atorch_ns.estimate.Estimate.collectives`.
         executed: by kind, calls and bytes in one step, as a trial counts them; ``None`` if it did not.
@@ -74,7 +78,7 @@ def check_collectives(
     wrong = [
         f"{kind} {_calls(found.get(kind, (0, 0)))} executed, {_calls(wanted.get(kind, (0, 0)))} predicted"
         for kind in sorted({*wanted, *found})
-        if not _same_calls(wanted.get(kind, (0, 0)), found.get(kind, (0, 0)))
+        if not _same_calls(kind, wanted.get(kind, (0, 0)), found.get(kind, (0, 0)))
     ]
     if wrong:
         return Check(name, False, "; ".join(wrong))
@@ -129,8 +133,9 @@ def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     return Check(name, abs(peak - expected) <= limit, f"{text}, {_percent(expected, peak)}")
 
 
-def _same_calls(wanted: tuple[int, int], found: tuple[int, int]) -> bool:
-    return wanted[0] == found[0] and abs(wanted[1] - found[1]) <= BYTES_TOLERANCE * found[1]
+def _same_calls(kind: str, wanted: tuple[int, int], found: tuple[int, int]) -> bool:
+    allowed = MAX_BUFFER_DTYPES if kind == "broadcast" else 0
+    return abs(wanted[0] - found[0]) <= allowed and abs(wanted[1] - found[1]) <= BYTES_TOLERANCE * found[1]
 
 
 def _calls(value: tuple[int, int]) -> str:

@@ -23,8 +23,6 @@ _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
     "from atorch_ns.engine._zygote import main; main(*map(int, sys.argv[1:4]))"
 )
-# glibc keeps what is freed in pieces below these sizes, so that a trial's memory would not be its own.
-_ALLOCATOR: Final = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 # Asking CUDA whether it is there would initialise it, and forks could no longer use it.
 _NO_CUDA_CONTEXT: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _EXIT_S: Final = 2.0
@@ -79,7 +77,7 @@ class WorkerProcess:
                     stdout=log,
                     stderr=log,
                     pass_fds=passed,
-                    env={**os.environ, **_NO_CUDA_CONTEXT, **_ALLOCATOR},
+                    env={**os.environ, **_NO_CUDA_CONTEXT},
                     process_group=0,
                 )
             except BaseException:

@@ -98,7 +98,7 @@ class Attempts:
         for precision in others:
             try:
                 steps[precision.key] = record(precision)
-            except Exception as error:  # noqa: PERF203 - the user's code; a few precisions, not a hot loop
+            except Exception as error:
                 notes.append(f"The model does not run in {precision.key}: {_text(error)}.")
         return steps, tuple(notes)
 

@@ -29,6 +29,9 @@ __all__ = ["Known", "Recorder", "Search"]
 CONFIRM_WITHIN = 0.1
 """The winner and its closest rival are run once more, if they are nearer to each other than this."""
 
+CONFIRM_PLAIN_WITHIN = 0.5
+"""The same of winner and plain strategy, which was measured first: machines drift by this much and more."""
+
 KNOWN_WITHIN = 0.1
 """A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
 
@@ -261,7 +264,7 @@ class Search:
         if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranked) < 2:
             return []
         best, *others = ranked
-        near = [one for one in others if one.value <= best.value * (1 + CONFIRM_WITHIN)]
+        near = [one for one in others if one.value <= best.value * (1 + _reach(one.candidate))]
         if not near or best.num_trials > 1:
             return []
         rival = next((one for one in near if one.candidate.is_baseline), near[0])
@@ -304,3 +307,7 @@ class Search:
             self.setting.memory_limit_bytes,
             frozenset(self._probing.rejected),
         )
+
+
+def _reach(candidate: Candidate) -> float:
+    return CONFIRM_PLAIN_WITHIN if candidate.is_baseline else CONFIRM_WITHIN

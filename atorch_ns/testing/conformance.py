@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -86,8 +85,7 @@ class MethodConformance:
     def test_the_class_is_final_named_and_documented(self) -> None:
         """One small final class with a name, a phase and a summary."""
         kind = self.method
-        if sys.version_info >= (3, 11):  # earlier, the decorator leaves no trace
-            assert getattr(kind, "__final__", False), f"decorate {kind.__name__} with typing.final"
+        assert getattr(kind, "__final__", False), f"decorate {kind.__name__} with typing.final"
         summary = kind().summary
         assert summary.strip(), f"{kind.__name__} needs a docstring"
         assert not summary.startswith(kind.name), "the summary says what it does, not how it is called"
