@@ -121,6 +121,16 @@ def test_wishes_are_kept() -> None:
     assert not names & {"amp_native", "half", "compile"}
 
 
+def test_the_callers_accumulation_is_part_of_every_candidate() -> None:
+    _, result, strategy = auto_accelerate(
+        get_case("tied_llama").build(), **_search(gradient_accumulation_steps=4, search={"max_trials": 1})
+    )
+    assert result is not None
+    assert strategy is not None
+    assert strategy["gradient_accumulation"] == {"num_micro_batches": 4}
+    assert result.job.num_micro_batches == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

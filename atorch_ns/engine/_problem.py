@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine._checks import check_collectives, check_memory, check_price
@@ -19,6 +21,7 @@ from atorch_ns.job import Inputs
 from atorch_ns.method import Registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, Priced, Profiling, SearchOutcome, Setting, explore, memory_limit
+from atorch_ns.strategy import Plan
 
 __all__ = ["SearchProblem", "pose"]
 
@@ -79,7 +82,10 @@ def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRe
         registry,
         request.settings,
         excluded=request.excluded,
-        included=request.included,
+        included=[
+            *(request.included or ()),
+            *_given_micro_batches(registry, inputs.gradient_accumulation_steps),
+        ],
         base=request.base,
         finetune=request.base is not None,
     )
@@ -106,6 +112,22 @@ def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRe
         setting=setting,
         candidates=space.candidates,
     )
+
+
+def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]]:
+    """The method that splits batches, fixed to the count that the caller gave; nothing where none was given.
+
+    Which method that is shows in what it does to a plan.
+    """
+    if count == 1:
+        return []
+    wanted = Plan(num_micro_batches=count)
+    for method in registry:
+        with contextlib.suppress(ValidationError):
+            config = method.Config.model_validate(count)
+            if method.plan(Plan(), config) == wanted:
+                return [(method.name, config.as_json())]
+    return []
 
 
 def _optimizer_maker(inputs: Inputs) -> Callable[[Any], torch.optim.Optimizer]:
