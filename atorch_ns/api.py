@@ -6,24 +6,22 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from atorch_ns._version import __version__
 from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
-from atorch_ns.errors import InputError, StrategyFileError
+from atorch_ns.engine import Asked
 from atorch_ns.job import Inputs, Result, apply_strategy, dry_run
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
-from atorch_ns.search import SearchOutcome, SearchSettings, read_wishes
+from atorch_ns.search import SearchOutcome, SearchSettings
 from atorch_ns.strategy import Strategy, canonical_text
 
 if TYPE_CHECKING:
@@ -145,19 +143,20 @@ def auto_accelerate(
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
-        asked = _Asked(
+        asked = Asked(
             load_strategy=load_strategy,
-            finetune=finetune_strategy,
-            save_to=save_strategy_to_file,
+            finetune_strategy=finetune_strategy,
+            save_strategy_to_file=save_strategy_to_file,
             excluded=excluded,
             included=included,
             search=search,
             time_limit=time_limit,
-            history=search_history,
-            calibration=search_calibration,
-            engine=search_engine,
+            search_history=search_history,
+            search_calibration=search_calibration,
+            search_engine=search_engine,
             sample_batch=sample_batch,
             batch_size=batch_size,
+            ignore_dryrun_on_load_strategy=ignore_dryrun_on_load_strategy,
             verbose=verbose,
         )
         resolved, outcome = _strategy(inputs, cluster, asked)
@@ -175,55 +174,7 @@ def auto_accelerate(
     return True, result, strategy
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """The arguments that say where the strategy comes from."""
-
-    load_strategy: Any
-    finetune: bool
-    save_to: str | PathLike[str] | None
-    excluded: Sequence[Any] | None
-    included: Sequence[Any] | None
-    search: SearchSettings | Mapping[str, Any] | None
-    time_limit: float | None
-    history: str | PathLike[str] | None
-    calibration: str | PathLike[str] | None
-    engine: EngineAddress | str | None
-    sample_batch: Any
-    batch_size: int | None
-    verbose: bool
-
-    @property
-    def searches(self) -> bool:
-        return self.load_strategy is None or self.finetune
-
-    def check(self, registry: Registry, cluster: Cluster) -> None:
-        if self.finetune and self.load_strategy is None:
-            raise InputError(
-                "finetune_strategy=True searches around a strategy; give it as load_strategy, or leave "
-                "finetune_strategy out to search over all strategies."
-            )
-        for name, path in (("save_strategy_to_file", self.save_to), ("search_history", self.history)):
-            if path is not None and not Path(path).parent.is_dir():
-                raise StrategyFileError(f"the folder of {name}={str(path)!r} does not exist")
-        for name, value in (("excluded", self.excluded), ("included", self.included)):
-            if isinstance(value, str):
-                raise InputError(f"{name} is a list; write [{value!r}].")
-        read_wishes(registry, included=self.included, excluded=self.excluded, cluster=cluster)
-
-    def settings(self) -> SearchSettings:
-        given = self.search or {}
-        fields = given.model_dump(exclude_unset=True) if isinstance(given, SearchSettings) else dict(given)
-        if self.time_limit is not None:
-            fields["time_limit_s"] = self.time_limit
-        try:
-            return SearchSettings(**fields)
-        except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-            raise InputError(f"search: {'; '.join(lines)}") from None
-
-
-def _strategy(inputs: Inputs, cluster: Cluster, asked: _Asked) -> tuple[Resolved, SearchOutcome | None]:
+def _strategy(inputs: Inputs, cluster: Cluster, asked: Asked) -> tuple[Resolved, SearchOutcome | None]:
     """The strategy to apply: the given one, or the one that a search finds."""
     registry = load_registry()
 
@@ -245,7 +196,7 @@ def _strategy(inputs: Inputs, cluster: Cluster, asked: _Asked) -> tuple[Resolved
     from atorch_ns.engine import EngineAddress, SearchRequest, find_strategy
 
     engine = agree(
-        lambda: None if asked.engine is None else EngineAddress.read(asked.engine),
+        lambda: None if asked.search_engine is None else EngineAddress.read(asked.search_engine),
         what="reading the engine's address",
         distributed=cluster.distributed,
     )
@@ -257,8 +208,8 @@ def _strategy(inputs: Inputs, cluster: Cluster, asked: _Asked) -> tuple[Resolved
         base=given,
         sample_batch=asked.sample_batch,
         batch_size=asked.batch_size,
-        history=None if asked.history is None else Path(asked.history),
-        calibration=None if asked.calibration is None else Path(asked.calibration),
+        history=None if asked.search_history is None else Path(asked.search_history),
+        calibration=None if asked.search_calibration is None else Path(asked.search_calibration),
         engine=engine,
         observer=view,
     )

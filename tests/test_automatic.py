@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,13 +57,16 @@ def _states() -> tuple[Any, ...]:
 def test_one_process(tmp_path: Path) -> None:
     model = get_case("tied_llama").build()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    states, threads = _states(), threading.active_count()
+    states, threads, environment = _states(), threading.active_count(), dict(os.environ)
+    folders = {path.name for path in Path(tempfile.gettempdir()).glob("atorch_ns_trials_*")}
     path = tmp_path / "strategy.json"
     status, result, strategy = auto_accelerate(model, **_search(save_strategy_to_file=path))
     assert status
     assert result is not None
     assert _states() == states
     assert threading.active_count() == threads
+    assert dict(os.environ) == environment
+    assert {path.name for path in Path(tempfile.gettempdir()).glob("atorch_ns_trials_*")} <= folders
     assert all(torch.equal(value, weights[name]) for name, value in snapshot(result.model).items())
     found = result.report.search
     assert found is not None
@@ -138,7 +143,20 @@ def test_the_callers_accumulation_is_part_of_every_candidate() -> None:
         ({"included": ["chekpoint"]}, "checkpoint"),
         ({"search": {"max_trial": 1}}, "max_trial"),
         ({"search": {"objective": "speed"}}, "objective"),
-        ({"time_limit": -1}, "time_limit_s"),
+        ({"time_limit": -1}, "time_limit must be a positive number"),
+        ({"time_limit": "x"}, "time_limit must be a positive number"),
+        ({"search": 5}, "search must be a dictionary"),
+        ({"excluded": 5}, "excluded must be a list"),
+        ({"included": {"fsdp": 1}}, "included must be a list"),
+        (
+            {"search_history": 5, "search_calibration": 3},
+            "search_history must be a path.*\nsearch_calibration",
+        ),
+        ({"save_strategy_to_file": 5}, "save_strategy_to_file must be a path"),
+        ({"batch_size": "4"}, "batch_size must be a positive integer"),
+        ({"batch_size": 0}, "batch_size must be a positive integer"),
+        ({"verbose": "z"}, "verbose must be True or False"),
+        ({"sample_batch": 5}, "no tensor"),
         ({"finetune_strategy": True}, "load_strategy"),
         ({"loss_func": None}, "loss_func"),
         ({"dataset": None, "dataloader_args": None}, "sample_batch"),
@@ -148,6 +166,40 @@ def test_the_callers_accumulation_is_part_of_every_candidate() -> None:
 def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         auto_accelerate(get_case("tied_llama").build(), **_search(**changes))
+
+
+def test_a_model_that_learns_nothing_is_refused_before_any_trial() -> None:
+    model = get_case("tied_llama").build().requires_grad_(False)
+    with pytest.raises(InputError, match="no parameter that requires a gradient"):
+        auto_accelerate(model, **_search())
+
+
+def _one_rank_is_killed(victim: int) -> float:
+    import signal
+    import time
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == victim:
+        threading.Timer(20.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    begun = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        auto_accelerate(
+            get_case("tied_llama").build(), **_search(search={"sampler": "exhaustive", "max_trials": 500})
+        )
+    assert victim in caught.value.failures, caught.value
+    return time.monotonic() - begun - 20.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_named_in_time(victim: int) -> None:
+    outcomes = catch_ranks(_one_rank_is_killed, 2, args=(victim,), timeout_s=120)
+    assert outcomes[victim].status == "died"
+    survivor = outcomes[1 - victim]
+    assert survivor.status == "returned", survivor.describe()
+    assert survivor.value is not None
+    assert survivor.value < 25, "ten seconds of silence, and a busy machine"
 
 
 def _typo() -> None:

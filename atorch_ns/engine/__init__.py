@@ -10,14 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atorch_ns.engine._asked import Asked
     from atorch_ns.engine._auth import Tls
     from atorch_ns.engine._find import find_strategy
     from atorch_ns.engine._rank_report import RankReport, Worker
     from atorch_ns.engine._request import EngineAddress, SearchRequest
 
-__all__ = ["EngineAddress", "RankReport", "SearchRequest", "Tls", "Worker", "find_strategy"]
+__all__ = ["Asked", "EngineAddress", "RankReport", "SearchRequest", "Tls", "Worker", "find_strategy"]
 
 _HOMES = {
+    "Asked": "_asked",
     "EngineAddress": "_request",
     "RankReport": "_rank_report",
     "SearchRequest": "_request",

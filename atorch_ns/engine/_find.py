@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, agree, calibrate
-from atorch_ns.engine._agent import run_agent
+from atorch_ns.engine._agent import Client, run_agent
 from atorch_ns.engine._calibration import Calibration
 from atorch_ns.engine._choose_worker import make_worker
+from atorch_ns.engine._client_channel import UnreachableError
 from atorch_ns.engine._meeting import Meeting, join
 from atorch_ns.engine._pickling import describe_unpicklable
 from atorch_ns.engine._problem import pose
+from atorch_ns.engine._rank_report import Worker
 from atorch_ns.engine._rendezvous import Rendezvous, open_rendezvous
 from atorch_ns.engine._request import SearchRequest
 from atorch_ns.engine._sampling import Sample, sample_inputs
-from atorch_ns.errors import SearchError
+from atorch_ns.errors import RankError, SearchError
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry
 from atorch_ns.search import SearchOutcome
@@ -54,8 +57,9 @@ def find_strategy(
         what="sampling the data",
         distributed=cluster.distributed,
     )
-    measured = _with_measured_hardware(cluster, request)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_kept_environment())
+        measured = _with_measured_hardware(cluster, request)
         outcome = _search(stack, sample, measured, registry, request)
     if outcome.best is None:
         raise SearchError(_why_nothing(outcome), outcome=outcome)
@@ -110,12 +114,34 @@ def _search(
     address = _shared(cluster, None if meeting is None else meeting.address)
     here = meeting is not None and not address.address
     client = meeting.client() if meeting is not None and here else join(address, cluster, request)
-    outcome = run_agent(client, worker, rank=cluster.rank)
+    outcome = _take_part(client, worker, cluster, request)
     if meeting is not None and problem is not None:
         meeting.conclude()
         outcome = replace(outcome, checks=(*outcome.checks, *problem.checks(outcome)))
     found: SearchOutcome = _shared(cluster, outcome)
     return found
+
+
+@contextlib.contextmanager
+def _kept_environment() -> Iterator[None]:
+    """Takes back what torch writes into the environment when it looks for compilers and devices."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _take_part(client: Client, worker: Worker, cluster: Cluster, request: SearchRequest) -> SearchOutcome:
+    try:
+        return run_agent(client, worker, rank=cluster.rank)
+    except UnreachableError as error:
+        if request.engine is not None:
+            raise
+        reason = f"it coordinates the search and does not answer any more: {error}"
+        raise RankError(f"rank 0 has failed or vanished. {reason}", failures={0: reason}) from error
 
 
 def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:

@@ -19,6 +19,9 @@ from atorch_ns.search import History, Note, Search
 
 __all__ = ["Address", "Meeting", "join"]
 
+_GONE_S = 8.0
+"""A coordinator in rank 0's process that is silent for this long is gone."""
+
 
 class Address(NamedTuple):
     """What a rank needs to take part.
@@ -93,7 +96,8 @@ class Meeting:
 def join(address: Address, cluster: Cluster, request: SearchRequest) -> Client:
     """A rank's client of the coordinator at ``address``."""
     if request.engine is None:
-        return CoordinatorClient(address.address, address.token, cluster.rank)
+        # It lives in rank 0's process and does not come back.
+        return CoordinatorClient(address.address, address.token, cluster.rank, reconnect_s=_GONE_S)
     return CoordinatorClient(
         address.address,
         address.token,

@@ -183,7 +183,7 @@ def _accumulate(
             loss = _loss(model, inputs, micro_batch, dtype)
             share = loss * (weight / num_micro_batches)
             share.backward()
-            total += float(share)
+            total += float(share.detach())
     return total
 
 

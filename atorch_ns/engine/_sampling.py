@@ -113,6 +113,10 @@ def kept_random_state() -> Iterator[None]:
 
 
 def _require(inputs: Inputs, sample_batch: Any) -> None:
+    if not any(parameter.requires_grad for parameter in inputs.model.parameters()):
+        raise InputError(
+            "the model has no parameter that requires a gradient, so there is nothing to optimize."
+        )
     missing = [name for name in ("optim_func", "loss_func") if getattr(inputs, name) is None]
     if inputs.dataset is None and sample_batch is None:
         missing.append("dataset (or sample_batch)")
@@ -224,6 +228,10 @@ def _prepared(inputs: Inputs, batch: Any) -> Any:
 
 def _num_rows(batch: Any) -> int:
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    if not sizes:
+        raise InputError(
+            f"the sample batch, a {type(batch).__name__}, holds no tensor with a batch dimension."
+        )
     if len(sizes) != 1:
         raise InputError(
             f"the tensors of a batch must have the same size of dim 0; they have {sorted(sizes)}."

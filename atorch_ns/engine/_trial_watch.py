@@ -107,7 +107,7 @@ class TrialWatch:
             self._hear(_POLL_S)
         self.kill()
         where = _innermost_frame(self.log, before)
-        reason = f"no report within {self.task.deadline_s:g} s; it was in the phase: {self.phase}{where}"
+        reason = f"no report within {self.task.deadline_s:.1f} s; it was in the phase: {self.phase}{where}"
         return self._ended("hung", started, reason)
 
     def _died(self, started: float, kills: tuple[int, ...]) -> RankReport:
@@ -124,6 +124,9 @@ class TrialWatch:
         return self._ended(status, started, f"{how} in the phase: {self.phase}")
 
     def _ended(self, status: TrialStatus, started: float, reason: str) -> RankReport:
+        if status != "cancelled":  # a trial that could not tell its end leaves a log all the same
+            with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as log:
+                log.write(f"{status}: {reason}\n")
         return RankReport(
             task_id=self.task.id,
             rank=self.rank,

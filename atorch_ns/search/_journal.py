@@ -28,6 +28,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._optuna = load_optuna("the history of searches")
         self._studies: dict[str, Any] = {}
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _FileLock(path)
         lock.acquire()

@@ -118,7 +118,9 @@ def test_a_killed_helper_is_started_again(worker: TrialWorker, notes: list[Any],
     assert [note for note in notes if isinstance(note, Note) and "started again" in note.text]
     worker.close()
     assert not psutil.Process().children()
-    assert [path.name for path in folder.iterdir()] == ["trial-4-0-rank0.log"]  # the one with something in it
+    # What was printed, and what became of the trial that could not tell its end.
+    assert sorted(path.name for path in folder.iterdir()) == ["trial-4-0-rank0.log", "trial-7-0-rank0.log"]
+    assert "died" in (folder / "trial-7-0-rank0.log").read_text()
 
 
 STRATEGIES = {
