@@ -12,8 +12,10 @@ from atorch_ns.errors import (
     BackendError,
     CoordinatorError,
     InputError,
+    LayoutError,
     MissingPackageError,
     SearchError,
+    StrategyError,
 )
 
 __all__ = ["app", "exit_code", "main"]
@@ -48,12 +50,15 @@ def _root(
 
 
 def exit_code(error: BaseException) -> int:
-    """1 failed, 2 usage, 3 infeasible, 4 environment."""
+    """1 failed, 2 usage, 3 infeasible, 4 environment.
+
+    A strategy is an option or a file like any other: one that cannot be read or used is wrong usage.
+    """
     if isinstance(error, SearchError):
         return 3
     if isinstance(error, (BackendError, CoordinatorError, MissingPackageError)):
         return 4
-    return 2 if isinstance(error, InputError) else 1
+    return 2 if isinstance(error, (InputError, LayoutError, StrategyError)) else 1
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from atorch_ns.cli._words import a_kind, ended
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def build_model(name: str) -> tuple[nn.Module, str]:
     if isinstance(built, nn.Module):
         return built, "the model was there already"
     if not callable(built):
-        raise InputError(f"--model={name!r} is a {type(built).__name__}; it must be a module, or build one.")
+        raise InputError(f"--model={name!r} is {a_kind(built)}; it must be a module, or build one.")
     try:
         with torch.device("meta"):
             model = built()
@@ -78,14 +79,12 @@ def build_model(name: str) -> tuple[nn.Module, str]:
             model = built()
         except Exception as error:
             raise InputError(
-                f"--model={name!r} could not be built: {type(error).__name__}: {error}. It is called without "
-                "arguments; write a function that makes the model."
+                ended(f"--model={name!r} could not be built: {type(error).__name__}: {error}")
+                + " It is called without arguments; write a function that makes the model."
             ) from error
         how = f"the model was built with memory, since on meta: {type(on_meta).__name__}: {on_meta}"
     if not isinstance(model, nn.Module):
-        raise InputError(
-            f"--model={name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
-        )
+        raise InputError(f"--model={name!r} returned {a_kind(model)}; it must return a torch.nn.Module.")
     return model, how
 
 
@@ -101,7 +100,7 @@ def load_sample(name: str) -> Any:
     try:
         return sample()
     except Exception as error:
-        raise InputError(f"--sample={name!r} failed: {type(error).__name__}: {error}.") from error
+        raise InputError(ended(f"--sample={name!r} failed: {type(error).__name__}: {error}")) from error
 
 
 def gibibytes(text: str | None) -> float | None:
@@ -130,9 +129,11 @@ def _module(place: str, option: str) -> ModuleType:
                 f"{option}: there is no module {place!r} here ({folder}) or where Python looks. Check the name, "
                 "or run the command in the folder that holds it."
             ) from None
-        raise InputError(f"{option}: importing {place} failed: {error}.") from error
+        raise InputError(ended(f"{option}: importing {place} failed: {error}")) from error
     except Exception as error:
-        raise InputError(f"{option}: importing {place} failed: {type(error).__name__}: {error}.") from error
+        raise InputError(
+            ended(f"{option}: importing {place} failed: {type(error).__name__}: {error}")
+        ) from error
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import typer
 
 from atorch_ns.cli._objects import build_model, gibibytes, load_object, load_sample
+from atorch_ns.cli._words import ended
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from atorch_ns.profile import Profile
     from atorch_ns.search import SearchSettings
 
-__all__ = ["Asked", "make_cluster", "make_profile", "make_settings", "read_file", "say"]
+__all__ = [
+    "Asked",
+    "make_cluster",
+    "make_profile",
+    "make_settings",
+    "read_file",
+    "say",
+    "say_where",
+    "write_file",
+]
 
 _FORMATS = ("auto", "none", "unpack_sequence", "unpack_dict")
 
@@ -43,9 +53,15 @@ def make_cluster(spec: str | None) -> Cluster:
 
     if spec is not None:
         return Cluster.from_spec(spec)
-    cluster = Cluster.detect().with_hardware()
-    say(f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}")
-    return cluster
+    return Cluster.detect().with_hardware()
+
+
+def say_where(spec: str | None, cluster: Cluster) -> None:
+    """Says what is planned for where nobody said it; once the other options are known to be of use."""
+    if spec is None:
+        say(
+            f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}"
+        )
 
 
 def make_profile(asked: Asked, *, device: str) -> tuple[Profile, float]:
@@ -103,7 +119,7 @@ def make_settings(*, objective: str = "time", memory_limit: str | None = None) -
         return SearchSettings.model_validate({"objective": objective, "memory_limit_gib": limit})
     except ValidationError as error:
         problems = "; ".join(f"--{issue['loc'][0]}: {issue['msg']}" for issue in error.errors())
-        raise InputError(f"{problems}.") from None
+        raise InputError(ended(problems)) from None
 
 
 def read_file(path: Path) -> str:
@@ -115,4 +131,17 @@ def read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from None
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise InputError(ended(f"{path} cannot be read: {why}")) from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        InputError: if the place cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(ended(f"{path} cannot be written: {error.strerror or error}")) from None

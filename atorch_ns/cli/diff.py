@@ -18,7 +18,7 @@ from atorch_ns.cli._options import (
     ProfileFile,
     Sample,
 )
-from atorch_ns.cli._planning import Asked, make_cluster, make_profile
+from atorch_ns.cli._planning import Asked, make_cluster, make_profile, say, say_where
 from atorch_ns.cli._strategies import read_strategy
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def diff(
     if as_json:
         typer.echo(json.dumps(_as_json(result, priced), indent=1, ensure_ascii=False))
     else:
+        if not result.same:
+            typer.echo(f"before: {old}\nafter:  {new}\n")
         typer.echo(str(result))
         if priced:
             from atorch_ns.report import estimates_text
@@ -74,7 +76,12 @@ def _priced(
 
     place = make_cluster(cluster)
     profile, _ = make_profile(asked, device=place.device_type)
-    return tuple(price_strategy(each, profile, place, global_batch=batch) for each in strategies)
+    say_where(cluster, place)
+    priced = tuple(price_strategy(each, profile, place, global_batch=batch) for each in strategies)
+    for side, one in zip(("before", "after"), priced, strict=True):
+        for note in one.notes:
+            say(f"{side}: {note}")
+    return priced
 
 
 def _as_json(result: StrategyDiff, priced: tuple[PricedStrategy, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from atorch_ns.cli._options import (
     ProfileFile,
     Sample,
 )
-from atorch_ns.cli._planning import Asked, make_cluster, make_profile, make_settings, say
+from atorch_ns.cli._planning import Asked, make_cluster, make_profile, make_settings, say, say_where
 
 if TYPE_CHECKING:
     from atorch_ns.engine._plan_offline import PricedStrategy
@@ -56,6 +56,7 @@ def estimate(
     known, _ = make_profile(
         Asked(model, sample, loss, optimizer, input_format, profile), device=place.device_type
     )
+    say_where(cluster, place)
     priced = price_strategy(chosen, known, place, global_batch=batch, settings=settings)
     for note in (*priced.notes, *(known.trace.notes if known.trace else ())):
         say(note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,15 @@ from atorch_ns.cli._options import (
     ProfileFile,
     Sample,
 )
-from atorch_ns.cli._planning import Asked, make_cluster, make_profile, make_settings, say
+from atorch_ns.cli._planning import (
+    Asked,
+    make_cluster,
+    make_profile,
+    make_settings,
+    say,
+    say_where,
+    write_file,
+)
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
@@ -74,11 +83,13 @@ def plan(
     """
     from atorch_ns.engine._plan_offline import plan_offline
     from atorch_ns.report import TrainingReport, search_text
+    from atorch_ns.strategy import Strategy
 
     settings = make_settings(objective=objective, memory_limit=memory_limit)
     place = make_cluster(cluster)
     asked = Asked(model, sample, loss, optimizer, input_format, profile)
     known, seconds = make_profile(asked, device=place.device_type)
+    say_where(cluster, place)
     outcome = plan_offline(
         known,
         place,
@@ -96,7 +107,7 @@ def plan(
         if verbose:
             typer.echo(_operators(known, outcome, place))
     if save_profile is not None:
-        save_profile.write_text(known.to_json(), encoding="utf-8")
+        write_file(save_profile, known.to_json())
         say(f"profile written to {save_profile}")
     if report is not None:
         whole.save(report)
@@ -105,7 +116,9 @@ def plan(
         say(f"atorch-ns: nothing fits. {outcome.nearest_miss}")
         raise typer.Exit(3)
     if save is not None:
-        whole.strategy.save(save)
+        found = whole.strategy
+        requires = replace(found.requires, device=place.device_type)
+        Strategy(found, requires=requires, provenance=found.provenance).save(save)
         say(f"strategy written to {save}")
 
 

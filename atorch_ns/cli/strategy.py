@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from atorch_ns.cluster import Cluster, installed_packages
+from atorch_ns.errors import LayoutError, StrategyError
 from atorch_ns.strategy import Strategy, convert_pickle
 from atorch_ns.strategy import diff as compare
 
@@ -36,7 +37,7 @@ def show(file: Path, as_json: bool = typer.Option(False, "--json", help="Print J
 def validate(
     file: Path, world_size: int = typer.Option(0, help="Number of processes; 0 for what the file records.")
 ) -> None:
-    """Check a strategy for a number of processes; every problem is printed.
+    """Check a strategy for a number of processes; every problem is printed. The exit code is 1 if it is not valid.
 
     Example: atorch-ns strategy validate strategy.json --world-size 8
     """
@@ -47,7 +48,11 @@ def validate(
     cluster = Cluster(
         world_size=size, local_world_size=size, distributed=size > 1, packages=installed_packages()
     )
-    resolved = resolve(strategy, cluster, load_registry())
+    try:
+        resolved = resolve(strategy, cluster, load_registry())
+    except (StrategyError, LayoutError) as error:  # the answer, not wrong usage
+        typer.echo(f"not valid for {size} process(es): {error}", err=True)
+        raise typer.Exit(1) from None
     typer.echo(f"valid for {size} process(es): {resolved.strategy}")
     for note in resolved.notes:
         typer.echo(f"  {note.text}")

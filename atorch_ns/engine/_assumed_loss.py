@@ -44,7 +44,10 @@ def _find(output: Any) -> tuple[torch.Tensor, str]:
     if isinstance(first, torch.Tensor) and first.numel() == 1:
         return first, "the output's first item" if first is not output else "the output itself"
     for tensor in _floats(output):
-        return tensor.mean(), f"the mean of the output, of shape {tuple(tensor.shape)}"
+        # Not its shape: the trace runs batches of other sizes than the user's.
+        return tensor.mean(), "the mean of the output" + (
+            "" if tensor is output else "'s first tensor of floats"
+        )
     raise InputError(
         f"the model returned {type(output).__name__} without a tensor of floats, so there is nothing to "
         "differentiate. Give a loss function."

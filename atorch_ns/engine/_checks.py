@@ -129,8 +129,13 @@ def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     peak = max(measured)
     expected = predicted.peak_bytes - predicted.memory.reserve
     text = f"{peak / 2**20:.2f} MiB measured, {expected / 2**20:.2f} MiB predicted"
-    limit = max(MEMORY_TOLERANCE * peak, MEMORY_SLACK_BYTES)
-    return Check(name, abs(peak - expected) <= limit, f"{text}, {_percent(expected, peak)}")
+    text = f"{text}: {_side(expected, peak)}"
+    off = abs(peak - expected)
+    if off <= MEMORY_TOLERANCE * peak:
+        return Check(name, True, text)
+    if off <= MEMORY_SLACK_BYTES:
+        return Check(name, True, f"{text}, but within {MEMORY_SLACK_BYTES // 2**10} KiB")
+    return Check(name, False, f"{text}, {MEMORY_TOLERANCE:.0%} allowed")
 
 
 def _same_calls(kind: str, wanted: tuple[int, int], found: tuple[int, int]) -> bool:
@@ -144,5 +149,10 @@ def _calls(value: tuple[int, int]) -> str:
     return f"{count} × ({shown} in all)"
 
 
-def _percent(predicted: float, measured: float) -> str:
-    return f"{(predicted / measured - 1) * 100:+.1f}%" if measured else "nothing measured"
+def _side(predicted: float, measured: float) -> str:
+    if not measured:
+        return "none was held"
+    percent = (predicted / measured - 1) * 100
+    if abs(percent) < 0.05:
+        return "the same"
+    return f"predicted {abs(percent):.1f}% {'above' if percent > 0 else 'below'} measured"

@@ -178,7 +178,7 @@ def plan_offline(
         settings=settings,
         rows=rows,
         best=best,
-        stop_reason=f"planned offline: {space.num_priced} strategies were priced and none was tried",
+        stop_reason=f"planned offline: {_listed(space.num_priced, len(rows))}",
         num_trials=0,
         seconds=profile_seconds + took,
         pareto=pareto_front(rows),
@@ -233,6 +233,15 @@ def _setting(
         profile_seconds=took[0],
         estimate_seconds=took[1],
         notes=notes,
+    )
+
+
+def _listed(num_priced: int, num_rows: int) -> str:
+    """How many of the strategies are rows; the baseline is one, be it among the best or not."""
+    if num_priced <= num_rows:
+        return f"{num_rows} strategies were priced"
+    return (
+        f"{num_priced} strategies were priced, and the best are listed with the baseline, {num_rows} in all"
     )
 
 

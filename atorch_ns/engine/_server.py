@@ -107,7 +107,8 @@ class CoordinatorServer:
             return
         self._jobs.close(timeout_s)
         self._closing.set()
-        self._server.stop(grace=0.2).wait(timeout_s)
+        # With a grace, a thread of gRPC's own would outlive the server by that long.
+        self._server.stop(grace=None).wait(timeout_s)
         self._ticker.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
 

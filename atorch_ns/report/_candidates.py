@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atorch_ns.report._measures import Figure, peak, seconds
+from atorch_ns.report._measures import Figure, is_planned, peak, seconds
 from atorch_ns.search import Fate, Row, SearchOutcome
 
 __all__ = ["CandidateLine", "CandidatesInfo", "candidates_info", "fate_text"]
@@ -55,16 +55,18 @@ class CandidatesInfo(NamedTuple):
     Attributes:
         lines: the winner first.
         limit_bytes: what one rank may use.
+        planned: whether no trial was run, so that all stand by prediction.
     """
 
     lines: tuple[CandidateLine, ...]
     limit_bytes: int
+    planned: bool = False
 
     def first(self, num: int | None) -> CandidatesInfo:
         """The first lines, and the baseline wherever it stands; all for ``None``."""
         kept = self.lines if num is None else self.lines[:num]
         baseline = tuple(line for line in self.lines[len(kept) :] if line.is_baseline)
-        return CandidatesInfo((*kept, *baseline), self.limit_bytes)
+        return self._replace(lines=(*kept, *baseline))
 
     @property
     def considered(self) -> tuple[CandidateLine, ...]:
@@ -83,7 +85,7 @@ def candidates_info(outcome: SearchOutcome) -> CandidatesInfo:
     front = set(outcome.pareto)
     baseline = outcome.baseline
     lines = tuple(_line(number, row, baseline, limit, front) for number, row in enumerate(outcome.rows, 1))
-    return CandidatesInfo(lines, limit)
+    return CandidatesInfo(lines, limit, is_planned(outcome))
 
 
 def _line(number: int, row: Row, baseline: Row | None, limit: int, front: set[str]) -> CandidateLine:
@@ -124,10 +126,13 @@ def _ratio(over: float | None, under: float | None) -> float | None:
     return over / under if over and under else None
 
 
-def fate_text(line: CandidateLine) -> str:
+def fate_text(line: CandidateLine, *, planned: bool = False) -> str:
     """A mark and a word, so that neither colour nor the mark alone carries it.
+
+    Where all stand by prediction, nobody won and nobody waits for a trial.
 
     Example: ``"✓ won"``, ``"○ pruned (memory)"``.
     """
     kind = f" ({line.pruned_kind})" if line.fate == "pruned" and line.pruned_kind else ""
-    return f"{_MARKS[line.fate]} {line.fate}{kind}"
+    word = {"won": "chosen", "untried": "not chosen"}.get(line.fate, line.fate) if planned else line.fate
+    return f"{_MARKS[line.fate]} {word}{kind}"

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from atorch_ns.errors import InputError
-from atorch_ns.report._measures import peak, seconds
+from atorch_ns.report._measures import is_planned, peak, seconds
 from atorch_ns.report._units import bytes_text, change_text, seconds_text
 from atorch_ns.report._verdict import verdict
 from atorch_ns.search import Row, SearchOutcome
@@ -25,7 +25,7 @@ def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
     rest = [row for row in others if row.trial is None]
     shown = rest[:8]
     if shown:
-        lines.append("Not tried:")
+        lines.append("Not chosen:" if is_planned(outcome) else "Not tried:")
         lines += [f"  {row.candidate.label}: {_fate(row)}" for row in shown]
     if len(rest) > len(shown):
         lines.append(f"  and {len(rest) - len(shown)} more; ask for one with --why")
@@ -37,17 +37,18 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
 
     Args:
         outcome: of the search.
-        name: a candidate's key, its number (``"#3"``), its whole label, or a method's name.
+        name: a method's name, or a candidate's key, its number (``"#3"``) or its whole label. A name that is
+            both a method and a label means the method.
 
     Raises:
         InputError: if nothing goes by that name; near ones are named.
     """
-    row = _row(outcome, name)
-    if row is not None:
-        return tuple(_of_candidate(outcome, row))
     methods = dict.fromkeys(step for each in outcome.rows for step, _ in each.candidate.steps)
     if name in methods:
         return tuple(_of_method(outcome, name))
+    row = _row(outcome, name)
+    if row is not None:
+        return tuple(_of_candidate(outcome, row))
     known = [*methods, *(each.candidate.key for each in outcome.rows)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Methods: {', '.join(methods)}."
@@ -101,8 +102,11 @@ def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
     winner = outcome.winner
     chosen = winner is not None and _has(winner, name)
     yield f"{name} is {'part of what was chosen' if chosen else 'not part of what was chosen'}."
+    if chosen and winner is not None:
+        figures = f"{seconds(winner).as_seconds()}, {peak(winner).as_bytes()}"
+        yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
     others = without if chosen else having
-    rival = _best(others)
+    rival = _best(others, outcome)
     words = "without" if chosen else "with"
     if rival is None:
         yield f"  No candidate {words} it could be used. {_commonest(others)}"
@@ -119,10 +123,12 @@ def _has(row: Row, name: str) -> bool:
     return any(step == name for step, _ in row.candidate.steps)
 
 
-def _best(rows: Sequence[Row]) -> Row | None:
-    usable = [row for row in rows if row.fate not in ("failed", "pruned") and seconds(row).value is not None]
-    measured = [row for row in usable if seconds(row).source == "measured"]
-    return min(measured or usable, key=lambda row: seconds(row).value or 0.0, default=None)
+def _best(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
+    """By the objective; what was measured goes before what was not."""
+    figure = peak if outcome.settings.objective == "memory" else seconds
+    usable = [row for row in rows if row.fate not in ("failed", "pruned") and figure(row).value is not None]
+    measured = [row for row in usable if figure(row).source == "measured"]
+    return min(measured or usable, key=lambda row: figure(row).value or 0.0, default=None)
 
 
 def _commonest(rows: Sequence[Row]) -> str:
@@ -131,4 +137,6 @@ def _commonest(rows: Sequence[Row]) -> str:
 
 def _fate(row: Row) -> str:
     reason = row.reason or (row.candidate.pruned.reason if row.candidate.pruned else "")
+    if row.fate == "untried" and reason.startswith(("predicted", "not tried")):
+        return reason  # which says it already
     return f"{row.fate}: {reason}" if reason else row.fate

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import MethodNotFoundError
 from atorch_ns.method import Chosen, Registry, clash, resolve
+from atorch_ns.report._units import counted, sentence
 from atorch_ns.strategy import Strategy
 
 __all__ = ["explain_method", "explain_strategy"]
@@ -20,7 +21,9 @@ def explain_strategy(strategy: Strategy, cluster: Cluster, registry: Registry) -
         StrategyError: if it cannot be used on the cluster.
     """
     resolved = resolve(strategy, cluster, registry)
-    lines = [f"{strategy}, on {cluster.world_size} process(es), {cluster.device_type}"]
+    # A device that the strategy does not record is not claimed.
+    device = f", {strategy.requires.device}" if strategy.requires.device else ""
+    lines = [f"{strategy}, on {counted(cluster.world_size, 'process', 'processes')}{device}"]
     for item in resolved.chosen:
         settings = item.config.as_json()
         shown = f" [{json.dumps(settings, ensure_ascii=False)}]" if settings else ""
@@ -48,13 +51,13 @@ def _of_method(strategy: Strategy, name: str, cluster: Cluster, registry: Regist
     chosen = resolve(strategy, cluster, registry).chosen
     mine = next((item for item in chosen if item.method.name == name), None)
     if mine is not None:
-        yield f"{name} is in the strategy: {method.explain(mine.config, cluster)}."
+        yield sentence(f"{name} is in the strategy: {method.explain(mine.config, cluster)}")
         return
     yield f"{name} is not in the strategy. {method.summary}"
     config = method.Config()
     absent = method.unavailable(config, cluster)
     if absent is not None:
-        yield f"  Here it would be left out: {absent}."
+        yield sentence(f"  Here it would be left out: {absent}")
     reasons = [(item, clash(Chosen(method, config), item)) for item in chosen]
     for item, reason in reasons:
         if reason is not None:

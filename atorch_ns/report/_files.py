@@ -20,7 +20,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from None
+        raise InputError(
+            f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}."
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -39,4 +41,5 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise InputError(f"{path} cannot be written: {error}.") from None
+        # The error itself names the temporary file, which nobody asked for.
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None

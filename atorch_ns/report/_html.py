@@ -12,6 +12,7 @@ from atorch_ns.report._bars import memory_info, time_info
 from atorch_ns.report._candidates import CandidateLine, CandidatesInfo, candidates_info
 from atorch_ns.report._fall import waterfall_picture
 from atorch_ns.report._history import history_info
+from atorch_ns.report._measures import is_planned
 from atorch_ns.report._pareto import pareto_info
 from atorch_ns.report._plots import accuracy_picture, history_picture, pareto_picture
 from atorch_ns.report._sheets import (
@@ -38,6 +39,9 @@ _WIDE, _NARROW = 860, 358
 
 _SHOWN = 12
 """Candidates that are not folded away, besides those that were tried."""
+
+_PLANNED = "Every figure is a prediction."
+_TRIED = "Predicted before any trial; measured in trials, with the number of steps and the standard error."
 
 
 class _Figure(NamedTuple):
@@ -68,6 +72,7 @@ def report_html(applied: Report | None, search: SearchOutcome | None, actual: Ac
         "notes": applied.notes if applied is not None else (),
         "actual": actual_lines(actual)[1:] if actual is not None else (),
         "candidates": None,
+        "candidates_note": "",
         "folded": (),
         "best": "",
         "sections": (),
@@ -88,7 +93,8 @@ def _search_values(search: SearchOutcome) -> dict[str, Any]:
     return {
         "setting": setting_text(search.setting),
         "sentences": verdict(search),
-        "candidates": candidates_sheet(CandidatesInfo(shown, info.limit_bytes)).without_unknown(),
+        "candidates": candidates_sheet(info._replace(lines=shown)).without_unknown(),
+        "candidates_note": _PLANNED if info.planned else _TRIED,
         "folded": tuple(_folded(info, shown)),
         "best": best,
         "sections": tuple(_sections(search)),
@@ -104,15 +110,17 @@ def _worth_a_line(line: CandidateLine) -> bool:
 def _folded(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Sheet]]:
     """Tables that are closed until they are asked for: what was not tried, and what was pruned."""
     rest = tuple(line for line in info.considered if line not in shown)
-    for title, lines in (("more that were not tried", rest), ("pruned, each with its reason", info.pruned)):
+    more = "more that were not chosen" if info.planned else "more that were not tried"
+    for title, lines in ((more, rest), ("pruned, each with its reason", info.pruned)):
         if lines:
-            sheet = candidates_sheet(CandidatesInfo(lines, info.limit_bytes)).without_unknown()
+            sheet = candidates_sheet(info._replace(lines=lines)).without_unknown()
             yield f"{len(lines)} {title}", sheet
 
 
 def _sections(search: SearchOutcome) -> Iterator[_Section]:
     memory, time = memory_info(search), time_info(search)
-    caption = "Bars are predicted parts, numbered as in the legend; a diamond is what was measured."
+    caption = "Bars are predicted parts, numbered as in the legend"
+    caption += "." if is_planned(search) else "; a diamond is what was measured."
     yield _Section(
         "memory",
         "Memory per rank",
@@ -127,7 +135,10 @@ def _sections(search: SearchOutcome) -> Iterator[_Section]:
     )
     fall = waterfall_info(search)
     if fall is not None:
-        note = "Which change brought how much. Measured where both ends of a link were measured."
+        note = "Which change brought how much"
+        note += (
+            " (predicted)." if is_planned(search) else ". Measured where both ends of a link were measured."
+        )
         figure = _figure("waterfall", lambda width, name: waterfall_picture(fall, width, name), note)
         yield _Section("waterfall", "From the baseline to the winner", (figure,), waterfall_sheet(fall))
     pareto = pareto_info(search)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from atorch_ns.report._progress import Progress
-from atorch_ns.report._units import bytes_text, seconds_text
+from atorch_ns.report._units import bytes_text, counted, measured_text, seconds_text
 from atorch_ns.report._verdict import setting_text, verdict
 from atorch_ns.search import (
     Candidate,
@@ -68,10 +68,10 @@ def trial_text(outcome: TrialOutcome) -> str:
         log = f" (log: {outcome.log})" if outcome.log else ""
         return f"{outcome.status}{where}: {outcome.reason or 'no reason given'}{log}"
     num = len(outcome.step_seconds)
-    spread = f" ±{seconds_text(outcome.noise_seconds)}" if num > 1 else ""
+    shown = measured_text(outcome.median_seconds, outcome.noise_seconds if num > 1 else None)
     held = f", peak {bytes_text(max(outcome.peak_bytes))}" if outcome.peak_bytes else ""
     early = ", stopped early" if outcome.status == "stopped early" else ""
-    return f"{seconds_text(outcome.median_seconds)}{spread} (measured, n={num}{early}){held}"
+    return f"{shown} (measured, n={num}{early}){held}"
 
 
 def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
     pruned = [candidate for candidate in candidates if candidate.pruned is not None]
     took = f"profile {seconds_text(setting.profile_seconds)}, prices {seconds_text(setting.estimate_seconds)}"
     yield setting_text(setting)
-    yield f"{len(candidates)} candidates, {len(pruned)} of them pruned ({took}):"
+    yield f"{counted(len(candidates), 'candidate')}, {len(pruned)} of them pruned ({took}):"
     kept = [candidate for candidate in candidates if candidate.pruned is None]
     baseline = [candidate for candidate in kept if candidate.is_baseline]
     others = [candidate for candidate in kept if not candidate.is_baseline]

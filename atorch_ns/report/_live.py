@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atorch_ns.report._progress import Progress
-from atorch_ns.report._units import bytes_text, seconds_text
+from atorch_ns.report._units import bytes_text, measured_text, seconds_text
 from atorch_ns.report._verdict import setting_text
 from atorch_ns.search import Candidate
 
@@ -59,12 +59,12 @@ def _table(progress: Progress, num_rows: int) -> RenderableType:
 def _cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
     estimate, trial = candidate.estimate, progress.trials.get(candidate.key)
     succeeded = trial is not None and trial.succeeded
-    spread = f" ±{seconds_text(trial.noise_seconds)}" if trial and len(trial.step_seconds) > 1 else ""
+    spread = trial.noise_seconds if trial and len(trial.step_seconds) > 1 else None
     return (
         candidate.label + (" (baseline)" if candidate.is_baseline else ""),
         seconds_text(estimate.step_seconds if estimate else None),
         bytes_text(estimate.peak_bytes if estimate else None),
-        f"{seconds_text(trial.median_seconds)}{spread}" if trial and succeeded else "",
+        measured_text(trial.median_seconds, spread) if trial and succeeded else "",
         bytes_text(max(trial.peak_bytes)) if trial and succeeded and trial.peak_bytes else "",
     )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from atorch_ns.report._units import bytes_text, seconds_text
+from atorch_ns.report._units import bytes_text, measured_text, seconds_text
 from atorch_ns.search import Row, SearchOutcome
 
-__all__ = ["Figure", "Source", "peak", "seconds", "short_labels"]
+__all__ = ["Figure", "Source", "is_planned", "peak", "seconds", "short_labels"]
 
 Source = Literal["measured", "corrected", "predicted", "unknown"]
 """Where a figure comes from. ``corrected``: predicted, after what the trials taught."""
@@ -29,11 +29,11 @@ class Figure(NamedTuple):
     spread: float = 0.0
 
     def as_seconds(self) -> str:
-        """As ``"42.1 ms (measured, n=20, ±0.3 ms)"``."""
+        """As ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
         if self.source != "measured":
             return f"{seconds_text(self.value)} ({self.source})"
-        spread = f", ±{seconds_text(self.spread)}" if self.num > 1 else ""
-        return f"{seconds_text(self.value)} (measured, n={self.num}{spread})"
+        shown = measured_text(self.value, self.spread if self.num > 1 else None)
+        return f"{shown} (measured, n={self.num})"
 
     def as_bytes(self) -> str:
         """As ``"812 MiB (measured, the highest of 2 ranks)"``."""
@@ -67,6 +67,11 @@ def peak(row: Row) -> Figure:
     if row.candidate.estimate is not None:
         return Figure(row.candidate.estimate.peak_bytes, "predicted")
     return Figure(None, "unknown")
+
+
+def is_planned(outcome: SearchOutcome) -> bool:
+    """Whether no trial was run, so that every figure is a prediction."""
+    return not outcome.num_trials and not outcome.resumed and all(row.trial is None for row in outcome.rows)
 
 
 def short_labels(outcome: SearchOutcome) -> dict[str, str]:

@@ -8,7 +8,7 @@ from atorch_ns.report._accuracy import AccuracyInfo
 from atorch_ns.report._history import HistoryInfo
 from atorch_ns.report._pareto import ParetoInfo, ParetoPoint
 from atorch_ns.report._svg import FONT, Canvas, nice_ticks
-from atorch_ns.report._units import bytes_text, number_text, percent_text, seconds_text
+from atorch_ns.report._units import bytes_text, counted, number_text, percent_text, seconds_text
 
 __all__ = ["accuracy_picture", "history_picture", "pareto_picture"]
 
@@ -59,7 +59,9 @@ def history_picture(info: HistoryInfo, width: int, name: str) -> str:
     failed = [point for point in info.points if point.seconds is None]
     known = [point.seconds + point.spread for point in info.points if point.seconds is not None]
     best = min((point.best_seconds for point in info.points if point.best_seconds), default=None)
-    description = f"{len(info.points)} trials, {len(failed)} failed; the best step was {seconds_text(best)}."
+    description = (
+        f"{counted(len(info.points), 'trial')}, {len(failed)} failed; the best step was {seconds_text(best)}."
+    )
     canvas = Canvas(name, "Trials in their order", description, width, 300)
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / (12 if width > 500 else 6)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atorch_ns._version import __version__
+from atorch_ns.cluster import DEVICES
 from atorch_ns.errors import InputError
 from atorch_ns.job import MethodRow, Report
 from atorch_ns.report._actual import Actual, ActualInfo, actual_info
@@ -174,12 +175,17 @@ class TrainingReport:
         return learned
 
 
+def _device_type(name: str) -> str | None:
+    """Of a device by its name; ``None`` if the name alone does not tell."""
+    return "cpu" if name == "cpu" else "cuda" if name == "cuda" or name in DEVICES else None
+
+
 def _chosen(search: SearchOutcome, winner: Row) -> Strategy:
     """The winner with what it was chosen for."""
     time, memory = seconds(winner), peak(winner)
     return Strategy(
         winner.candidate.steps,
-        requires=Requires(world_size=search.setting.world_size),
+        requires=Requires(world_size=search.setting.world_size, device=_device_type(search.setting.device)),
         provenance={
             "made_by": f"atorch_ns {__version__}",
             "model": search.setting.model,

@@ -13,10 +13,11 @@ from atorch_ns.report._pareto import ParetoInfo
 from atorch_ns.report._units import (
     UNKNOWN,
     bytes_text,
+    compared_text,
+    measured_text,
     number_text,
     percent_text,
     seconds_text,
-    speedup_text,
 )
 from atorch_ns.report._waterfall import WaterfallInfo
 
@@ -68,7 +69,7 @@ def candidates_sheet(info: CandidatesInfo) -> Sheet:
         "strategy",
         "step predicted",
         "step measured",
-        "× baseline",
+        "against the baseline",
         "peak predicted",
         "peak measured",
         "fate",
@@ -80,10 +81,10 @@ def candidates_sheet(info: CandidatesInfo) -> Sheet:
             line.label + (" (baseline)" if line.is_baseline else ""),
             seconds_text(line.predicted_seconds),
             _measured_seconds(line.time.value, line.time.spread, line.time.num),
-            speedup_text(line.speedup),
+            "" if line.is_baseline else compared_text(line.speedup),
             bytes_text(line.predicted_bytes),
             bytes_text(line.memory.value) if line.memory.source == "measured" else UNKNOWN,
-            fate_text(line),
+            fate_text(line, planned=info.planned),
             line.reason,
         )
         for line in info.lines
@@ -138,7 +139,7 @@ def history_sheet(info: HistoryInfo) -> Sheet:
             point.label,
             point.status,
             _measured_seconds(point.seconds, point.spread, point.num_steps),
-            seconds_text(point.best_seconds),
+            f"{seconds_text(point.best_seconds)} (trial {point.best_trial})" if point.best_trial else UNKNOWN,
             seconds_text(point.total_seconds),
         )
         for point in info.points
@@ -198,11 +199,7 @@ def _used(bars: Sequence[Bar]) -> list[int]:
 def _measured_seconds(value: float | None, spread: float, num: int) -> str:
     if value is None or num == 0:
         return UNKNOWN
-    return (
-        f"{seconds_text(value)} ±{seconds_text(spread)}, n={num}"
-        if num > 1
-        else f"{seconds_text(value)}, n=1"
-    )
+    return f"{measured_text(value, spread if num > 1 else None)}, n={num}"
 
 
 def _limit_text(info: MemoryInfo, over: float) -> str:

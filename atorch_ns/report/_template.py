@@ -101,7 +101,7 @@ PAGE = """<!DOCTYPE html>
 {% endfor %}</section>
 {% endif %}{% if candidates %}<section>
 <h2>Candidates</h2>
-<p class="muted">Predicted before any trial; measured in trials, with the number of steps and the standard error.</p>
+<p class="muted">{{ candidates_note }}</p>
 {{ sheet(candidates, best) }}
 {% for title, table in folded %}<details><summary>{{ title }}</summary>
 {{ sheet(table) }}</details>

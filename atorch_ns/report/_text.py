@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from atorch_ns.job import Report
 from atorch_ns.report._accuracy import accuracy_info
 from atorch_ns.report._actual import ActualInfo
-from atorch_ns.report._bars import memory_info, time_info
-from atorch_ns.report._candidates import CandidatesInfo, candidates_info
+from atorch_ns.report._bars import Bar, memory_info, time_info
+from atorch_ns.report._candidates import CandidateLine, CandidatesInfo, candidates_info, fate_text
 from atorch_ns.report._history import history_info
 from atorch_ns.report._sheets import (
     accuracy_sheet,
@@ -20,7 +20,7 @@ from atorch_ns.report._sheets import (
     waterfall_sheet,
 )
 from atorch_ns.report._tables import TEXT_WIDTH, as_text
-from atorch_ns.report._units import change_text
+from atorch_ns.report._units import change_text, counted
 from atorch_ns.report._verdict import setting_text, verdict
 from atorch_ns.report._waterfall import waterfall_info
 from atorch_ns.search import SearchOutcome
@@ -66,10 +66,11 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
     yield setting_text(outcome.setting)
     yield from (f"  {sentence}" for sentence in verdict(outcome))
     yield from _candidate_parts(candidates_info(outcome), width, top)
-    yield "\nPeak memory per rank in parts (predicted), and measured"
-    yield as_text(memory_sheet(memory_info(outcome, limit=top or 12)), width=width)
-    yield "\nStep time in parts (predicted), and measured"
-    yield as_text(time_sheet(time_info(outcome, limit=top or 12)), width=width)
+    memory, times = memory_info(outcome, limit=top or 12), time_info(outcome, limit=top or 12)
+    yield f"\nPeak memory per rank in parts (predicted){_and_measured(memory.bars)}"
+    yield as_text(memory_sheet(memory), width=width)
+    yield f"\nStep time in parts (predicted){_and_measured(times.bars)}"
+    yield as_text(time_sheet(times), width=width)
     history = history_info(outcome)
     if history.points:
         yield "\nTrials in their order"
@@ -89,14 +90,25 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
 
 
 def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Iterator[str]:
-    yield f"\nCandidates ({len(info.considered)} considered, {len(info.pruned)} pruned)"
+    listed, usable = counted(len(info.lines), "candidate"), len(info.considered)
+    yield f"\n{listed} listed: {usable} can be used, {len(info.pruned)} pruned"
     shown = info.first(top)
     yield as_text(candidates_sheet(shown), width=width)
     hidden = len(info.lines) - len(shown.lines)
     if hidden:
-        kinds = Counter(line.pruned_kind or line.fate for line in info.lines if line not in shown.lines)
+        kinds = Counter(_kind(line, planned=info.planned) for line in info.lines if line not in shown.lines)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         yield f"  and {hidden} more: {counts}"
+
+
+def _kind(line: CandidateLine, *, planned: bool) -> str:
+    if line.fate == "pruned":
+        return f"pruned ({line.pruned_kind})" if line.pruned_kind else "pruned"
+    return fate_text(line, planned=planned).partition(" ")[2]
+
+
+def _and_measured(bars: tuple[Bar, ...]) -> str:
+    return ", and measured" if any(bar.measured is not None for bar in bars) else ""
 
 
 def actual_lines(info: ActualInfo) -> tuple[str, ...]:

@@ -8,11 +8,14 @@ __all__ = [
     "UNKNOWN",
     "bytes_text",
     "change_text",
+    "compared_text",
     "count_text",
+    "counted",
+    "measured_text",
     "number_text",
     "percent_text",
     "seconds_text",
-    "speedup_text",
+    "sentence",
 ]
 
 UNKNOWN = "–"
@@ -84,19 +87,74 @@ def percent_text(share: float | None) -> str:
     return f"{percent:.1f}%" if abs(percent) < 10 else f"{percent:.0f}%"
 
 
-def speedup_text(speedup: float | None) -> str:
-    """How many times as fast.
+def compared_text(speedup: float | None, other: str = "") -> str:
+    """How a step stands to another one, so that the figure is never below one.
+
+    Args:
+        speedup: the other's time over this one's.
+        other: what it is held against, as ``"the baseline ddp"``.
 
     Example:
-        >>> speedup_text(1.5)
-        '1.50×'
+        >>> compared_text(1.5), compared_text(0.18), compared_text(1.001)
+        ('1.50× as fast', '5.56× the time', 'as fast')
+        >>> compared_text(0.18, "the baseline ddp")
+        '5.56× the time of the baseline ddp'
     """
-    return UNKNOWN if _unknown(speedup) else f"{speedup:.2f}×"
+    if _unknown(speedup) or not speedup or speedup < 0:
+        return UNKNOWN
+    if abs(speedup - 1) < 0.005:
+        return f"as fast as {other}" if other else "as fast"
+    if speedup > 1:
+        return f"{_factor(speedup)}× as fast{f' as {other}' if other else ''}"
+    return f"{_factor(1 / speedup)}× the time{f' of {other}' if other else ''}"
+
+
+def measured_text(seconds: float | None, spread: float | None) -> str:
+    """A measured time with its standard error, both in one unit and to the same digit.
+
+    Example:
+        >>> measured_text(0.04, 332e-6), measured_text(0.04, 2e-6), measured_text(0.04, None)
+        ('40.0 ms ±0.3 ms', '40.0 ms ±<0.1 ms', '40.0 ms')
+    """
+    shown = seconds_text(seconds)
+    if seconds is None or shown == UNKNOWN or spread is None or _unknown(spread):
+        return shown
+    if abs(seconds) >= 120:
+        return f"{shown} ±{max(round(spread), 1)} s"
+    number, unit = shown.split(" ")
+    digits = len(number.partition(".")[2])
+    scaled, least = spread / dict(_SECONDS)[unit], 10.0**-digits
+    below = "<" if 0 < scaled < least / 2 else ""
+    return f"{shown} ±{below}{least if below else scaled:.{digits}f} {unit}"
+
+
+def sentence(text: str) -> str:
+    """The text with one full stop.
+
+    Example:
+        >>> sentence("nothing fits"), sentence("nothing fits.")
+        ('nothing fits.', 'nothing fits.')
+    """
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """A count with its noun, whose plural is ``nouns`` where it is not regular.
+
+    Example:
+        >>> counted(1, "trial"), counted(2, "trial")
+        ('1 trial', '2 trials')
+    """
+    return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
 def number_text(value: float | None, digits: int = 2) -> str:
     """A plain number."""
     return UNKNOWN if _unknown(value) else f"{value:.{digits}f}"
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _unknown(value: float | None) -> bool:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from atorch_ns.report._measures import Figure, peak, seconds
-from atorch_ns.report._units import bytes_text, count_text, percent_text, seconds_text
+from atorch_ns.report._measures import Figure, is_planned, peak, seconds
+from atorch_ns.report._units import (
+    bytes_text,
+    compared_text,
+    count_text,
+    counted,
+    percent_text,
+    seconds_text,
+    sentence,
+)
 from atorch_ns.search import SearchOutcome, Setting
 
 __all__ = ["setting_text", "verdict"]
@@ -23,20 +31,24 @@ def setting_text(setting: Setting) -> str:
 def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
     """The choice, its figures, how sure it is, and why the search ended: a sentence each."""
     sentences = [*_choice(outcome), *_certainty(outcome)]
-    if outcome.num_trials or outcome.resumed:
-        resumed = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
-        trials = f"{outcome.num_trials + outcome.resumed} trials{resumed}"
-    else:
+    if is_planned(outcome):
         trials = "No trial was run: every figure is a prediction"
+    else:
+        resumed = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
+        trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{resumed}"
     sentences.append(f"{trials}, {seconds_text(outcome.seconds)} in all; {_ended(outcome)}")
-    return tuple(_sentence(text) for text in sentences if text)
+    return tuple(sentence(text) for text in sentences if text)
 
 
 def _choice(outcome: SearchOutcome) -> list[str]:
     winner, baseline = outcome.winner, outcome.baseline
     if winner is None:
         nearest = [f"Nearest: {outcome.nearest_miss}"] if outcome.nearest_miss else []
-        return [f"None of {len(outcome.rows)} candidates could be chosen", *nearest]
+        number = len(outcome.rows)
+        none = (
+            "The only candidate cannot be used" if number == 1 else f"None of {number} candidates can be used"
+        )
+        return [none, *nearest]
     time, memory = seconds(winner), peak(winner)
     sentences = [
         f"Chosen: {winner.candidate.label}",
@@ -45,7 +57,9 @@ def _choice(outcome: SearchOutcome) -> list[str]:
     ]
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
-    if baseline is winner:
+    if baseline is winner and is_planned(outcome):
+        sentences.append("The baseline itself is the best: nothing else is predicted to be better")
+    elif baseline is winner:
         others = any(row.trial is not None for row in outcome.rows if row is not baseline)
         sentences.append(
             "The baseline itself is the best: nothing else that was tried is faster beyond the noise"
@@ -62,7 +76,7 @@ def _against(outcome: SearchOutcome, time: Figure) -> str:
     other = seconds(baseline)
     if baseline.fate in ("failed", "pruned") or not other.value or not time.value:
         return f"the baseline {baseline.candidate.label} cannot be used: {baseline.reason}"
-    times = f"{other.value / time.value:.2f}× as fast as the baseline {baseline.candidate.label}"
+    times = compared_text(other.value / time.value, f"the baseline {baseline.candidate.label}")
     return f"{times} with {other.as_seconds()}"
 
 
@@ -83,7 +97,3 @@ def _certainty(outcome: SearchOutcome) -> list[str]:
 
 def _ended(outcome: SearchOutcome) -> str:
     return outcome.stop_reason or "the search ended"
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."

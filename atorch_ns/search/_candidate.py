@@ -40,6 +40,8 @@ class Candidate:
         pruned: why it will not be tried; ``None`` if it may.
         setup_seconds: what a trial of it needs beyond the usual before its first step (compilation), predicted.
         largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
+        largest_batch_bytes: the peak that is predicted for that step.
+        given_batch: samples of the step that the estimate and the trials are of, beside ``largest_batch``.
     """
 
     key: str
@@ -50,6 +52,8 @@ class Candidate:
     pruned: Pruned | None = None
     setup_seconds: float = 0.0
     largest_batch: int | None = None
+    largest_batch_bytes: float | None = None
+    given_batch: int | None = None
 
     @property
     def strategy(self) -> Strategy:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from atorch_ns.search._candidate import Candidate
 from atorch_ns.search._knowledge import Knowledge
 from atorch_ns.search._ledger import Ledger
 from atorch_ns.search._nearest_miss import nearest_miss
@@ -14,7 +15,7 @@ from atorch_ns.search._outcome import Row, SearchOutcome, Setting
 from atorch_ns.search._probing import Probing
 from atorch_ns.search._reasons import Reasons
 from atorch_ns.search._settings import SearchSettings
-from atorch_ns.search._standing import noise
+from atorch_ns.search._standing import step_noise
 
 __all__ = ["conclude", "pareto"]
 
@@ -31,30 +32,60 @@ def conclude(
     *,
     stop_reason: str,
     seconds: float,
+    cut_short: bool = False,
 ) -> SearchOutcome:
-    """The outcome as of now."""
+    """The outcome as of now.
+
+    Args:
+        setting, settings: of the search.
+        knowledge: all that follows from its trials.
+        ledger, probing: the trials and probes.
+        objective: what is best.
+        stop_reason: why it ended, as a sentence; empty while it goes on.
+        seconds: that it took.
+        cut_short: whether it was ended, so that a choice by prediction stands in for one that was measured.
+    """
     limit = setting.memory_limit_bytes
-    reasons = Reasons(knowledge, objective, limit, stop_reason)
-    rows = _rows(knowledge, ledger, probing, reasons)
     winner = knowledge.winner
+    unmeasured = None
+    if cut_short and winner is None and not probing.rejected:
+        unmeasured = _best_predicted(knowledge, ledger, objective)
+    reasons = Reasons(
+        knowledge, objective, limit, stop_reason, batch=setting.global_batch, unmeasured=unmeasured
+    )
+    rows = _rows(knowledge, ledger, probing, reasons)
+    best = winner.candidate if winner is not None else unmeasured
     bound = knowledge.lower_bound(settings.win_probability, settings.seed) if objective.counts_time else None
     check = probing.check(winner.candidate.key if winner is not None else None)
     return SearchOutcome(
         setting=setting,
         settings=settings,
         rows=tuple(sorted(rows, key=lambda row: _order(row, knowledge))),
-        best=winner.candidate.key if winner is not None else None,
+        best=best.key if best is not None else None,
         stop_reason=stop_reason,
         num_trials=ledger.num_run,
         seconds=seconds,
-        noise=noise(knowledge.ranked),
+        noise=step_noise(knowledge.ranked),
         lower_bound_seconds=bound,
         gap=None if bound is None or winner is None else max(0.0, 1 - bound / winner.value),
         pareto=pareto(rows),
-        nearest_miss="" if winner is not None else nearest_miss(knowledge, ledger, limit),
+        nearest_miss="" if best is not None else nearest_miss(knowledge, ledger, limit),
         resumed=ledger.num_resumed,
         checks=() if check is None else (check,),
     )
+
+
+def _best_predicted(knowledge: Knowledge, ledger: Ledger, objective: Objective) -> Candidate | None:
+    """The baseline, or what is predicted best, of what fits and was not tried; ``None`` if there is none.
+
+    ``None`` as well where trials have failed for another reason than memory: the same may happen to others.
+    """
+    if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
+        return None
+    free = [knowledge.candidates[index] for index in knowledge.open]
+    free = [one for one in free if ledger.get(one.key) is None]
+    plain = next((one for one in free if one.is_baseline), None)
+    return plain or min(free, key=lambda one: objective.predicted(one) or math.inf, default=None)
 
 
 def _rows(knowledge: Knowledge, ledger: Ledger, probing: Probing, reasons: Reasons) -> list[Row]:

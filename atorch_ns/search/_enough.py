@@ -19,6 +19,9 @@ LEAST_TRIALS = 6
 FAILURES = 6
 """Trials that fail for other reasons than memory, while none has worked, after which it is the job's fault."""
 
+SAME_ERRORS = 3
+"""The same where all of them raised one and the same error."""
+
 MARGIN = 0.01
 """A candidate that would win by less than this is not worth a trial, however quiet the machine."""
 
@@ -35,7 +38,10 @@ def enough(knowledge: Knowledge, ledger: Ledger, settings: SearchSettings, sampl
     if settings.max_trials is not None and number >= settings.max_trials:
         return f"max_trials={settings.max_trials} was reached"
     if not knowledge.ranked:
-        failed = [entry for _, entry in ledger if entry.judged and entry.merged.status != "out of memory"]
+        same = _same_error(knowledge, ledger)
+        if same:
+            return f"every trial raised the same error: {same}"
+        failed = [entry for key, entry in ledger if entry.judged and key not in knowledge.short_of_memory]
         if len(failed) >= FAILURES and not any(entry.merged.succeeded for entry in failed):
             return f"the first {len(failed)} trials all failed, so it is not for the strategies"
         return ""
@@ -53,6 +59,18 @@ def enough(knowledge: Knowledge, ledger: Ledger, settings: SearchSettings, sampl
         runnable = sum(one.pruned is None for one in knowledge.candidates)
         return f"{number} trials of {runnable} candidates were run, a {_share(number, runnable)}"
     return ""
+
+
+def _same_error(knowledge: Knowledge, ledger: Ledger) -> str:
+    """The error that every trial raised; empty if there is none, or an untried candidate might escape it."""
+    judged = [(key, entry.merged) for key, entry in ledger if entry.judged]
+    reasons = {end.reason if end.status == "raised" else "" for _, end in judged}
+    if len(judged) < SAME_ERRORS or len(reasons) > 1:
+        return ""
+    methods = {one.key: {name for name, _ in one.steps} for one in knowledge.candidates}
+    shared = set.intersection(*(methods[key] for key, _ in judged))
+    escapes = any(not shared <= methods[knowledge.candidates[index].key] for index in knowledge.open)
+    return "" if escapes else reasons.pop()
 
 
 def _share(number: int, of: int) -> str:

@@ -22,6 +22,12 @@ __all__ = ["Knowledge"]
 OVER = 1.05
 """A candidate that ran out of memory is taken to need this much of the limit, or of its prediction, at least."""
 
+UNEXPLAINED_BELOW = 0.5
+"""A candidate that ran out of memory with less than this share of the limit did so for another reason."""
+
+ABOUT = 0.98
+"""What is predicted to need this share of what ran out of memory is taken to run out as well."""
+
 FAILURES_PUNISH = 0.5
 """Chance that a candidate works after a failure that it would share, halved by each further one."""
 
@@ -106,7 +112,7 @@ class Knowledge:
             if entry is None:
                 continue
             peak = float(max(entry.merged.peak_bytes, default=0))
-            if entry.merged.status == "out of memory" and self._limit:
+            if one.key in self.short_of_memory and self._limit:
                 peak = OVER * max(peak, predicted[index] or 0.0, float(self._limit))
             if peak > 0:
                 rows.append((index, peak, 0.0))
@@ -115,11 +121,7 @@ class Knowledge:
     @functools.cached_property
     def learned(self) -> dict[str, str]:
         """Candidates that need not be tried since a trial ran out of memory, each with the reason."""
-        failed = [
-            one
-            for one in self.candidates
-            if (entry := self._ledger.get(one.key)) is not None and entry.merged.status == "out of memory"
-        ]
+        failed = [one for one in self.candidates if one.key in self.short_of_memory]
         peaks = {one.key: one.estimate.peak_bytes for one in failed if one.estimate is not None}
         if not any(peaks.values()):
             return {}
@@ -128,7 +130,7 @@ class Knowledge:
         for index, one in enumerate(self.candidates):
             if one.pruned is not None or self._ledger.judged(one.key) or one.estimate is None:
                 continue
-            if one.estimate.peak_bytes >= peaks[least.key]:
+            if one.estimate.peak_bytes >= ABOUT * peaks[least.key]:
                 found[one.key] = (
                     f"predicted to need {bytes_text(one.estimate.peak_bytes)}, and {least.label} ran out of "
                     f"memory with {bytes_text(peaks[least.key])}"
@@ -142,9 +144,24 @@ class Knowledge:
                     )
         return found
 
+    @functools.cached_property
+    def short_of_memory(self) -> frozenset[str]:
+        """Keys of the candidates that ran out of memory, where the limit explains it.
+
+        Far below the limit, by prediction and measurement, the cause is another, and says nothing of others.
+        """
+        found = set()
+        for index, entry in self._entries():
+            one = self.candidates[index]
+            predicted = one.estimate.peak_bytes if one.estimate is not None else math.inf
+            needed = max(predicted, float(max(entry.merged.peak_bytes, default=0)))
+            if entry.merged.status == "out of memory" and needed >= UNEXPLAINED_BELOW * self._limit:
+                found.add(one.key)
+        return frozenset(found)
+
     @property
     def num_out_of_memory(self) -> int:
-        """Candidates that ran out of memory."""
+        """Candidates that ran out of memory, explained or not."""
         return sum(entry.merged.status == "out of memory" for _, entry in self._ledger)
 
     @functools.cached_property
@@ -159,7 +176,7 @@ class Knowledge:
         blame: dict[str, float] = {}
         for index, end in ends:
             suspects = methods[index] - works
-            if not end.succeeded and end.status != "out of memory":
+            if not end.succeeded and self.candidates[index].key not in self.short_of_memory:
                 for method in suspects:
                     blame[method] = blame.get(method, 0.0) + 1 / len(suspects)
         total = [sum(blame.get(method, 0.0) for method in one - works) for one in methods]

@@ -7,20 +7,28 @@ from atorch_ns.search._knowledge import Knowledge
 from atorch_ns.search._ledger import Entry, Ledger
 from atorch_ns.search._words import bytes_text, largest_part
 
-__all__ = ["nearest_miss"]
+__all__ = ["UNEXPLAINED", "nearest_miss"]
+
+UNEXPLAINED = "its predicted and measured memory does not explain"
+"""Said of a trial that ran out of memory far below the limit."""
 
 STATES = ("parameters", "gradients", "optimizer")
 
 
 def nearest_miss(knowledge: Knowledge, ledger: Ledger, limit_bytes: int) -> str:
     """One sentence: what came nearest, what it lacks, what to do. Empty if there are no candidates."""
-    over = [miss for one in knowledge.candidates if (miss := _over(one, ledger, limit_bytes)) is not None]
+    found = (_over(one, knowledge, ledger, limit_bytes) for one in knowledge.candidates)
+    over = [miss for miss in found if miss is not None]
     other = [
         (one, entry)
         for one in knowledge.candidates
         if (entry := ledger.get(one.key)) is not None and not entry.merged.succeeded
     ]
-    if over:
+    unexplained = any(
+        entry.merged.status != "out of memory" or one.key not in knowledge.short_of_memory
+        for one, entry in other
+    )
+    if over and not (unexplained and all(ledger.get(one.key) is None for _, _, one in over)):
         excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
         where = f"rank {rank}" if rank is not None else "every rank"
         predicted = "" if ledger.get(nearest.key) is not None else ", predicted"
@@ -30,19 +38,25 @@ def nearest_miss(knowledge: Knowledge, ledger: Ledger, limit_bytes: int) -> str:
     if other:
         one, entry = other[0]
         why = entry.merged.reason or entry.merged.status
+        if entry.merged.status == "out of memory":
+            why = f"out of memory, which {UNEXPLAINED}: {entry.merged.reason or 'no message'}"
         kinds = {entry.merged.status for _, entry in other}
         same = " All trials ended so." if len(other) > 1 and len(kinds) == 1 else ""
         return f"{one.label} ended: {why}.{same} See its log: {entry.merged.log or 'none was kept'}"
     return ""
 
 
-def _over(one: Candidate, ledger: Ledger, limit_bytes: int) -> tuple[float, int | None, Candidate] | None:
+def _over(
+    one: Candidate, knowledge: Knowledge, ledger: Ledger, limit_bytes: int
+) -> tuple[float, int | None, Candidate] | None:
     """By how many bytes a candidate misses the limit, and on which rank; ``None`` if that is not its trouble."""
     entry = ledger.get(one.key)
     predicted = one.estimate.peak_bytes if one.estimate is not None else 0.0
     if entry is None:
         if one.pruned is not None and one.pruned.kind == "memory" and limit_bytes:
             return predicted - limit_bytes, None, one
+        return None
+    if entry.merged.status == "out of memory" and one.key not in knowledge.short_of_memory:
         return None
     return _measured_over(entry, predicted, limit_bytes, one)
 

@@ -19,10 +19,12 @@ class Objective:
 
     Args:
         settings: of the search.
+        limit_bytes: what one rank may use; 0 for any amount.
     """
 
-    def __init__(self, settings: SearchSettings) -> None:
+    def __init__(self, settings: SearchSettings, limit_bytes: int = 0) -> None:
         self.kind = settings.objective
+        self._limit = limit_bytes
 
     @property
     def counts_time(self) -> bool:
@@ -43,8 +45,8 @@ class Objective:
     def measured(self, candidate: Candidate, outcome: TrialOutcome) -> float:
         """From a trial that gave a step time.
 
-        Memory that was not measured counts as predicted. A batch is corrected by how far the estimate of the
-        peak was off.
+        Memory that was not measured counts as predicted. The largest batch is the predicted one, made smaller
+        where it would not fit with as many bytes more as the trial took above its own prediction.
         """
         if self.counts_time:
             return outcome.median_seconds
@@ -52,8 +54,23 @@ class Objective:
         peak = float(max(outcome.peak_bytes, default=0)) or predicted
         if self.kind == "memory":
             return peak or math.inf
-        ratio = peak / predicted if predicted else 1.0
-        return ratio / candidate.largest_batch if candidate.largest_batch else math.inf
+        batch = self._corrected_batch(candidate, peak - predicted)
+        return 1 / batch if batch else math.inf
+
+    def _corrected_batch(self, candidate: Candidate, more_bytes: float) -> int:
+        """Samples of the largest step if every step takes ``more_bytes`` more than predicted; 0 if unknown.
+
+        The peak is taken to grow linearly from the given batch to the largest one.
+        """
+        largest, given = candidate.largest_batch or 0, candidate.given_batch or 0
+        peak, estimate = candidate.largest_batch_bytes, candidate.estimate
+        if not (self._limit and peak and given and estimate is not None) or largest <= given:
+            return largest
+        excess = peak + more_bytes - self._limit
+        slope = (peak - estimate.peak_bytes) / (largest - given)
+        if excess <= 0 or slope <= 0:
+            return largest
+        return max(given, int((largest - excess / slope) // given) * given)
 
     def noise(self, outcome: TrialOutcome) -> float:
         """Relative standard error of a measurement, as far as the steps of one trial show it."""

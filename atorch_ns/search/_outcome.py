@@ -72,11 +72,13 @@ class SearchOutcome:
         setting: what was searched for.
         settings: how.
         rows: every candidate, the winner first, then by measured and predicted time.
-        best: key of the winner; ``None`` if none could be run.
+        best: key of the winner; ``None`` if none could be run. A search that ended before anything was
+            measured chooses by prediction; the winner's ``trial`` is then ``None``.
         stop_reason: why the search ended, as a sentence.
-        num_trials: trials that were run.
+        num_trials: trials that were run; each attempt of a candidate and each repetition counts.
         seconds: of the whole search.
-        noise: relative standard error of a step's median in this search (measured).
+        noise: relative standard error of a step's median, the middle one of all trials that ran: each trial's
+            ``noise_seconds`` over its ``median_seconds``, as in every ``±`` beside a measured step.
         lower_bound_seconds: no candidate is expected below this; corrected predictions less their error.
         gap: how far the winner may be from it, as a share of the winner's step.
         pareto: keys of the candidates that no other beats in both time and memory.

@@ -65,8 +65,8 @@ def price_rows(
 ) -> PricedRows:
     """All rows, priced where there are a trace and hardware figures.
 
-    A number of micro-batches is used where it divides a rank's batch, up to ``settings.max_micro_batches``; a
-    number that the user fixed is used whatever it is.
+    Only rows whose ranks and micro-batches divide the batch are there, which may be none. The number of
+    micro-batches goes up to ``settings.max_micro_batches``; one that the user fixed may be larger.
     """
     templates = found.distinct
     counts = _allowed(choices, settings)
@@ -74,7 +74,7 @@ def price_rows(
     template, data, zero, passes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     peak, seconds = np.zeros(len(template)), np.zeros(len(template))
     prices = None
-    if profile.trace is not None and cluster.hardware is not None:
+    if len(template) and profile.trace is not None and cluster.hardware is not None:
         table = PlanTable(tuple(one.plan for one in templates), template, data, zero, passes)
         prices = price(table, profile, cluster, workload)
         peak, seconds = prices.peak_bytes, prices.step_seconds
@@ -94,7 +94,5 @@ def _columns(
     mesh = np.repeat(np.arange(len(meshes)), len(counts))
     passes = np.tile(counts, len(meshes))
     data, zero = meshes[mesh, 0], meshes[mesh, 1]
-    per_rank = np.maximum(workload.global_batch // (data * zero), 1)
-    fixed = 1 not in counts
-    kept = np.ones(len(mesh), dtype=bool) if fixed else per_rank % passes == 0
+    kept = workload.global_batch % (data * zero * passes) == 0
     return np.full(int(kept.sum()), index), data[kept], zero[kept], passes[kept]

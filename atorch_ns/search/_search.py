@@ -94,7 +94,7 @@ class Search:
         self._known = known
         self._recorder = recorder
         self._sampler = make_sampler(settings)
-        self._objective = Objective(settings)
+        self._objective = Objective(settings, setting.memory_limit_bytes)
         self._features = read_features(self.candidates)
         self._by_key = {one.key: one for one in self.candidates}
         self._ledger = Ledger()
@@ -103,6 +103,7 @@ class Search:
         self._last_id = 0
         self._explored = ""
         self._cancelled = ""
+        self._out_of_time = False
         self._over = False
         self._confirming: list[str] = []
         self._confirmed = False
@@ -143,7 +144,10 @@ class Search:
         return True
 
     def cancel(self, reason: str) -> None:
-        """Ends the search at once; what was found so far stands."""
+        """Ends the search at once; what was found so far stands.
+
+        Before any measurement, the outcome chooses by prediction, unless trials have failed.
+        """
         if not self._over:
             self._cancelled = reason
             self._over = True
@@ -172,6 +176,7 @@ class Search:
             self._objective,
             stop_reason=self._cancelled or self._explored,
             seconds=self._pace.elapsed if self._seconds is None else self._seconds,
+            cut_short=bool(self._cancelled) or self._out_of_time,
         )
 
     # ---- what is next
@@ -196,10 +201,13 @@ class Search:
         """The next candidate; ``None``, with the reason noted, when enough has been tried."""
         again = next((key for key, entry in self._ledger if not entry.judged), None)
         if self._pace.left <= 0:
-            self._explored = f"the time limit of {self.settings.time_limit_s:g} s was reached"
+            self._explored = self._time_was_short()
             return None
         if again is not None and again not in self._knowledge.learned:
-            return again
+            if self.settings.max_trials is None or self._ledger.num_run < self.settings.max_trials:
+                return again
+            self._explored = f"max_trials={self.settings.max_trials} was reached"
+            return None
         self._explored = self._confirmed_known() or enough(
             self._knowledge, self._ledger, self.settings, self._sampler
         )
@@ -212,10 +220,25 @@ class Search:
             affordable = open_
         if affordable:
             return self.candidates[self._pick(affordable, usual)].key
-        self._explored = "every candidate was tried"
-        if open_:
-            self._explored = f"the time limit of {self.settings.time_limit_s:g} s leaves no time for a trial"
+        self._explored = self._time_was_short() if open_ else self._all_tried()
         return None
+
+    def _time_was_short(self) -> str:
+        self._out_of_time = True
+        number = self._ledger.num_run
+        trials = f"{number or 'no'} trial{'s' if number > 1 else ''}"
+        return f"the time limit of {self.settings.time_limit_s:g} s left time for {trials}"
+
+    def _all_tried(self) -> str:
+        """Why there is no candidate left to try."""
+        short = [
+            one
+            for one in self.candidates
+            if one.key in self._knowledge.learned or (one.pruned is not None and one.pruned.kind == "memory")
+        ]
+        if len(self._ledger):
+            return f"every candidate{' that may fit in memory' if short else ''} was tried"
+        return "no candidate fits in memory" if short else "there is no candidate that could be tried"
 
     def _pick(self, open_: list[int], usual_cost: float) -> int:
         """What was known, the plain strategy, then what the sampler says; if memory is short, the smallest."""

@@ -16,8 +16,10 @@ from atorch_ns.profile import Profile
 from atorch_ns.search._candidate import Candidate, Pruned
 from atorch_ns.search._choices import Choices, find_choices
 from atorch_ns.search._priced import PricedRows, price_rows
+from atorch_ns.search._same import effective
 from atorch_ns.search._select import Limits, Picked, memory_limit, pick
 from atorch_ns.search._settings import SearchSettings
+from atorch_ns.search._shares import indivisible, refusal
 from atorch_ns.search._templates import Templates, find_templates, steps_of
 from atorch_ns.search._wishes import Wishes, read_wishes
 from atorch_ns.search._words import bytes_text, key_of, label_of, seconds_text
@@ -133,7 +135,13 @@ class _Job:
     settings: SearchSettings
 
     def only(self, resolved: Resolved) -> Space:
-        """The space of one strategy."""
+        """The space of one strategy.
+
+        Raises:
+            InputError: if its ranks and micro-batches cannot divide the batch.
+        """
+        if (problem := indivisible(resolved.plan, self.workload)) is not None:
+            raise InputError(problem)
         (estimated,) = self._estimates([resolved])
         return Space(candidates=(self._candidate(resolved, estimated, is_baseline=True),), num_priced=1)
 
@@ -150,9 +158,13 @@ class _Job:
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices))
         rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, self.settings)
+        if not len(rows):
+            raise InputError(self._nothing_divides(templates, choices))
         limit = memory_limit(self.cluster, self.settings)
         picked = pick(rows, limit)
-        baseline = base or self._plain(wishes)
+        baseline = self._canonical(base) if base is not None else self._plain(wishes)
+        if baseline is not None and indivisible(baseline.plan, self.workload) is not None:
+            baseline = None
         candidates = self._write_out(picked, rows, limit, baseline, wishes)
         if all(candidate.pruned is not None for candidate in candidates) and wishes.excluded and base is None:
             candidates = self._with_hint(candidates, wishes, limit)
@@ -167,10 +179,26 @@ class _Job:
         fixed = [wish for wish in wishes.included if len(wish.methods) == 1]
         steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
         try:
-            resolved = resolve(Strategy(steps), self.cluster, self.registry, profile=self.profile)
+            resolved = resolve(
+                self._in_order(Strategy(steps)), self.cluster, self.registry, profile=self.profile
+            )
         except StrategyError:
             return None
         return resolved if wishes.unmet(resolved.chosen) is None else None
+
+    def _canonical(self, resolved: Resolved) -> Resolved:
+        """The same strategy with the methods of a phase in the registry's order, as in every candidate."""
+        strategy = self._in_order(resolved.strategy)
+        return resolve(strategy, self.cluster, self.registry, profile=self.profile)
+
+    def _in_order(self, strategy: Strategy) -> Strategy:
+        order = {method.name: index for index, method in enumerate(self.registry)}
+        return Strategy(sorted(strategy.steps, key=lambda step: order[step.name]))
+
+    def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
+        """Why no strategy can share out the batch: what the one that divides it least lacks."""
+        ranks = min(data * zero for one in templates.distinct for data, zero in one.group.meshes)
+        return refusal(self.workload.global_batch, ranks, min(choices.passes))
 
     def _write_out(
         self, picked: Picked, rows: PricedRows, limit: Limits, baseline: Resolved | None, wishes: Wishes
@@ -180,7 +208,7 @@ class _Job:
         for row in (*picked.fitting, *picked.too_large):
             steps = rows.steps(row)
             try:
-                one = resolve(Strategy(steps), self.cluster, self.registry)
+                one = resolve(self._in_order(Strategy(steps)), self.cluster, self.registry)
             except StrategyError:  # a size that a method refuses on this mesh
                 continue
             if wishes.unmet(one.chosen) is None:
@@ -190,10 +218,16 @@ class _Job:
             key = key_of(baseline.strategy.steps)
             if key not in resolved:
                 resolved[key] = (baseline, self._estimates([baseline])[0])
-        candidates = [
-            self._candidate(one, estimated, is_baseline=name == key, limit=limit)
-            for name, (one, estimated) in resolved.items()
-        ]
+        twins = _twins({name: one for name, (one, _) in resolved.items()}, key)
+        candidates = []
+        for name, (one, estimated) in resolved.items():
+            candidate = self._candidate(one, estimated, is_baseline=name == key, limit=limit)
+            if name in twins:
+                twin = resolved[twins[name]][0]
+                label = label_of(twin.strategy.steps, leave_out=self._unsaid(twin))
+                pruned = Pruned(kind="same", reason=f"amounts to {label} on this cluster")
+                candidate = replace(candidate, pruned=pruned)
+            candidates.append(candidate)
         plans = [one.plan for one, _ in resolved.values()]
         candidates = self._ordered(self._with_batches(candidates, plans, limit))
         return candidates if key is not None else _mark_simplest(candidates)
@@ -244,14 +278,22 @@ class _Job:
             return candidates
         table = PlanTable.of(plans)
         largest = np.zeros(len(table), dtype=np.int64)
+        peaks = np.zeros(len(table))
         for power in range(16):
             batch = self.workload.global_batch << power
             prices = price(table, self.profile, self.cluster, replace(self.workload, global_batch=batch))
             fits = limit.admit(prices.peak_bytes)
+            if power and limit.num_bytes:  # the given batch is tried where it may just fit; others must fit
+                fits = prices.peak_bytes <= limit.num_bytes
             largest[fits] = batch
+            peaks[fits] = prices.peak_bytes[fits]
             if not fits.any():
                 break
-        return [replace(one, largest_batch=int(size)) for one, size in zip(candidates, largest, strict=True)]
+        given = self.workload.global_batch
+        return [
+            replace(one, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=given)
+            for one, size, peak in zip(candidates, largest, peaks, strict=True)
+        ]
 
     def _ordered(self, candidates: list[Candidate]) -> list[Candidate]:
         def order(one: Candidate) -> tuple[Any, ...]:
@@ -295,6 +337,19 @@ class _Job:
             reason = f"amounts to {label} on this cluster"
             found.append(replace(candidate, pruned=Pruned(kind="same", reason=reason)))
         return found
+
+
+def _twins(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
+    """Keys of strategies that run like another, with that other's; the baseline is kept, else the first."""
+    first: dict[Plan, str] = {}
+    if baseline is not None:
+        first[effective(resolved[baseline].plan)] = baseline
+    found = {}
+    for name, one in resolved.items():
+        kept = first.setdefault(effective(one.plan), name)
+        if kept != name:
+            found[name] = kept
+    return found
 
 
 def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:

@@ -13,7 +13,7 @@ from atorch_ns.search._objective import Objective
 from atorch_ns.search._residual import DRIFT
 from atorch_ns.search._trial import TrialOutcome
 
-__all__ = ["CONFIDENCE_Z", "Standing", "choose", "drift", "noise", "standings", "tied_with"]
+__all__ = ["CONFIDENCE_Z", "Standing", "choose", "drift", "noise", "standings", "step_noise", "tied_with"]
 
 SAME_WITHIN = 0.03
 """A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
@@ -83,8 +83,8 @@ def standings(
 def tied_with(best: Standing, others: Iterable[Standing]) -> list[Standing]:
     """Those that are as good as ``best``, itself among them.
 
-    The plain strategy, where it is not worse beyond the noise; others, where besides they are not worse by
-    more than three per cent. The best of many is lucky: against the plain strategy, the confidence holds for
+    The baseline, where it is not worse beyond the noise; others, where besides they are not worse by
+    more than three per cent. The best of many is lucky: against the baseline, the confidence holds for
     all of them together (Bonferroni).
     """
     found = list(others)
@@ -100,7 +100,7 @@ def _as_good(best: Standing, one: Standing, lucky: float) -> bool:
 
 
 def choose(ranked: list[Standing], objective: Objective) -> Standing | None:
-    """The winner: of those that noise cannot tell from the best, the plain strategy, else the simplest.
+    """The winner: of those that noise cannot tell from the best, the baseline, else the simplest.
 
     Simple is: fewer methods, fewer settings, less memory. For the largest batch, speed decides instead.
     """
@@ -116,9 +116,20 @@ def choose(ranked: list[Standing], objective: Objective) -> Standing | None:
 
 
 def noise(ranked: Iterable[Standing]) -> float:
-    """Relative standard error of a median step: the middle one of all trials that ran; 0 before any."""
+    """Relative standard error of a median step, drift between trials included: the middle one of all trials
+    that ran; 0 before any."""
     errors = [one.error for one in ranked]
     return statistics.median(errors) if errors else 0.0
+
+
+def step_noise(ranked: Iterable[Standing]) -> float:
+    """The same as the steps of each trial alone show it: ``noise_seconds`` over ``median_seconds``.
+
+    The figure behind every ``±`` of a measured step.
+    """
+    errors = [one.outcome.noise_seconds / one.outcome.median_seconds for one in ranked]
+    known = [error for error in errors if math.isfinite(error)]
+    return statistics.median(known) if known else 0.0
 
 
 def _plainness(one: Standing) -> tuple[float, ...]:

@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 from atorch_ns.estimate import Estimate
 from atorch_ns.strategy import Step, canonical_text
 
-__all__ = ["bytes_text", "key_of", "label_of", "largest_part", "seconds_text"]
+__all__ = ["bytes_text", "key_of", "label_of", "largest_part", "seconds_text", "time_against"]
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``"3.1 GiB"``, or MiB below one GiB."""
-    gib = num_bytes / 2**30
-    if abs(gib) >= 1:
-        return f"{gib:.1f} GiB"
-    mib = num_bytes / 2**20
-    return f"{mib:.0f} MiB" if abs(mib) >= 10 else f"{mib:.1f} MiB"
+    """``"3.1 GiB"``, and MiB, KiB or bytes below."""
+    size = abs(num_bytes)
+    if size >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            value = num_bytes / unit
+            return f"{value:.0f} {name}" if abs(value) >= 10 else f"{value:.1f} {name}"
+    return f"{num_bytes:.0f} B"
 
 
 def seconds_text(seconds: float) -> str:
-    """``"42.1 ms"``, or seconds from one second on."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    """``"42.1 ms"``: three digits, in seconds, milliseconds or microseconds."""
+    if not seconds or not math.isfinite(seconds):
+        return f"{seconds:.0f} s"
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if abs(seconds) >= unit * 0.9995:
+            return f"{_three_digits(seconds / unit)} {name}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def time_against(ratio: float) -> str:
+    """How a time stands to another that it is ``ratio`` times as long as.
+
+    ``"2.0x the time"`` from twice as long on, ``"31% slower"`` below, ``"20% less time"`` if it is shorter.
+    """
+    if ratio >= 1.995:
+        return f"{ratio:.1f}x the time"
+    if ratio >= 1.005:
+        return f"{ratio - 1:.0%} slower"
+    if ratio > 0.995:
+        return "as fast within the noise"
+    return f"{1 - ratio:.0%} less time"
 
 
 def largest_part(estimate: Estimate) -> str:

@@ -63,11 +63,20 @@ def test_strategy_verbs(tmp_path: Path) -> None:
     assert Strategy.load(tmp_path / "new.json").names == ("fsdp",)
 
 
+def test_an_invalid_strategy_is_an_answer_and_a_missing_one_wrong_usage(tmp_path: Path) -> None:
+    path = tmp_path / "both.json"
+    Strategy(["fsdp", "zero1"]).save(path)
+    invalid = _run("strategy", "validate", str(path), "--world-size", "2")
+    assert invalid.returncode == 1
+    assert "not valid for 2 process(es)" in invalid.stderr
+    assert _run("strategy", "validate", str(tmp_path / "missing.json")).returncode == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["strategy", "show", "missing.json"], 1, "no such strategy file"),
-        (["methods", "fsdpp"], 1, "Did you mean 'fsdp'"),
+        (["strategy", "show", "missing.json"], 2, "no such strategy file"),
+        (["methods", "fsdpp"], 2, "Did you mean 'fsdp'"),
         (["nonsense"], 2, "No such command"),
     ],
 )

@@ -51,9 +51,9 @@ def test_what_does_not_fit_is_exit_code_3_and_says_by_how_much(job: Path) -> Non
 @pytest.mark.parametrize(
     ("strategy", "code", "words"),
     [
-        ("fsdpp", 1, "Did you mean 'fsdp'"),
-        ("missing.json", 1, "no such strategy file"),
-        ("fsdp,zero1", 1, "cannot stand together"),
+        ("fsdpp", 2, "Did you mean 'fsdp'"),
+        ("missing.json", 2, "no such strategy file"),
+        ("fsdp,zero1", 2, "cannot stand together"),
     ],
 )
 def test_a_wrong_strategy_is_a_sentence(job: Path, run: Run, strategy: str, code: int, words: str) -> None:

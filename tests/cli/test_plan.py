@@ -16,6 +16,7 @@ from atorch_ns.cli._objects import gibibytes, load_object
 from atorch_ns.errors import (
     BackendError,
     InputError,
+    LayoutError,
     MissingPackageError,
     SearchError,
     StrategyError,
@@ -65,7 +66,7 @@ def test_what_it_saves_can_be_used(job: Path) -> None:
     done = _plan("--save", "strategy.json", "--report", "report.html", "--exclude", "compile")
     assert done.exit_code == 0
     strategy = Strategy.load(job / "strategy.json")
-    assert strategy.requires.world_size == 2
+    assert (strategy.requires.world_size, strategy.requires.device) == (2, "cpu")
     assert "compile" not in strategy
     assert strategy.provenance["model"] == "Model"
     assert (job / "report.html").read_text().startswith("<!DOCTYPE html>")
@@ -109,7 +110,7 @@ def test_nothing_fits_is_exit_code_3(job: Path, run: Run) -> None:
         (["plan", "--model", "jbo:build", "--sample", "job.py:sample"], "there is no module 'jbo'"),
         (["plan", "--model", "nowhere.py:build", "--sample", "job.py:sample"], "there is no file nowhere.py"),
         (["plan", "--model", "build", "--sample", "job.py:sample"], "is no place in code"),
-        (["plan", "--model", "job.py:number", "--sample", "job.py:sample"], "must be a module"),
+        (["plan", "--model", "job.py:number", "--sample", "job.py:sample"], "is an int; it must be a module"),
         (["plan", "--model", "job.py:sample", "--sample", "job.py:sample"], "must return a torch.nn.Module"),
         (["plan", "--model", "job.py:fails", "--sample", "job.py:sample"], "ValueError: no such corpus"),
         (["plan", "--model", "job.py:build", "--sample", "job.py:fails"], "ValueError: no such corpus"),
@@ -123,6 +124,7 @@ def test_nothing_fits_is_exit_code_3(job: Path, run: Run) -> None:
             "H100-80GB",
         ),
         (["plan", "--profile", "missing.json"], "cannot be read"),
+        (["plan", *_JOB, "--save-profile", "missing/p.json"], "missing/p.json cannot be written"),
         (["plan", "--nonsense"], "No such option"),
     ],
 )
@@ -133,7 +135,14 @@ def test_bad_usage_is_exit_code_2_and_a_sentence(
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert ".." not in done.stderr
+    if "--save-profile" not in arguments:
+        assert done.stdout == ""
+
+
+def test_where_is_not_said_before_an_error_of_another_option(job: Path, run: Run) -> None:
+    done = run("plan", "--model", "job.py:buidl", "--sample", "job.py:sample")
+    assert "planning for this machine" not in done.stderr
 
 
 def test_debug_lets_the_failure_through(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +159,8 @@ def test_debug_lets_the_failure_through(job: Path, monkeypatch: pytest.MonkeyPat
         (SearchError("x"), 3),
         (BackendError("x"), 4),
         (MissingPackageError("x", needed_by="y", install="z"), 4),
-        (StrategyError("x"), 1),
+        (StrategyError("x"), 2),
+        (LayoutError("x"), 2),
         (RuntimeError("x"), 1),
     ],
 )

@@ -62,5 +62,9 @@ def test_diff_with_a_model_says_what_it_is_predicted_to_change(job: Path) -> Non
     assert done.exit_code == 1
     for words in ("- ddp", "+ fsdp", "before (predicted)", "gather", "step"):
         assert words in done.stdout
+    assert "before: ddp\nafter:  fsdp\n" in done.stdout
+    Strategy([("parallel_mode", {"axes": [["data", 16]]}), "ddp"]).save(job / "sixteen.json")
+    fitted = _run("diff", "sixteen.json", "fsdp", *job_options)
+    assert "before: parallel_mode: {'axes': [['data', 16]]} became" in fitted.stderr
     document = json.loads(_run("diff", "ddp", "fsdp", "--json", *job_options).stdout)
     assert [each["fits"] for each in document["estimates"]] == [True, True]

@@ -78,14 +78,18 @@ class TestMemory:
     def test_the_text_has_the_numbers(self) -> None:
         found = check_memory(_estimate(100), [50 * MIB])
         assert str(found) == (
-            "memory as predicted: failed: 50.00 MiB measured, 100.00 MiB predicted, +100.0%"
+            "memory as predicted: failed: 50.00 MiB measured, 100.00 MiB predicted: "
+            "predicted 100.0% above measured, 8% allowed"
         )
 
     def test_what_the_framework_reserves_is_not_tensors(self) -> None:
         assert check_memory(_estimate(100, reserve_mib=500), [100 * MIB]).passed
 
     def test_a_tiny_model_may_be_off_by_a_few_kilobytes(self) -> None:
-        assert check_memory(_estimate(0.1), [2**18]).passed
+        found = check_memory(_estimate(0.1), [2**18])
+        assert found.passed
+        assert "predicted 60.0% below measured, but within 256 KiB" in found.text
+        assert "KiB" not in check_memory(_estimate(100), [100 * MIB]).text
 
     def test_nothing_measured_is_no_pass(self) -> None:
         assert not check_memory(_estimate(100), []).passed

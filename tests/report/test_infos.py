@@ -16,7 +16,7 @@ from atorch_ns.report import (
     waterfall_info,
 )
 from atorch_ns.report._accuracy import rank_correlation
-from atorch_ns.search import SearchOutcome
+from atorch_ns.search import SearchOutcome, SearchSettings
 from tests.report.outcomes import (
     AMP,
     CHECKPOINT,
@@ -85,6 +85,24 @@ def test_history() -> None:
     assert info.points[3].seconds is None
     assert info.points[3].status == "raised"
     assert info.best_trial == 3
+
+
+def test_the_best_so_far_is_by_the_objective_and_ends_with_the_winner() -> None:
+    small = replace(searched(), settings=SearchSettings(objective="memory"))
+    slow_but_small = replace(small.rows[0], trial=measured(50, 410))
+    info = history_info(replace(small, rows=(slow_but_small, *small.rows[1:])))
+    assert [point.best_trial for point in info.points] == [1, 2, 3, 3]
+    # The plain strategy is chosen among those that noise cannot tell apart.
+    tied = replace(searched(), best="base")
+    assert [point.best_trial for point in history_info(tied).points] == [1, 1, 1, 1]
+
+
+def test_what_was_disqualified_or_is_too_large_is_never_the_best_so_far() -> None:
+    win, amp, *rest = searched().rows
+    large = replace(win, trial=measured(10, 2000), fate="lost")
+    wrong = replace(amp, fate="failed")
+    info = history_info(replace(searched(), rows=(large, wrong, *rest), best="base"))
+    assert [point.best_trial for point in info.points] == [1, 1, 1, 1]
 
 
 def test_accuracy() -> None:

@@ -65,7 +65,7 @@ def test_a_line_for_each_event() -> None:
     assert "profiling TinyLlama" in lines[0]
     assert "6 candidates, 1 of them pruned" in text
     assert "ddp (baseline): predicted 30.0 ms, 800 MiB" in text
-    assert "trial 1: ddp: 40.0 ms ±332 µs (measured, n=5), peak 800 MiB; the best so far" in text
+    assert "trial 1: ddp: 40.0 ms ±0.3 ms (measured, n=5), peak 800 MiB; the best so far" in text
     assert "raised on rank 1: ValueError: no <bf16> & friends (log: /logs/4.txt); best so far ddp" in text
     assert "checking the numerics of fsdp" in text
     assert "numerics of fsdp → amp_native {'dtype': 'bf16'}: the same as in one process" in text
@@ -117,7 +117,7 @@ def test_the_live_table_ends_with_everything_in_it() -> None:
         "✓ won",
         "✗ raised",
         "○ pruned (memory)",
-        "25.0 ms ±208 µs",
+        "25.0 ms ±0.2 ms",
         "Chosen: fsdp",
     ):
         assert words in last

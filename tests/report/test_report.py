@@ -13,6 +13,7 @@ import pytest
 from atorch_ns.errors import InputError
 from atorch_ns.job import MethodRow, Report
 from atorch_ns.report import TrainingReport, search_text
+from atorch_ns.search import SearchOutcome
 from atorch_ns.strategy import Strategy
 from tests.report.outcomes import MIB, estimated, measured, nothing_fits, row, searched
 
@@ -58,7 +59,7 @@ def test_an_offline_plan_has_a_strategy_but_nothing_applied() -> None:
 def test_the_text_says_what_was_chosen_why_and_where_figures_come_from() -> None:
     text = search_text(searched())
     for words in (
-        "One step takes 25.0 ms (measured, n=5, ±208 µs); 1.60× as fast as the baseline ddp",
+        "One step takes 25.0 ms ±0.2 ms (measured, n=5); 1.60× as fast as the baseline ddp",
         "Peak memory 410 MiB (measured, the highest of 2 ranks) of 1000 MiB a rank.",
         "No candidate is expected below 24.0 ms: at most 4.0% of the step is left to gain (predicted).",
         "✗ failed",
@@ -84,8 +85,53 @@ def test_a_long_list_is_cut_and_counted() -> None:
 
 def test_when_nothing_fits_it_says_what_would() -> None:
     text = str(TrainingReport(search=nothing_fits()))
-    assert "None of 1 candidates could be chosen." in text
+    assert "The only candidate cannot be used." in text
     assert "needs 3.1 GiB more on rank 1; try checkpoint" in text
+
+
+def _planned() -> SearchOutcome:
+    rows = [replace(each, trial=None, trial_number=0, corrected_seconds=None) for each in searched().rows]
+    best = replace(rows[2], fate="won", reason="the shortest predicted step")
+    others = [replace(rows[0], fate="untried"), replace(rows[1], fate="untried"), rows[5]]
+    return replace(
+        searched(),
+        rows=(best, *others),
+        best="base",
+        num_trials=0,
+        noise=0.0,
+        lower_bound_seconds=None,
+        stop_reason="planned offline: 4 strategies were priced",
+    )
+
+
+def test_a_plan_speaks_of_predictions_alone() -> None:
+    report = TrainingReport(search=_planned())
+    for text in (search_text(_planned()), report.to_html()):
+        assert "✓ chosen" in text
+        assert "· not chosen" in text
+        assert "nothing else is predicted to be better" in text
+        for word in ("and measured", "untried", "won<", "not tried", "Nothing but", "a diamond is"):
+            assert word not in text
+    assert "4 candidates listed: 3 can be used, 1 pruned" in search_text(_planned())
+
+
+def test_one_trial_is_no_plural() -> None:
+    outcome = replace(searched(), num_trials=1)
+    assert "1 trial, 12.5 s in all" in search_text(outcome)
+
+
+def test_a_slower_choice_is_so_many_times_the_time() -> None:
+    rows = searched().rows
+    slower = replace(rows[0], trial=measured(100, 100))
+    text = search_text(replace(searched(), rows=(slower, *rows[1:])))
+    assert "2.50× the time of the baseline ddp" in text
+    assert "0.40×" not in text
+
+
+@pytest.mark.parametrize(("name", "device"), [("cpu", "cpu"), ("H100-80GB", "cuda"), ("my own", None)])
+def test_a_plan_requires_the_device_it_was_made_for(name: str, device: str | None) -> None:
+    outcome = replace(_planned(), setting=replace(_planned().setting, device=name))
+    assert TrainingReport(search=outcome).strategy.requires.device == device
 
 
 def test_predicted_against_actual() -> None:
@@ -155,6 +201,13 @@ def test_saving_needs_a_known_suffix_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         TrainingReport.load(tmp_path / "missing.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_place_is_named_and_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "report.html"
+    with pytest.raises(InputError) as error:
+        _report().save(path)
+    assert str(error.value) == f"{path} cannot be written: No such file or directory."
 
 
 def _page(report: TrainingReport) -> tuple[str, ElementTree.Element]:

@@ -15,6 +15,7 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, SearchSettings, Space, explore, from_json, to_json
 from atorch_ns.search._same import effective
+from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
 
 REGISTRY = load_registry()
@@ -263,3 +264,54 @@ def test_every_mesh_of_1024_devices_is_ranked_quickly() -> None:
     assert time.process_time() - began < 5
     assert found.num_priced > 2000
     assert len(free(found)) <= 161
+
+
+def test_the_order_of_the_wishes_makes_no_other_candidates() -> None:
+    wishes = ["fsdp", "checkpoint", ("gradient_accumulation", 2)]
+    first, second = (space(included=order).candidates for order in (wishes, wishes[::-1]))
+    assert first == second
+    base = space(base=wishes[::-1], finetune=True).candidates
+    plans = [effective(resolve(one.strategy, cluster(), REGISTRY).plan) for one in base if one.pruned is None]
+    assert len(set(plans)) == len(plans)
+    assert sum(one.is_baseline for one in base) == 1
+
+
+def test_methods_of_one_phase_stand_in_the_registrys_order() -> None:
+    phases: dict[Any, list[str]] = {}
+    for method in REGISTRY:
+        phases.setdefault(method.phase, []).append(method.name)
+    order = {name: index for index, name in enumerate(method.name for method in REGISTRY)}
+    for wishes in ([*names_of_two(phases)], [*names_of_two(phases)][::-1]):
+        for one in space(base=wishes, finetune=True).candidates:
+            for members in phases.values():
+                found = [order[name] for name, _ in one.steps if name in members]
+                assert found == sorted(found)
+
+
+def names_of_two(phases: dict[Any, list[str]]) -> tuple[str, str]:
+    """Two methods of one phase that stand together on two CPU ranks."""
+    for members in phases.values():
+        for first in members:
+            for second in members:
+                if first == second:
+                    continue
+                try:
+                    resolve(Strategy([first, second]), cluster(), REGISTRY, profile=profile())
+                except StrategyError:
+                    continue
+                return first, second
+    pytest.skip("no two methods of one phase stand together")
+
+
+@pytest.mark.parametrize(
+    ("batch", "wishes", "message"),
+    [
+        (15, {}, "15 samples, which 2 data-parallel ranks .* are 14 and 16"),
+        (16, {"included": [("gradient_accumulation", 3)]}, "in 3 micro-batches each.* are 12 and 18"),
+        (15, {"base": ["fsdp"]}, "are 14 and 16"),
+        (1, {}, "nearest size that divides is 2"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_out_is_refused(batch: int, wishes: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        space(work=Workload(global_batch=batch, num_tokens=8), **wishes)
