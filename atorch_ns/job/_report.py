@@ -52,7 +52,7 @@ class Report:
         mesh = " × ".join(f"{name}={size}" for name, size in self.axes) or "one process"
         mib = self.parameter_bytes_per_rank / 2**20
         lines = [
-            f"{self.num_parameters / 1e6:.2f} M parameters on {self.world_size} process(es) ({mesh}), "
+            f"{_count(self.num_parameters)} parameters on {self.world_size} process(es) ({mesh}), "
             f"{self.device}; {mib:.2f} MiB of parameters per rank (measured)"
         ]
         width = max((len(row.name) for row in self.rows), default=0)
@@ -61,3 +61,9 @@ class Report:
             lines.append(f"  {row.name:<{width}}  {row.why}{settings}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    if number >= 1_000_000:
+        return f"{number / 1e6:.2f} M"
+    return f"{number / 1e3:.1f} k" if number >= 1000 else str(number)
