@@ -126,6 +126,19 @@ def test_wishes_are_kept() -> None:
     assert not names & {"amp_native", "half", "compile"}
 
 
+def test_blocks_are_timed_once_and_read_from_the_database(tmp_path: Path) -> None:
+    database = tmp_path / "profiles.json"
+    arguments = _search(search={"max_trials": 1, "profile_database": str(database)})
+    _, first, _ = auto_accelerate(get_case("tied_llama").build(), **arguments)
+    kept = database.read_bytes()
+    _, again, _ = auto_accelerate(get_case("tied_llama").build(), **arguments)
+    assert database.read_bytes() == kept, "nothing is measured twice"
+    for result in (first, again):
+        assert result is not None
+        notes = result.report.search.setting.notes  # type: ignore[union-attr]
+        assert any("times of blocks are measured" in note for note in notes), notes
+
+
 def test_the_callers_accumulation_is_part_of_every_candidate() -> None:
     _, result, strategy = auto_accelerate(
         get_case("tied_llama").build(), **_search(gradient_accumulation_steps=4, search={"max_trials": 1})

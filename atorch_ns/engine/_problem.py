@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,17 @@ from atorch_ns.engine._sampling import Sample, forward_loss
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry, resolve
-from atorch_ns.profile import Profile, profile_model
-from atorch_ns.search import Candidate, Priced, Profiling, SearchOutcome, Setting, explore, memory_limit
+from atorch_ns.profile import Profile, ProfileDatabase, measure_blocks, profile_model
+from atorch_ns.search import (
+    Candidate,
+    Priced,
+    Profiling,
+    SearchOutcome,
+    SearchSettings,
+    Setting,
+    explore,
+    memory_limit,
+)
 from atorch_ns.strategy import Plan
 
 __all__ = ["SearchProblem", "pose"]
@@ -72,6 +82,8 @@ def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRe
     profile = profile_model(
         inputs.model, sample.batch, forward_loss(inputs), make_optimizer=_optimizer_maker(inputs)
     )
+    if request.settings.profile_database is not None:
+        profile = _timed(profile, sample, cluster, request.settings)
     assert profile.trace is not None
     profiled = time.monotonic()
     workload = Workload(global_batch=sample.global_batch, num_tokens=profile.trace.num_tokens)
@@ -128,6 +140,23 @@ def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]
             if method.plan(Plan(), config) == wanted:
                 return [(method.name, config.as_json())]
     return []
+
+
+def _timed(profile: Profile, sample: Sample, cluster: Cluster, settings: SearchSettings) -> Profile:
+    """The profile with measured times of its blocks, from the database where it has them."""
+    assert settings.profile_database is not None
+    trace = measure_blocks(
+        sample.inputs.model,
+        sample.batch,
+        forward_loss(sample.inputs),
+        profile,
+        device=cluster.device,
+        database=ProfileDatabase(Path(settings.profile_database)),
+        re_profile=settings.re_profile,
+    )
+    notes = (*trace.notes, f"{len(trace.seconds)} times of blocks are measured, on {trace.timed_on}")
+    timed: Profile = replace(profile, trace=replace(trace, notes=notes))
+    return timed
 
 
 def _optimizer_maker(inputs: Inputs) -> Callable[[Any], torch.optim.Optimizer]:

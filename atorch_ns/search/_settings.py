@@ -47,6 +47,11 @@ class SearchSettings(BaseModel):
         default=True,
         description="Compare the winner's numbers with those of one process before it is returned.",
     )
+    profile_database: str | None = Field(
+        default=None,
+        description="File of measured times of blocks: with one, each distinct block is timed once on this kind "
+        "of device, and read from there by later searches.",
+    )
     re_profile: bool = Field(
         default=False, description="Measure blocks anew instead of reading the database."
     )
