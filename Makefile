@@ -43,7 +43,7 @@ define optional
   || echo "$(1) could not be installed; what needs it is skipped. Reason: $$(grep -m1 -i error $(VENV)/optional.log)"; }
 endef
 
-demo: $(STAMP)  ## train a small Llama on two processes with a strategy, and save the strategy
+demo: $(STAMP)  ## find a strategy for a small Llama on two processes, train with it, and save it
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/demo.py
 
 test: $(STAMP)  ## run all the tests
