@@ -107,7 +107,7 @@ class TrialWatch:
             self._hear(_POLL_S)
         self.kill()
         where = _innermost_frame(self.log, before)
-        reason = f"no report within {self.task.deadline_s:.1f} s; it was in the phase: {self.phase}{where}"
+        reason = f"no report within {self.task.deadline_s:.3g} s; it was in the phase: {self.phase}{where}"
         return self._ended("hung", started, reason)
 
     def _died(self, started: float, kills: tuple[int, ...]) -> RankReport:
