@@ -22,7 +22,7 @@ from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
 from atorch_ns.search import SearchOutcome, SearchSettings
-from atorch_ns.strategy import Strategy, canonical_text
+from atorch_ns.strategy import Step, Strategy, canonical_text
 
 if TYPE_CHECKING:
     from atorch_ns.engine import EngineAddress
@@ -139,6 +139,7 @@ def auto_accelerate(
         sampler_seed=sampler_seed,
         gradient_accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=max_grad_norm,
+        sample_batch=sample_batch,
     )
     try:
         cluster = Cluster.detect()
@@ -238,12 +239,19 @@ def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
     return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
 
+def _with_settings(step: Step, found: Mapping[str, Any]) -> Step:
+    """The step with what its method found for itself; what the user wrote stays as it is."""
+    written = step.config if isinstance(step.config, dict) else {}
+    return Step(step.name, {**found, **written})
+
+
 def _save(
     result: Result, cluster: Cluster, path: str | PathLike[str] | None, outcome: SearchOutcome | None
 ) -> Strategy:
     applied = result.applied.strategy
+    found = result.job.worked_out
     strategy = Strategy(
-        applied.steps,
+        [_with_settings(step, found[step.name]) if step.name in found else step for step in applied],
         requires=applied.requires,
         provenance={
             "made_by": f"atorch_ns {__version__}",

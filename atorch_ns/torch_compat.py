@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +23,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Averages the gradients of ``module`` over a one-dimensional mesh (``_composable.replicate_with_fsdp``).
+
+    Buffers are left alone; ``ignored`` parameters too, as those of modules inside that are replicated already.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate as implementation
+
+    implementation(module, mesh=mesh, ignored_params=ignored)
+
+
 def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:
     """``module`` in torch's wrapper that calls it through ``checkpoint_fn`` and keeps parameter names."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as implementation
@@ -37,8 +47,26 @@ def unwrap_checkpoint(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
-WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
-"""What torch's wrappers insert into the names of the parameters inside them."""
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_pipeline_unit.")
+"""What torch's wrappers, and the units of a pipeline, insert into the names of the parameters inside them."""
+
+
+def pipeline_unit(module: nn.Module) -> tuple[str, nn.Module]:
+    """The module inside a unit of a pipeline, and its path from there (``"._pipeline_unit"``); any other module as it
+    is, with no path."""
+    inner = module._modules["_pipeline_unit"] if "_pipeline_unit" in module._modules else None  # noqa: SIM401
+    return ("", module) if inner is None else ("._pipeline_unit", inner)
+
+
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether a module stands for one that other ranks of a pipeline hold."""
+    return bool(getattr(type(module), "is_stand_in", False))
+
+
+def stood_for(module: nn.Module) -> nn.Module:
+    """The module of another rank that a stand-in stands for, whose memory is gone; any other module as it is."""
+    original: nn.Module = module.__dict__["_original"] if is_stand_in(module) else module
+    return original
 
 
 def plain_name(name: str) -> str:
@@ -52,6 +80,45 @@ def found_inf_tensors(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optim
     """The flags, one per device, that ``scaler.unscale_(optimizer)`` has just set; 0-d or 1-element float."""
     state = scaler._per_optimizer_states[id(optimizer)]
     return list(state["found_inf_per_device"].values())
+
+
+def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
+    """A ``GradScaler`` that looks at this rank's part of every gradient (``_unscale_grads_``).
+
+    torch's own asks DTensors on one mesh together, and refuses gradients of several meshes and plain ones beside
+    them. Its flags are then of this rank alone: combine them over all ranks.
+    """
+    import torch
+
+    class LocalGradScaler(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
+            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+                cast(Any, _LocalGroups(optimizer)), *args
+            )
+            return found
+
+    return LocalGradScaler(device_type, **options)
+
+
+class _LocalGroups:
+    """An optimizer's ``param_groups`` with this rank's parts in place of DTensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = [
+            {"params": [_local_with_grad(parameter) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+
+def _local_with_grad(parameter: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor) or parameter.grad is None:
+        return parameter
+    local = parameter.to_local().detach()
+    grad: Any = parameter.grad
+    local.grad = grad.to_local()
+    return local
 
 
 def hybrid_shard_zero2() -> ShardingStrategy:
@@ -255,3 +322,141 @@ def outside_fake_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def pipeline_orders(
+    class_name: str, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """The passes of every rank in the order in which a pipeline schedule of torch runs them.
+
+    Asks ``_calculate_single_rank_operations`` of a schedule that was not constructed: the constructor wants
+    stages with a process group, and plans every send and receive of all ranks besides.
+
+    Args:
+        class_name: of a class for several stages per rank in ``torch.distributed.pipelining``.
+        num_ranks, num_micro_batches, stages_per_rank: of the pipeline, which the schedule must be able to run.
+
+    Returns:
+        For each rank ``(kind, stage, micro-batch)`` with kind F, B, I or W; passes that torch runs as a pair
+        stand one after the other, idle slots are left out.
+    """
+    from torch.distributed import pipelining
+
+    schedule = object.__new__(getattr(pipelining, class_name))
+    rounds = max(1, num_micro_batches // num_ranks)
+    schedule.__dict__.update(
+        pp_group_size=num_ranks,
+        n_local_stages=stages_per_rank,
+        num_stages=num_ranks * stages_per_rank,
+        number_of_rounds=rounds,
+        microbatches_per_round=num_micro_batches // rounds,
+        _num_stages=num_ranks * stages_per_rank,
+        _n_microbatches=num_micro_batches,
+        _stages=[None] * stages_per_rank,
+    )
+    return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
+
+
+def _passes(operations: list[Any]) -> list[tuple[str, int, int]]:
+    """A rank's operations without idle slots, pairs as their parts."""
+    passes: list[tuple[str, int, int]] = []
+    for operation in operations:
+        if operation is None:
+            continue
+        for part in operation.sub_actions or (operation,):
+            passes.append((part.computation_type.value, part.stage_index, part.microbatch_index))  # noqa: PERF401
+    return passes
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether a DTensor's placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
+    from torch.distributed.tensor import placement_types
+
+    return isinstance(placement, placement_types._StridedShard)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class CpuFlashAttention:
+    """``aten._scaled_dot_product_flash_attention_for_cpu``, which gives the sum of exponentials too.
+
+    Tensors are [B, H, T, E] and [B, H, S, E]; the logarithm of the sum is float32 [B, H, T].
+    """
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention and the logarithm of its sum of exponentials."""
+        import torch
+
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = operator(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        result: tuple[torch.Tensor, torch.Tensor],
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of queries, keys and values."""
+        import torch
+
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        out, lse = result
+        in_memory = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the order in which forward returns it
+        found = operator(gradient, *tensors, out, in_memory, 0.0, causal, scale=scale)
+        return found[0], found[1], found[2]
+
+
+class CudaFlashAttention:
+    """``aten._scaled_dot_product_flash_attention``: as :class:`CpuFlashAttention`, in fp16 and bf16."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention and the logarithm of its sum of exponentials."""
+        import torch
+
+        operator = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = operator(query, key, value, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        result: tuple[torch.Tensor, torch.Tensor],
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of queries, keys and values."""
+        import torch
+
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        query, key, _ = tensors
+        unused = torch.zeros(
+            2, dtype=torch.uint64, device=query.device
+        )  # the state of a dropout there is not
+        lengths = (None, None, query.size(-2), key.size(-2))
+        out, lse = result
+        found = operator(
+            gradient,
+            *tensors,
+            out.contiguous(),
+            lse.contiguous(),
+            *lengths,
+            0.0,
+            causal,
+            unused,
+            unused[:1],
+            scale=scale,
+        )
+        return found[0], found[1], found[2]

@@ -10,11 +10,13 @@ import warnings
 from pathlib import Path
 
 NAMES = (
+    "cutting",
     "estimate_memory",
     "estimate_time",
     "imports",
     "materialise",
     "memory",
+    "model_axes",
     "overhead",
     "planning",
     "search_quality",

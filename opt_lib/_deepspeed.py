@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import BackendError, InputError, Problem
-from atorch_ns.job import Job, StateSpec, make_user_optimizer, parameter_names
+from atorch_ns.job import (
+    Job,
+    StateSpec,
+    in_user_order,
+    make_user_optimizer,
+    on_all_stages,
+    parameter_names,
+)
 from atorch_ns.method import Conflict
 from atorch_ns.strategy import Plan
 from opt_lib._deepspeed_optimizer import DeepSpeedOptimizer
@@ -24,7 +31,7 @@ from opt_lib._flat_states import FlatStates, Piece
 from opt_lib._optional import missing_problem, require
 from opt_lib._whole_world import one_axis_only
 
-__all__ = ["INSTALL", "check", "conflicts", "plan", "shard"]
+__all__ = ["INSTALL", "check", "conflicts", "plan", "require_fp32", "shard", "start", "states"]
 
 INSTALL = "pip install --no-build-isolation deepspeed"
 """Without isolation: its build reads the installed torch."""
@@ -98,7 +105,7 @@ def shard(job: Job, method: str, *, stage: int) -> None:
     if job.inputs.optim_func is None:
         raise InputError("DeepSpeed makes model and optimizer together, so auto_accelerate needs optim_func.")
     require_elementwise(job, "DeepSpeed")
-    _require_plain_parameters(job)
+    require_fp32(job)
     job.place()
     job.use_optim_backward = True
     job.requires_boundary = True
@@ -112,14 +119,19 @@ def shard(job: Job, method: str, *, stage: int) -> None:
             engine, group=job.mesh.data_group, skip_if_nonfinite=job.skip_if_nonfinite
         )
         job.clip = optimizer.clip_gradients
-        job.make_states = partial(_states, engine.optimizer)
+        job.make_states = partial(states, engine.optimizer)
         return engine, optimizer
 
     job.take_over = take_over
     job.explain(method, f"DeepSpeed ZeRO stage {stage}, which clips nothing by itself")
 
 
-def _require_plain_parameters(job: Job) -> None:
+def require_fp32(job: Job) -> None:
+    """Checks that ZeRO's flat fp32 partitions can hold every parameter.
+
+    Raises:
+        InputError: naming the first that they cannot.
+    """
     for name, parameter in job.module.named_parameters():
         if parameter.dim() == 0 or (parameter.requires_grad and parameter.dtype != torch.float32):
             raise InputError(
@@ -129,15 +141,13 @@ def _require_plain_parameters(job: Job) -> None:
 
 
 def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
-    deepspeed = _import(job.cluster.device_type)
+    deepspeed = start(job.cluster.device_type)
     optimizer = make_user_optimizer(job, groups)
     if optimizer.state:
         raise BackendError(
             f"{type(optimizer).__name__} keeps state from the moment it is made, which DeepSpeed does not carry "
             "over to the flat partitions it updates. Use another optimizer or another backend."
         )
-    with _without_shared_memory_build(deepspeed):
-        deepspeed.init_distributed(dist_init_required=False, verbose=False)
     _broadcast_buffers(job)
     num_elements = sum(parameter.numel() for parameter in job.module.parameters())
     engine, *_ = deepspeed.initialize(
@@ -149,7 +159,8 @@ def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
     return engine
 
 
-def _states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
+def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
+    """What ``zero``, DeepSpeed's optimizer, has in flat pieces; collective over the stages of a pipeline."""
     assert job.mesh is not None
     names = {parameter: own[0] for parameter, own in parameter_names(job.module).items()}
     specs: dict[str, StateSpec] = {}
@@ -168,12 +179,20 @@ def _states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
         pieces=pieces,
         whole={name: parameter for parameter, name in names.items()},
         optimizer=zero.optimizer,
-        groups=[[next(of_groups) for _ in parameters] for parameters in zero.bit16_groups],
+        groups=_on_all_stages(job, [[next(of_groups) for _ in group] for group in zero.bit16_groups]),
         mesh=job.mesh.data,
         shards=job.mesh.data_group,
         device=job.device,
         publish=zero.update_lp_params,
     )
+
+
+def _on_all_stages(job: Job, groups: list[list[str]]) -> list[list[str]]:
+    stages = on_all_stages(job, groups)
+    return [
+        in_user_order(job, (name for stage in stages for name in stage[place]))
+        for place in range(len(groups))
+    ]
 
 
 def _config(stage: int, num_elements: int) -> dict[str, Any]:
@@ -203,6 +222,15 @@ def _broadcast_buffers(job: Job) -> None:
     source = dist.get_process_group_ranks(job.mesh.data_group)[0]
     for buffer in job.module.buffers():
         dist.broadcast(buffer, src=source, group=job.mesh.data_group)
+
+
+def start(device_type: str) -> ModuleType:
+    """DeepSpeed, on the process group that there is, as if no engine had been made before in this process."""
+    deepspeed = _import(device_type)
+    deepspeed.utils.groups.mpu = None  # that of the last pipeline, which would lend its groups to any engine
+    with _without_shared_memory_build(deepspeed):
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    return deepspeed
 
 
 def _import(device_type: str) -> ModuleType:

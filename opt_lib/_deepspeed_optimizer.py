@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from atorch_ns.errors import StepError
 from opt_lib._partial_gradients import clip_parts, norm_of_parts
@@ -30,6 +32,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         engine: DeepSpeed's engine, with ``managed_gradient_accumulation`` off.
         group: the ranks that partitions are spread over.
         skip_if_nonfinite: skip a step, on all ranks, whose gradients are infinite or NaN.
+        stages: the ranks that norms are taken over, where that is more than ``group`` because ranks hold
+            stages of a pipeline; ``None`` for ``group``.
+        elsewhere: parameters that another of these ranks counts in norms.
+        names: of the parameters, for messages; ``None`` for those that the engine knows.
 
     Attributes:
         engine: DeepSpeed's engine.
@@ -37,15 +43,29 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         skipped: whether the last step was skipped.
     """
 
-    def __init__(self, engine: Any, *, group: dist.ProcessGroup, skip_if_nonfinite: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        group: dist.ProcessGroup,
+        skip_if_nonfinite: bool = False,
+        stages: dist.ProcessGroup | None = None,
+        elsewhere: Iterable[torch.Tensor] = (),
+        names: Mapping[torch.Tensor, str] | None = None,
+    ) -> None:
         # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
         self.engine = engine
         self.num_skipped = 0
         self.skipped = False
         self._zero = engine.optimizer
         self._group = group
+        self._all = group if stages is None else stages
+        self._pipeline = stages is not None
+        self._names = engine.param_names if names is None else names
+        self._elsewhere = {id(parameter) for parameter in elsewhere}
         self._device = torch.device(self._zero.device)
         self._skip_if_nonfinite = skip_if_nonfinite
+        self._before_steps: dict[int, Callable[..., Any]] = OrderedDict()
         self._boundary = True
         self._reduced = False
         self._unused = {p for parameters in self._zero.bit16_groups for p in parameters}
@@ -81,7 +101,14 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             The norm before, 0-d float32, the same on every rank.
         """
         self._reduce()
-        return clip_parts(self._gradients(), max_norm, norm_type, group=self._group, device=self._device)
+        return clip_parts(
+            self._gradients(),
+            max_norm,
+            norm_type,
+            group=self._all,
+            device=self._device,
+            uncounted=self._gradients(elsewhere=True),
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights and clears the gradients; does nothing if there are none. Collective.
@@ -99,6 +126,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 "step() was called although set_gradient_accumulation_boundary(False) said that more "
                 "micro-batches follow. Call set_gradient_accumulation_boundary(True) before the last one."
             )
+        for hook in self._before_steps.values():
+            hook(self, (), {})
         self._reduce()
         if self._reduced and self._watches:
             self._require_use_of_all()
@@ -109,6 +138,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self._zero.step()
         self.zero_grad()
         return loss
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Lets ``hook(optimizer, args, kwargs)`` be called at the beginning of every step."""
+        handle = RemovableHandle(self._before_steps)
+        self._before_steps[handle.id] = hook
+        return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those already averaged included."""
@@ -169,7 +204,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             self._zero.finalize_gradient_accumulation_boundary()
         else:
             self._zero.set_gradient_accumulation_boundary(True)
-            self._zero.reduce_gradients()
+            self._zero.reduce_gradients(pipeline_parallel=self._pipeline)
         self._reduced = True
 
     def _require_use_of_all(self) -> None:
@@ -177,10 +212,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
-        names = self.engine.param_names
         told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, {names[parameter] for parameter in self._unused}, group=self._group)
-        if unused := sorted(set.intersection(*told)):
+        here = {self._names[parameter] for parameter in self._unused}
+        dist.all_gather_object(told, here, group=self._group)
+        unused = sorted(set.intersection(*told))
+        if self._pipeline:  # all stages must stop, or the others would wait for those that do
+            of_stages: list[Any] = [None] * dist.get_world_size(self._all)
+            dist.all_gather_object(of_stages, unused, group=self._all)
+            unused = sorted({name for names in of_stages for name in names})
+        if unused:
             shown = ", ".join(unused[:5]) + (", …" if len(unused) > 5 else "")
             raise StepError(
                 f"{len(unused)} trainable parameter(s) took no part in the loss: {shown}. DeepSpeed would step them "
@@ -193,10 +233,18 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             return any(held is not None for held in self._zero.all_grad_tensors.values())
         return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        for partition in self._zero.averaged_gradients.values():
-            yield from partition or ()
+    def _gradients(self, *, elsewhere: bool = False) -> Iterator[torch.Tensor]:
+        """This rank's parts that it counts in norms, or those that another rank counts."""
+        for number, partition in self._zero.averaged_gradients.items():
+            if not self._elsewhere:
+                yield from () if elsewhere else partition or ()
+                continue
+            parts = [part for part in partition or () if not getattr(part, "_zero_padding", False)]
+            # One part for each parameter; where there is none, a part of zeros.
+            for parameter, part in zip(self._zero.params_in_partition[number], parts, strict=False):
+                if (id(parameter) in self._elsewhere) == elsewhere:
+                    yield part
 
     def _nonfinite(self) -> bool:
-        norm = norm_of_parts(self._gradients(), 2.0, group=self._group, device=self._device)
+        norm = norm_of_parts(self._gradients(), 2.0, group=self._all, device=self._device)
         return not bool(torch.isfinite(norm))

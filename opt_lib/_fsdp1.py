@@ -37,10 +37,11 @@ from opt_lib._shard_parts import (
     wrap_units,
 )
 
-__all__ = ["WHY_NOT_COMPILE", "WHY_NOT_HALF", "shard"]
+__all__ = ["WHY_NOT_COMPILE", "WHY_NOT_HALF", "WHY_WHOLE", "shard"]
 
 WHY_NOT_HALF = "version 1 keeps flat fp32 parameters; use mixed_precision in its config, or version 2."
 WHY_NOT_COMPILE = "version 1 flattens parameters, which the compiler cannot follow; use version 2."
+WHY_WHOLE = "it flattens plain parameters of one model that is called as a whole"
 
 
 def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:

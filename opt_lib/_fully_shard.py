@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
-from atorch_ns.job import Job, Materialiser
+from atorch_ns.job import Job, Materialiser, SkipSync
+from atorch_ns.pipeline import get_schedule
+from atorch_ns.strategy import MODEL_AXES
+from opt_lib._expert_shards import apart, shard_experts
 from opt_lib._shard_config import ShardConfig
 from opt_lib._shard_parts import (
     Switch,
@@ -21,12 +25,13 @@ from opt_lib._shard_parts import (
     dtype_of,
     ignored_parameters,
     init_function,
+    kept_whole,
     place_ignored,
     wanted_precision,
     wrap_units,
 )
 
-__all__ = ["shard"]
+__all__ = ["shard", "skip_sync"]
 
 
 def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
@@ -45,19 +50,22 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     materialiser = job.materialiser(init_function(config.param_init_fn))
     ignored = ignored_parameters(job.module, config, materialiser)
     options = _options(job, config, ignored, keep_gathered)
-    units = wrap_units(job.module, config)
+    units = [unit for unit in wrap_units(job.module, config) if unit not in apart(job)]
+    experts = shard_experts(job, options, sync=config.sync_module_states)
+    options["ignored_params"] = ignored | experts | kept_whole(job)
     if config.wrap_trainable_outmost:
         _shard_trainable(job, config, options, materialiser)
     # Children before parents: a unit manages what no unit inside it manages.
     for module in reversed(units):
         _prepare(job, config, materialiser, module)
         fully_shard(module, **options)
-    _prepare(job, config, materialiser, job.module)
-    root = fully_shard(job.module, **options)
+    for root in job.roots:
+        _prepare(job, config, materialiser, root)
+        fully_shard(root, **options)
     place_ignored(job, ignored)
     if config.forward_prefetch:
         _prefetch_forward(units)
-    job.skip_sync = _skip_sync(root, average_ignored(job, ignored))
+    job.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
     job.placed = True
     _explain(job, method, config, len(units), len(ignored), options)
 
@@ -71,12 +79,26 @@ def _options(
         options["reshard_after_forward"] = config.reshard_after_forward
     elif keep_gathered or config.keeps_gathered:
         options["reshard_after_forward"] = False
+    if job.stages and get_schedule(job.plan.schedule).splits_backward:
+        options["reshard_after_forward"] = _must_not_reshard(job, config)
     policy = _mixed_precision(job, config)
     if policy is not None:
         options["mp_policy"] = policy
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
     return options
+
+
+def _must_not_reshard(job: Job, config: ShardConfig) -> bool:
+    """torch looks for the weights' part of a split backward pass among gathered parameters; where these have been
+    let go after the forward pass, it finds none and computes no gradient."""
+    if config.reshard_after_forward not in (None, False):
+        raise InputError(
+            f"reshard_after_forward={config.reshard_after_forward} cannot stand with the pipeline schedule "
+            f"{job.plan.schedule}, which computes gradients of weights apart from those of inputs. Use "
+            "reshard_after_forward=False, or the schedule 1F1B, GPipe, Interleaved1F1B or LoopedBFS."
+        )
+    return False
 
 
 def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | None:
@@ -96,12 +118,17 @@ def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: 
     materialiser.materialise([module])
     if config.sync_module_states:
         broadcast_from_first(job, [p for p in module.parameters() if not _is_sharded(p)])
-        if module is job.module:
+        if module in job.roots:
             broadcast_from_first(job, list(module.buffers()))
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, torch.distributed.tensor.DTensor)
+    """Whether a unit inside manages it: a parameter on the model's own axes alone is still to be sharded.
+
+    Experts are not: the ranks that share what is around them hold different ones.
+    """
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return any(name == "expert" or name not in MODEL_AXES for name in names or ())
 
 
 def _shard_trainable(
@@ -113,6 +140,7 @@ def _shard_trainable(
         module
         for module in job.module.modules()
         if module is not job.module and any(p.requires_grad for p in module.parameters(recurse=False))
+        if module not in apart(job)
     ]
     if not frozen or not modules:
         raise InputError(
@@ -124,15 +152,20 @@ def _shard_trainable(
     fully_shard(modules, **{**options, "reshard_after_forward": False})
 
 
-def _skip_sync(root: FSDPModule, switch: Switch) -> Any:
+def skip_sync(roots: Iterable[nn.Module], switch: Switch) -> SkipSync:
+    """Keeps gradients of sharded or replicated ``roots`` local for a while."""
+    sharded = [root for root in roots if isinstance(root, FSDPModule)]
+
     @contextmanager
     def skip() -> Iterator[None]:
-        root.set_requires_gradient_sync(False)
+        for root in sharded:
+            root.set_requires_gradient_sync(False)
         switch.on = False
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            for root in sharded:
+                root.set_requires_gradient_sync(True)
             switch.on = True
 
     return skip

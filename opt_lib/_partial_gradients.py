@@ -50,8 +50,14 @@ def clip_parts(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
+    uncounted: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scales all parts so that their norm is at most ``max_norm``; collective.
+
+    Args:
+        parts, norm_type, group, device: as :func:`norm_of_parts` has them.
+        max_norm: the largest norm to leave.
+        uncounted: parts that another rank has too and counts; only scaled.
 
     Returns:
         The norm before, as :func:`norm_of_parts`.
@@ -59,6 +65,6 @@ def clip_parts(
     here = list(parts)
     norm = norm_of_parts(here, norm_type, group=group, device=device)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for part in here:
+    for part in (*here, *uncounted):
         part.mul_(scale.to(part.device, part.dtype))
     return norm

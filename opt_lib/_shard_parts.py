@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
 from atorch_ns.profile import repeated_blocks, select_modules
+from atorch_ns.torch_compat import plain_name
 from opt_lib._shard_config import MixedPrecisionConfig, ShardConfig
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "dtype_of",
     "ignored_parameters",
     "init_function",
+    "kept_whole",
     "place_ignored",
     "untied",
     "wanted_precision",
@@ -86,6 +90,15 @@ def ignored_parameters(
     return ignored | {parameter for module in scalars for parameter in _own(module) if parameter.ndim == 0}
 
 
+def kept_whole(job: Job) -> set[nn.Parameter]:
+    """The parameters that are neither sharded nor averaged with the others, since several stages of this rank use
+    them; moved to this rank's device."""
+    named = job.module.named_parameters() if job.kept_whole else ()
+    found = {parameter for name, parameter in named if plain_name(name) in job.kept_whole}
+    place_ignored(job, found)
+    return found
+
+
 def _own(module: nn.Module) -> Iterable[nn.Parameter]:
     return module.parameters(recurse=False)
 
@@ -136,13 +149,21 @@ def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
 
 
 @torch.no_grad()
-def broadcast_from_first(job: Job, tensors: Iterable[torch.Tensor]) -> None:
-    """Gives ``tensors`` the values they have on the first data rank; collective."""
+def broadcast_from_first(
+    job: Job, tensors: Iterable[torch.Tensor], *, mesh: DeviceMesh | None = None
+) -> None:
+    """Gives ``tensors``, or this rank's shards of them, the values they have on the first data rank; collective.
+
+    Args:
+        job: the job.
+        tensors: on all ranks the same ones.
+        mesh: a one-dimensional one, in place of that of the data.
+    """
     assert job.mesh is not None
-    group = job.mesh.data_group
+    group = (mesh or job.mesh.data).get_group()
     source = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
-        data = tensor.data
+        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
         local = data.to(job.device)
         dist.broadcast(local, src=source, group=group)
         if local is not data:

@@ -116,7 +116,7 @@ class Checkpoint(Method[CheckpointConfig]):
             if position % config.every_n == 0:
                 _replace(job.module, block, checkpoint_wrapper(block.module, _function(config)))
                 wrapped += 1
-        if wrapped == 0:
+        if wrapped == 0 and not job.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
                 "nothing in the model as the methods before it left it."

@@ -16,6 +16,7 @@ from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
+from opt_lib._replicate import replicate_parts
 
 __all__ = ["Ddp", "DdpConfig"]
 
@@ -81,6 +82,9 @@ class Ddp(Method[DdpConfig]):
         """Wraps the model; collective."""
         assert job.mesh is not None
         job.place()
+        if job.mesh.divides_model:
+            replicate_parts(job, self.name)
+            return
         find_unused = config.find_unused_parameters
         model = DistributedDataParallel(
             job.model,

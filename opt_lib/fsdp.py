@@ -17,6 +17,7 @@ from opt_lib._fully_shard import shard
 from opt_lib._selectors import unmatched_problem
 from opt_lib._shard_config import ShardConfig
 from opt_lib._shard_plan import plan_shards
+from opt_lib._whole_world import whole_models_only
 
 __all__ = ["Fsdp", "FsdpConfig"]
 
@@ -37,6 +38,7 @@ class Fsdp(Method[FsdpConfig]):
     conflicts = (
         Conflict("half", _fsdp1.WHY_NOT_HALF, when=lambda mine, _: mine.version == 1),
         Conflict("compile", _fsdp1.WHY_NOT_COMPILE, when=lambda mine, _: mine.version == 1),
+        whole_models_only(lambda config: config.version == 1, "version 1", why=_fsdp1.WHY_WHOLE),
     )
     variants = MappingProxyType({"version 1": {"version": 1}})
     needs_process_group = True

@@ -8,11 +8,13 @@ from typing import Any, final
 
 from pydantic import Field, StrictInt, field_validator
 
-from atorch_ns.cluster import AXES, Cluster, Mesh, check_axes, fit, mesh_ranks
+from atorch_ns.cluster import AXES, Cluster, Mesh, check_axes, fit, layout, mesh_ranks
+from atorch_ns.errors import Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
-from atorch_ns.strategy import DATA_AXES, Plan
+from atorch_ns.strategy import DATA_AXES, MODEL_AXES, Plan
+from opt_lib._mesh_options import model_shapes
 
 __all__ = ["ParallelMode", "ParallelModeConfig"]
 
@@ -79,19 +81,42 @@ class ParallelMode(Method[ParallelModeConfig]):
         for name, size in config.axes:
             if name in DATA_AXES:
                 ranks *= size
-            elif size > 1:
+            if name in MODEL_AXES and size > 1:
                 yield Need(
                     f"axis:{name}", f"parallel_mode has {name}={size}, which divides nothing by itself"
                 )
         if ranks > 1:
             yield Need("gradient_sync", f"{ranks} ranks see different data and must agree on gradients")
 
+    def check(self, config: ParallelModeConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """Where the model is divided, groups must list their ranks in ascending order.
+
+        torch numbers the ranks of a group by rank, a mesh by place: in another order a part of the model and the
+        number it is known by would be of different ranks.
+        """
+        if config.rank_order is None or not any(n in MODEL_AXES and size > 1 for n, size in config.axes):
+            return []
+        for name, groups in layout(config.axes, cluster.world_size, config.rank_order).items():
+            for group in groups:
+                if group != sorted(group):
+                    return [
+                        Problem(
+                            message=f"the ranks of a group along {name!r} are {group}, not in ascending order, while "
+                            "the model is divided over ranks",
+                            method=self.name,
+                            key="rank_order",
+                            accepted="an order in which every group ascends, or null",
+                        )
+                    ]
+        return []
+
     def plan(self, plan: Plan, config: ParallelModeConfig) -> Plan:
         """The mesh."""
         return replace(plan, axes=config.axes, rank_order=config.rank_order)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[ParallelModeConfig]:
-        """All ranks along ``data``, and every division into ``zero`` inside and ``data`` outside.
+        """All ranks along ``data``, every division into ``zero`` inside and ``data`` outside, and every
+        :func:`~opt_lib._mesh_options.model_shapes` with the rest of the ranks along ``data``.
 
         Groups along ``zero`` lie within a node or are made of whole nodes.
         """
@@ -102,6 +127,8 @@ class ParallelMode(Method[ParallelModeConfig]):
         for zero in range(2, world):
             if world % zero == 0 and (node % zero == 0 or zero % node == 0):
                 yield ParallelModeConfig(axes=(("zero", zero), ("data", world // zero)))
+        for axes in model_shapes(profile, cluster):
+            yield ParallelModeConfig(axes=axes)
 
     def apply(self, job: Job, config: ParallelModeConfig) -> None:
         """Makes the mesh; collective."""

@@ -18,11 +18,14 @@ from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib import _deepspeed, _fairscale
+from opt_lib._whole_world import whole_models_only
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["Zero1", "Zero1Config"]
+
+_WHY_WHOLE = "it gives whole parameters to ranks and sends them as plain tensors"
 
 
 class Zero1Config(MethodConfig):
@@ -53,7 +56,10 @@ class Zero1(Method[Zero1Config]):
     phase = Phase.OPTIMIZER
     Config = Zero1Config
     provides = ("optimizer_sharding",)
-    conflicts = _deepspeed.conflicts(lambda config: config.deepspeed)
+    conflicts = (
+        *_deepspeed.conflicts(lambda config: config.deepspeed),
+        whole_models_only(lambda config: not config.deepspeed, "zero1", why=_WHY_WHOLE),
+    )
     variants = MappingProxyType({"fairscale": {"backend": "fairscale"}, "DeepSpeed": {"use_ds_zero": True}})
     needs_process_group = True
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
     WRAPPER_PREFIXES,
+    CpuFlashAttention,
     CpuMemoryRecord,
+    CudaFlashAttention,
     checkpoint_wrapper,
     count_operators,
     fake_tensor_mode,
@@ -22,8 +28,12 @@ from atorch_ns.torch_compat import (
     found_inf_tensors,
     fsdp1_parts,
     hybrid_shard_zero2,
+    in_backward,
+    is_strided_shard,
+    local_grad_scaler,
     outside_fake_mode,
     persistent_buffers,
+    pipeline_orders,
     unwrap_checkpoint,
 )
 
@@ -153,3 +163,95 @@ def test_cpu_memory_is_counted_in_all_threads() -> None:
     finally:
         record.count(False)
     assert first[-1] - second[-1] == 400  # what the thread took, it gave back
+
+
+def test_pipeline_orders_are_those_of_a_constructed_schedule() -> None:
+    stages = [SimpleNamespace(num_stages=4, group_size=2, group_rank=0, submod=None) for _ in range(2)]
+    for name in ("ScheduleInterleaved1F1B", "ScheduleDualPipeV"):
+        schedule = getattr(pipelining, name)(stages, 6)
+        orders = pipeline_orders(name, num_ranks=2, num_micro_batches=6, stages_per_rank=2)
+        for rank, order in enumerate(orders):
+            planned = [one for one in schedule.pipeline_order[rank] if one is not None]
+            parts = [part for one in planned for part in (one.sub_actions or (one,))]
+            assert order == [
+                (one.computation_type.value, one.stage_index, one.microbatch_index) for one in parts
+            ]
+
+
+def _scaled_on_several_meshes() -> tuple[float, list[float]]:
+    mesh = DeviceMesh("cpu", [0, 1])
+    parameters = [
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 8.0)
+    if dist.get_rank() == 1:
+        parameters[1].grad.to_local().fill_(float("inf"))
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scaler = local_grad_scaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    (flag,) = found_inf_tensors(scaler, optimizer)
+    return float(flag), parameters[0].grad.tolist()
+
+
+def test_a_scaler_looks_at_its_own_part_of_gradients_on_several_meshes() -> None:
+    assert run_ranks(_scaled_on_several_meshes, 2) == [(0.0, [2.0, 2.0]), (1.0, [2.0, 2.0])]
+
+
+def _divided_twice() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layer = nn.Linear(2, 8, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh["tensor"], [Shard(0)]))
+    fully_shard(layer, mesh=mesh["data"])
+    return [is_strided_shard(placement) for placement in layer.weight.placements]
+
+
+def test_a_dimension_that_is_divided_twice_has_a_strided_shard() -> None:
+    assert run_ranks(_divided_twice, 4) == [[True, False]] * 4
+
+
+def test_a_backward_pass_is_noticed() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(in_backward()))
+    seen.append(in_backward())
+    y.sum().backward()
+    seen.append(in_backward())
+    assert seen == [False, True, False]
+
+
+def _check_kernel(
+    kernel: CpuFlashAttention | CudaFlashAttention, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Against the formula, where the keys are a part of those that the result is of."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 3, 8, 16, generator=generator).to(device, dtype) for _ in range(4)]
+    query, key, value = (tensor.float().requires_grad_() for tensor in drawn[:3])
+    scores = query @ key.transpose(-1, -2) * 0.3
+    expected, lse = scores.softmax(-1) @ value, scores.logsumexp(-1)
+    gradients = torch.autograd.grad(expected, (query, key, value), drawn[3].float())
+    tensors = (drawn[0], drawn[1], drawn[2])
+    found, found_lse = kernel.forward(*tensors, False, 0.3)
+    assert torch.allclose(found.float(), expected, atol=tolerance)
+    assert torch.allclose(found_lse, lse, atol=tolerance)
+    result = (expected.detach().to(dtype), lse.detach())
+    whole = kernel.backward(drawn[3], tensors, result, False, 0.3)
+    half = (drawn[0], drawn[1][:, :, :4].contiguous(), drawn[2][:, :, :4].contiguous())
+    part = kernel.backward(drawn[3], half, result, False, 0.3)
+    for mine, theirs in zip(
+        (*whole, *part[1:]), (*gradients, *(g[:, :, :4] for g in gradients[1:])), strict=True
+    ):
+        assert torch.allclose(mine.float(), theirs, atol=tolerance)
+
+
+def test_attention_on_the_cpu_tells_the_sum_of_exponentials() -> None:
+    _check_kernel(CpuFlashAttention(), "cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_on_a_gpu_tells_the_sum_of_exponentials() -> None:
+    _check_kernel(CudaFlashAttention(), "cuda", torch.bfloat16, 6e-2)

@@ -19,11 +19,11 @@ _SHOWN = 5
 
 def check_model(
     manifest: Manifest,
-    weights: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    extra_states: Mapping[str, torch.Tensor],
+    weights: Mapping[str, TensorRecord],
+    buffers: Mapping[str, TensorRecord],
+    extra_states: Mapping[str, TensorRecord],
 ) -> None:
-    """Compares names, shapes and kinds of dtype.
+    """Compares names, shapes and kinds of dtype of the whole model here with those of the checkpoint.
 
     Raises:
         CheckpointError: naming the first few tensors that are missing, unexpected or different.
@@ -110,11 +110,12 @@ def _check_data(manifest: Manifest, result: Result) -> None:
         )
 
 
-def _differences(what: str, there: Mapping[str, TensorRecord], here: Mapping[str, torch.Tensor]) -> list[str]:
+def _differences(what: str, there: Mapping[str, TensorRecord], here: Mapping[str, TensorRecord]) -> list[str]:
     problems = _names(what, there.keys(), here.keys())
     changed = []
     for name in here.keys() & there.keys():
-        shape, dtype = tuple(here[name].shape), here[name].dtype
+        shape = here[name].shape
+        dtype: torch.dtype = getattr(torch, here[name].dtype)
         saved: torch.dtype = getattr(torch, there[name].dtype)
         if shape != there[name].shape:
             changed.append(f"{name} is {shape} here and {there[name].shape} in the checkpoint")

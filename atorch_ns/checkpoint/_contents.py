@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,16 @@ from atorch_ns.checkpoint._groups import record_groups
 from atorch_ns.checkpoint._manifest import Manifest, OptimizerRecord, SchedulerRecord, TensorRecord
 from atorch_ns.checkpoint._values import encode
 from atorch_ns.errors import CheckpointError
-from atorch_ns.job import Job, OptimizerStates, Result, StateSpec, StepOptimizer, TrainingStates
+from atorch_ns.job import (
+    Job,
+    OptimizerStates,
+    Result,
+    StateSpec,
+    StepOptimizer,
+    TrainingStates,
+    in_user_order,
+    on_all_stages,
+)
 from atorch_ns.torch_compat import persistent_buffers, plain_name
 
 __all__ = [
@@ -27,9 +37,11 @@ __all__ = [
     "Contents",
     "class_name",
     "extra_states",
+    "held_by_stages",
     "read_contents",
     "state_specs",
     "states_of",
+    "tensor_records",
     "with_all_ranks",
 ]
 
@@ -71,14 +83,17 @@ def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Conten
     """
     job = result.job
     states = states_of(result)
-    weights, optimizer, rng = states.weights(), states.optimizer_states(), _rng.capture(job.device)
+    weights, optimizer, rng = (
+        states.weights(),
+        states.optimizer_states(),
+        _rng.capture(job.device, job.randomness),
+    )
     buffers, extras = persistent_buffers(job.module), extra_states(job.module)
+    records = [held_by_stages(job, found) for found in (weights, buffers, extras)]
     tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
-    if (
-        job.cluster.rank == 0
-    ):  # every rank has them, and where they differ, rank 0's are what DDP sends around
-        tensors |= {BUFFER + name: tensor for name, tensor in buffers.items()}
-        tensors |= {EXTRA_STATE + name: tensor for name, tensor in extras.items()}
+    if _is_first(job):  # every rank has them, and where they differ, rank 0's are what DDP sends around
+        tensors |= {BUFFER + name: tensor for name, tensor in _counted(job, buffers).items()}
+        tensors |= {EXTRA_STATE + name: tensor for name, tensor in _counted(job, extras).items()}
     for name, entries in optimizer.tensors.items():
         tensors |= {_state_key(name, entry): tensor for entry, tensor in entries.items()}
     tensors |= {f"{RNG}{job.cluster.rank}.{kind}": tensor for kind, tensor in rng.items()}
@@ -88,9 +103,9 @@ def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Conten
         strategy=tuple({"name": part.name, "config": part.config} for part in result.report.strategy),
         versions={"atorch_ns": __version__, "torch": torch.__version__},
         model_class=class_name(job.inputs.model),
-        weights=_records(weights),
-        buffers=_records(buffers),
-        extra_states=_records(extras),
+        weights=records[0],
+        buffers=records[1],
+        extra_states=records[2],
         optimizer=_optimizer_record(result, states, optimizer),
         scheduler=_scheduler_record(result.lr_scheduler),
         scaler=_scaler_state(result.optim),
@@ -114,6 +129,16 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
         merged = {name: entries for ranks, _ in told for name, entries in ranks.items()}
         update["optimizer"] = own.optimizer.model_copy(update={"values": merged})
     return replace(contents, manifest=own.model_copy(update=update))
+
+
+def held_by_stages(job: Job, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    """What all stages of a pipeline hold together, and without one this rank; collective over the stages."""
+    found = {
+        name: record
+        for stage in on_all_stages(job, tensor_records(tensors))
+        for name, record in stage.items()
+    }
+    return {name: found[name] for name in in_user_order(job, found)}
 
 
 def state_specs(tensors: dict[str, StateSpec]) -> dict[str, dict[str, StateSpec]]:
@@ -168,7 +193,22 @@ def _values(states: OptimizerStates) -> dict[str, dict[str, Any]]:
     }
 
 
-def _records(tensors: dict[str, torch.Tensor]) -> dict[str, TensorRecord]:
+def _is_first(job: Job) -> bool:
+    """Whether this is rank 0, or one of those that hold the other stages of its pipeline."""
+    group = job.stage_group
+    return job.cluster.rank == 0 if group is None else 0 in dist.get_process_group_ranks(group)
+
+
+def _counted(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that no earlier stage holds too; collective over rank 0's pipeline."""
+    stages = on_all_stages(job, list(tensors))
+    group = job.stage_group
+    earlier = {name for stage in stages[: 0 if group is None else group.rank()] for name in stage}
+    return {name: tensor for name, tensor in tensors.items() if name not in earlier}
+
+
+def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    """Whole shape and dtype of each."""
     return {
         name: TensorRecord(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()

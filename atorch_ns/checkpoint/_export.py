@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from atorch_ns.checkpoint._contents import states_of
+from atorch_ns.checkpoint._contents import held_by_stages, states_of, tensor_records
+from atorch_ns.checkpoint._manifest import TensorRecord
 from atorch_ns.cluster import agree
 from atorch_ns.errors import CheckpointError
-from atorch_ns.job import Result
+from atorch_ns.job import Job, Result, in_user_order, local_part, on_all_stages
 from atorch_ns.torch_compat import persistent_buffers
 
 __all__ = ["Unmatched", "export_state_dict", "import_state_dict", "whole_tensors"]
@@ -43,20 +44,61 @@ def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
     return exported
 
 
-def whole_tensors(result: Result) -> dict[str, torch.Tensor]:
-    """As :func:`export_state_dict`, with tied parameters under their first name only; collective."""
-    first = result.job.cluster.rank == 0
+def whole_tensors(
+    result: Result, *, everywhere: bool = False, buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """As :func:`export_state_dict`, with tied parameters under their first name only; collective.
+
+    Args:
+        result: of ``auto_accelerate``.
+        everywhere: on every rank, not on rank 0 alone.
+        buffers: persistent buffers too.
+    """
+    job = result.job
+    own = states_of(result).weights()
+    if buffers:
+        own |= persistent_buffers(job.module)
+    group = job.stage_group
+    keeps = everywhere or job.cluster.rank == 0
     found = {}
-    for name, weight in states_of(result).weights().items():
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        if first:
-            found[name] = whole.detach().to("cpu", copy=True)
-    if first:
-        found |= {
-            name: buffer.detach().to("cpu", copy=True)
-            for name, buffer in persistent_buffers(result.job.module).items()
-        }
-    return found
+    for place, names in enumerate(_by_stage(job, own)):
+        for name, record in names.items():
+            whole = _whole(own[name]) if group is None or group.rank() == place else None
+            if group is not None and (everywhere or 0 in dist.get_process_group_ranks(group)):
+                whole = _from_stage(whole, record, place, group, job.device)
+            if keeps and whole is not None:
+                found[name] = whole.detach().to("cpu", copy=True)
+    return {name: found[name] for name in in_user_order(job, found)}
+
+
+def _by_stage(job: Job, own: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:
+    """What each stage gives: of a tensor that several hold, the first one. Collective over the stages."""
+    taken: set[str] = set()
+    given = []
+    for stage in on_all_stages(job, tensor_records(own)):
+        given.append({name: record for name, record in stage.items() if name not in taken})
+        taken |= stage.keys()
+    return given
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _from_stage(
+    whole: torch.Tensor | None,
+    record: TensorRecord,
+    place: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """The tensor that the rank at ``place`` of ``group`` has, on all of them."""
+    if whole is None:
+        sent = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device)
+    else:
+        sent = whole.detach().to(device).contiguous()
+    dist.broadcast(sent, src=dist.get_process_group_ranks(group)[place], group=group)
+    return sent
 
 
 def import_state_dict(
@@ -79,26 +121,29 @@ def import_state_dict(
     """
     job = result.job
     states = states_of(result)
-    targets = {**states.weights(), **persistent_buffers(job.module)}
-    aliases = {name: (name, *job.tied.get(name, ())) for name in targets}
+    weights = states.weights()
+    targets = {**weights, **persistent_buffers(job.module)}
+    records = held_by_stages(job, targets)
+    aliases = {name: (name, *job.tied.get(name, ())) for name in records}
     first, distributed = job.cluster.rank == 0, job.cluster.distributed
 
     def match() -> tuple[dict[str, str], Unmatched]:
-        return _match(state_dict, targets, aliases, strict=strict) if first else ({}, Unmatched([], []))
+        return _match(state_dict, records, aliases, strict=strict) if first else ({}, Unmatched([], []))
 
     matched = [agree(match, what="comparing the names", distributed=distributed)]
     if distributed:
         dist.broadcast_object_list(matched, src=0)
     keys, unmatched = matched[0]
     for name, key in keys.items():
-        _fill(targets[name], state_dict[key] if first else None, job.device, distributed=distributed)
-    states.set_weights({name: targets[name] for name in states.weights()})
+        source = state_dict[key] if first else None
+        _fill(targets.get(name), records[name], source, job.device, distributed=distributed)
+    states.set_weights(weights)
     return unmatched
 
 
 def _match(
     given: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, TensorRecord],
     aliases: Mapping[str, Sequence[str]],
     *,
     strict: bool,
@@ -111,7 +156,7 @@ def _match(
         if not present:
             continue
         keys[name] = present[0]
-        shape, wanted = tuple(given[present[0]].shape), tuple(targets[name].shape)
+        shape, wanted = tuple(given[present[0]].shape), targets[name].shape
         if shape != wanted:
             problems.append(f"{name} is {wanted} here and {shape} there")
         if any(not torch.equal(given[present[0]], given[key]) for key in present[1:]):
@@ -131,18 +176,24 @@ def _match(
 
 @torch.no_grad()
 def _fill(
-    target: torch.Tensor, source: torch.Tensor | None, device: torch.device, *, distributed: bool
+    target: torch.Tensor | None,
+    record: TensorRecord,
+    source: torch.Tensor | None,
+    device: torch.device,
+    *,
+    distributed: bool,
 ) -> None:
-    """Copies rank 0's ``source`` into every rank's ``target``, or the rank's shard of it."""
+    """Copies rank 0's ``source`` into every rank's ``target``, or the rank's part of it."""
+    dtype: torch.dtype = getattr(torch, record.dtype)
     if source is None:
-        whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+        whole = torch.empty(record.shape, dtype=dtype, device=device)
     else:
-        whole = source.to(device=device, dtype=target.dtype).contiguous()
+        whole = source.to(device=device, dtype=dtype).contiguous()
     if distributed:
         dist.broadcast(whole, src=0)
     if isinstance(target, DTensor):
-        target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
-    else:
+        target.to_local().copy_(local_part(whole, target))
+    elif target is not None:
         target.copy_(whole)
 
 

@@ -21,6 +21,7 @@ from atorch_ns.checkpoint._contents import (
     STATE,
     WEIGHT,
     extra_states,
+    held_by_stages,
     state_specs,
     states_of,
 )
@@ -135,12 +136,12 @@ class _Source:
         """Checks everything and makes room; nothing of ``result`` is changed."""
         manifest, specs = Manifest.read(folder), describe_tensors(folder)
         states = states_of(result)
-        weights, module = states.weights(), result.job.module
-        buffers = persistent_buffers(module)
-        check_model(manifest, weights, buffers, extra_states(module))
+        weights, job = states.weights(), result.job
+        buffers, extras = persistent_buffers(job.module), extra_states(job.module)
+        check_model(manifest, *(held_by_stages(job, found) for found in (weights, buffers, extras)))
         check_training(manifest, states, result, data_position=data_position)
         wanted = _wanted_specs(manifest, specs, weights)
-        extras = {name: _empty(specs[EXTRA_STATE + name]) for name in manifest.extra_states}
+        blank_extras = {name: _empty(specs[EXTRA_STATE + name]) for name in extras}
         return cls(
             folder=folder,
             manifest=manifest,
@@ -150,7 +151,7 @@ class _Source:
             blank=states.blank_states(wanted) if result.optim is not None else {},
             rng=_blank_rng(specs, _rng_source(manifest, result)),
             buffers=buffers,
-            extras=extras,
+            extras=blank_extras,
             notes=left_out(manifest, result, data_position=data_position),
             data_position=data_position,
         )
@@ -179,7 +180,7 @@ class _Source:
         if self.data_position and manifest.data is not None and result.dataloader is not None:
             result.dataloader.load_state_dict(manifest.data)
         result.train_step.num_steps = manifest.step
-        _rng.restore(self.rng, result.job.device)
+        _rng.restore(self.rng, result.job.device, result.job.randomness)
         rank = result.job.cluster.rank
         if rank >= manifest.world_size and len(set(manifest.rng_digests)) > 1:
             _rng.spread(rank)

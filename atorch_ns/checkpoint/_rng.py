@@ -1,4 +1,4 @@
-"""Random states of a rank: torch's on the CPU and on its GPU, Python's and numpy's."""
+"""Random states of a rank: torch's on the CPU and on its GPU, Python's, numpy's, and those that ranks share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from atorch_ns.job import SharedRandomness
+
 __all__ = ["capture", "digest", "restore", "spread"]
 
 _NUM_WORDS = 624
 _PYTHON_VERSION = 3
 
 
-def capture(device: torch.device) -> dict[str, torch.Tensor]:
-    """Every random state of this rank, by kind; ``cuda`` only where ``device`` is a GPU."""
+def capture(device: torch.device, shared: SharedRandomness | None = None) -> dict[str, torch.Tensor]:
+    """Every random state of this rank, by kind; ``cuda`` only on a GPU, ``shared`` only where ranks share states."""
     _, words, gauss = random.getstate()
     _, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     states = {
@@ -29,6 +31,8 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    if shared is not None:
+        states["shared"] = shared.state()
     return states
 
 
@@ -41,8 +45,10 @@ def digest(states: Mapping[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Sets what :func:`capture` gave. A GPU's state is left alone where there is no such GPU."""
+def restore(
+    states: Mapping[str, torch.Tensor], device: torch.device, shared: SharedRandomness | None = None
+) -> None:
+    """Sets what :func:`capture` gave. What there is no place for here is left out."""
     torch.set_rng_state(states["torch"])
     words, gauss = states["python"].tolist(), float(states["python_gauss"])
     random.setstate((_PYTHON_VERSION, tuple(words), None if math.isnan(gauss) else gauss))
@@ -53,6 +59,8 @@ def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     )
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+    if "shared" in states and shared is not None:
+        shared.restore(states["shared"])
 
 
 def spread(rank: int) -> None:

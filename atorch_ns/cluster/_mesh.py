@@ -16,7 +16,7 @@ __all__ = ["Mesh"]
 # The order of the mesh's dimensions. The groups along each axis are those of the user's order of axes, which
 # the array of ranks keeps; but torch slices a mesh only in its own order, and hybrid sharding wants
 # (replicate, shard), tensor parallelism its axis last.
-_MESH_ORDER = ("pipeline", "data", "zero", "expert", "sequence", "tensor")
+_MESH_ORDER = ("pipeline", "data", "expert", "zero", "sequence", "tensor")
 
 
 class Mesh:
@@ -31,7 +31,7 @@ class Mesh:
 
     Attributes:
         axes: the axes, innermost first.
-        device_mesh: torch's mesh over all axes, in the order pipeline, data, zero, expert, sequence, tensor.
+        device_mesh: torch's mesh over all axes, in the order pipeline, data, expert, zero, sequence, tensor.
     """
 
     def __init__(
@@ -49,7 +49,16 @@ class Mesh:
         names = [name for name in _MESH_ORDER if name in written]
         ranks = ranks.transpose([written.index(name) for name in names])
         self.device_mesh = DeviceMesh(device_type, torch.tensor(ranks), mesh_dim_names=tuple(names))
-        self._data = self._data_mesh(tuple(name for name in names if name in ("data", "zero")))
+        self._data = self._flat(tuple(name for name in names if name in ("data", "zero", "expert")))
+        self._copies = self._flat(tuple(name for name in names if name in ("data", "zero")))
+        self._replicas = tuple(name for name in names if name in ("data", "expert") and self.size(name) > 1)
+        if self.size("zero") > 1 and len(self._replicas) > 1:
+            self._flat(self._replicas)
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold different parts of the model or of a sample."""
+        return any(self.size(name) > 1 for name in ("tensor", "sequence", "pipeline", "expert"))
 
     def size(self, name: str) -> int:
         """The size of an axis; 1 if the mesh has no such axis."""
@@ -61,8 +70,13 @@ class Mesh:
 
     @property
     def data(self) -> DeviceMesh:
-        """The ranks that see different data: ``data`` and ``zero`` together, as one dimension."""
+        """The ranks that see different data: ``data``, ``zero`` and ``expert`` together, as one dimension."""
         return self._data
+
+    @property
+    def copies(self) -> DeviceMesh:
+        """Those of :attr:`data` that hold the same experts: ``data`` and ``zero`` together, as one dimension."""
+        return self._copies
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -76,12 +90,15 @@ class Mesh:
 
     @property
     def replicate_and_shard(self) -> DeviceMesh:
-        """For fully sharded training: ``(replicate, shard)`` if both data and zero divide, else one dimension."""
-        if self.size("data") > 1 and self.size("zero") > 1:
-            return self.device_mesh["data", "zero"]
+        """For fully sharded training: ``(replicate, shard)`` where zero is not alone, else one dimension.
+
+        What is not sharded over ``expert`` is replicated there, as it is over ``data``.
+        """
+        if self._replicas and self.size("zero") > 1:
+            return self.device_mesh["_".join(self._replicas), "zero"]
         return self.shard
 
-    def _data_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+    def _flat(self, names: tuple[str, ...]) -> DeviceMesh:
         if len(names) == 1:
             return self.device_mesh[names[0]]
-        return flatten_mesh(self.device_mesh[names], "data_zero")
+        return flatten_mesh(self.device_mesh[names], "_".join(names))

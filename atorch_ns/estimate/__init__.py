@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from atorch_ns.estimate._collectives import unpredicted
 from atorch_ns.estimate._estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate._price import Prices, estimate, price
-from atorch_ns.estimate._table import PlanTable
+from atorch_ns.estimate._table import PlanTable, kind_of
 
 __all__ = [
     "Collective",
@@ -15,5 +16,7 @@ __all__ = [
     "TimeParts",
     "Workload",
     "estimate",
+    "kind_of",
     "price",
+    "unpredicted",
 ]

@@ -13,11 +13,15 @@ from typing import Literal
 
 import numpy as np
 
-from atorch_ns.estimate._units import cost_of, matches
+from atorch_ns.estimate._parts import Parts
+from atorch_ns.estimate._units import matches
 from atorch_ns.profile import Growth, PhaseCost, Segment, SegmentCost, Trace
 from atorch_ns.strategy import Plan
 
-__all__ = ["COMPILED_SAVED", "Activations", "GradientLife"]
+__all__ = ["COMPILED_SAVED", "Activations", "GradientLife", "Place", "SegmentBytes"]
+
+Place = int | np.ndarray
+"""A number of blocks: the same for all plans, or [R]."""
 
 GradientLife = Literal["none", "keeping", "passing"]
 """How long a gradient of a parameter counts inside the stretch that makes it: not at all, to its end, or until
@@ -35,43 +39,123 @@ RNG_STATE_BYTES = 5056
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes of activations under R plans of one kind.
+class SegmentBytes:
+    """Bytes of one block of each segment, in one precision, on the ranks of R plans.
 
     Attributes:
-        plan: what they have in common.
-        trace: of the model.
+        costs: of each segment.
+        parts: which part of the model a rank has.
         num_samples: [R] in a micro-batch of one rank.
         num_tokens: in a sample.
     """
 
-    plan: Plan
-    trace: Trace
+    costs: tuple[SegmentCost, ...]
+    parts: Parts
     num_samples: np.ndarray
     num_tokens: int
 
+    def value(self, growth: Growth, s: int) -> np.ndarray:
+        """[R] of a growth of segment ``s``."""
+        whole = growth.at(self.num_samples, self.num_tokens)
+        return np.asarray(whole * self.parts.share(s, growth.divided))
+
     @cached_property
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        """What is handed to the next one."""
+        return tuple(self.value(cost.output, s) for s, cost in enumerate(self.costs))
+
+    @cached_property
+    def incoming(self) -> tuple[np.ndarray, ...]:
+        """What is alive beside it when the backward pass begins."""
+        return tuple(self.value(cost.incoming, s) for s, cost in enumerate(self.costs))
+
+    @cached_property
+    def saved(self) -> tuple[np.ndarray, ...]:
+        """What is saved for the backward pass."""
+        return tuple(
+            self.value(cost.saved, s)
+            + self.parts.gathered_inputs(s) * cost.output.at(self.num_samples, self.num_tokens)
+            for s, cost in enumerate(self.costs)
+        )
+
+    @cached_property
+    def forward_peaks(self) -> tuple[np.ndarray, ...]:
+        """The most of a forward pass."""
+        return tuple(
+            self._largest(cost.forward.peaks or (cost.forward.peak,), s) for s, cost in enumerate(self.costs)
+        )
+
+    def backward_peak(self, s: int, gradients: GradientLife) -> np.ndarray:
+        """[R] the most of a backward pass of segment ``s``."""
+        if (s, gradients) not in self._backward_peaks:
+            lines = _lines(self.costs[s].backward, gradients)
+            self._backward_peaks[s, gradients] = self._largest(lines, s)
+        return self._backward_peaks[s, gradients]
+
+    @cached_property
+    def _backward_peaks(self) -> dict[tuple[int, GradientLife], np.ndarray]:
+        return {}
+
+    def _largest(self, lines: Iterable[Growth], s: int) -> np.ndarray:
+        values = (self.value(line, s) for line in lines)
+        return np.asarray(functools.reduce(np.maximum, values, np.zeros(self.num_samples.shape)))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations under R plans of one kind.
+
+    A place ``j`` within a segment is one number for all plans, or [R].
+
+    Attributes:
+        plan: what they have in common.
+        trace: of the model.
+        bytes: of one block of each segment.
+    """
+
+    plan: Plan
+    trace: Trace
+    bytes: SegmentBytes
+
+    @property
+    def parts(self) -> Parts:
+        """Which part of the model a rank has."""
+        return self.bytes.parts
+
+    @property
     def costs(self) -> tuple[SegmentCost, ...]:
         """Of each segment, in the plan's precision."""
-        return tuple(cost_of(self.plan, segment) for segment in self.trace.segments)
+        return self.bytes.costs
 
-    def value(self, growth: Growth) -> np.ndarray:
-        """[R] of a growth."""
-        return np.asarray(growth.at(self.num_samples, self.num_tokens))
-
-    def largest(self, lines: Iterable[Growth]) -> np.ndarray:
-        """[R] the largest of several growths; 0 of none."""
-        return np.asarray(functools.reduce(np.maximum, map(self.value, lines), self._zeros))
-
-    def before(self, s: int, j: int) -> np.ndarray:
+    def before(self, s: int, j: Place) -> np.ndarray:
         """[R] kept by everything that runs before block ``j`` of segment ``s``."""
         return np.asarray(self._before_segment[s] + self._kept(s, j))
 
-    def forward(self, s: int, j: int) -> np.ndarray:
-        """[R] at the worst moment of a forward pass."""
-        return np.asarray(self.before(s, j) + self._forward_peaks[s])
+    def everything(self) -> np.ndarray:
+        """[R] kept by a whole forward pass."""
+        return self._before_segment[-1]
 
-    def forward_moments(self, s: int, j: int) -> list[tuple[np.ndarray, int]]:
+    def received(self, micro_batches: np.ndarray) -> np.ndarray:
+        """[R] buffers that a stage of a pipeline receives into: one for each micro-batch and direction."""
+        if not self.parts.is_cut:
+            return self._zeros
+        first = last = self._zeros
+        for s in reversed(range(len(self.costs))):
+            before = self.bytes.outputs[s - 1] if s else self._zeros
+            is_inside = self.parts.counts[s] < self.trace.segments[s].count
+            inner = self.bytes.outputs[s] if self.trace.segments[s].is_block else before
+            first = np.where(
+                self.parts.has(s), np.where(is_inside & (s > 0), np.maximum(before, inner), before), first
+            )
+        for s in range(len(self.costs)):
+            last = np.where(self.parts.has(s), self.bytes.outputs[s], last)
+        return np.asarray(micro_batches * (first * self.parts.receives + last * self.parts.sends))
+
+    def forward(self, s: int, j: Place) -> np.ndarray:
+        """[R] at the worst moment of a forward pass."""
+        return np.asarray(self.before(s, j) + self.bytes.forward_peaks[s])
+
+    def forward_moments(self, s: int, j: Place) -> list[tuple[np.ndarray, np.ndarray | float]]:
         """Worst moments of a forward pass, each with the bytes of autocast's copies of parameters.
 
         The cache of autocast is cleared when the model returns. The last stretch ends with the loss: then only
@@ -81,64 +165,65 @@ class Activations:
             return [(self.forward(s, j), self.casts_made(s, j))]
         return [(self.before(s, j), self.casts_made(s, j)), (self.forward(s, j), self.casts_saved(s, j))]
 
-    def entering_backward(self, s: int, j: int) -> np.ndarray:
+    def entering_backward(self, s: int, j: Place) -> np.ndarray:
         """[R] when a backward pass begins: the gradient of its output is there."""
-        return np.asarray(self.before(s, j + 1) + self.value(self.costs[s].incoming))
+        return np.asarray(self.before(s, j + 1) + self.bytes.incoming[s])
 
-    def backward(self, s: int, j: int, gradients: GradientLife) -> np.ndarray:
+    def backward(self, s: int, j: Place, gradients: GradientLife) -> np.ndarray:
         """[R] at the worst moment of a backward pass, recomputation included."""
-        cost = self.costs[s]
         alive = self.entering_backward(s, j)
-        peak = self.largest(_lines(cost.backward, gradients))
-        if not self.recomputes(s, j):
+        peak = self.bytes.backward_peak(s, gradients)
+        recomputes = self.recomputes(s, j)
+        if recomputes is False:
             return np.asarray(alive + peak)
-        kept = self.value(cost.output) + self._kept_inside(s)
-        again = self._saved[s] - kept
+        kept = self.bytes.outputs[s] + self._kept_inside(s)
+        again = self.bytes.saved[s] - kept
         # Recomputation stops as soon as everything saved is there again, so its output is not made.
-        running = self._forward_peaks[s] - kept
+        running = self.bytes.forward_peaks[s] - kept
         worst = np.maximum(np.maximum(running, again), again + peak)
-        return np.asarray(alive + RNG_STATE_BYTES + worst)
+        return np.asarray(alive + np.where(recomputes, RNG_STATE_BYTES + worst, peak))
 
-    def leaving_backward(self, s: int, j: int) -> np.ndarray:
+    def leaving_backward(self, s: int, j: Place) -> np.ndarray:
         """[R] when a backward pass is over: the gradient of its input is there."""
-        if j > 0:
-            return self.entering_backward(s, j - 1)
-        if s > 0:
-            return self.entering_backward(s - 1, self.trace.segments[s - 1].count - 1)
-        return self._zeros
+        if not self.parts.is_cut:
+            if np.any(np.asarray(j) > 0):
+                return self.entering_backward(s, j - 1)
+            return self.entering_backward(s - 1, self.parts.counts[s - 1] - 1) if s else self._zeros
+        within = self.entering_backward(s, j - 1) if np.any(np.asarray(j) > 0) else self._zeros
+        before = self._zeros
+        for index in range(s):
+            before = np.where(
+                self.parts.has(index), self.entering_backward(index, self.parts.counts[index] - 1), before
+            )
+        return np.asarray(np.where(np.asarray(j) > 0, within, before))
 
-    def recomputes(self, s: int, j: int) -> bool:
+    def recomputes(self, s: int, j: Place) -> bool | np.ndarray:
         """Whether block ``j`` of segment ``s`` is recomputed."""
         if not self._recomputable[s]:
             return False
         return (self._position[s] + j) % self.plan.recompute_every == 0
 
-    def casts_made(self, s: int, j: int) -> int:
+    def casts_made(self, s: int, j: Place) -> np.ndarray | float:
         """Bytes of autocast's copies of parameters when block ``j`` runs forward: the cache keeps all."""
-        costs, segments = self.costs, self.trace.segments
-        return sum(costs[i].cast_parameters * segments[i].count for i in range(s)) + (
-            costs[s].cast_parameters * (j + 1)
-        )
+        counts = self.parts.counts
+        return sum(self._casts[i] * counts[i] for i in range(s)) + self._casts[s] * (j + 1)
 
-    def casts_saved(self, s: int, j: int) -> int:
+    def casts_saved(self, s: int, j: Place) -> np.ndarray | float:
         """The same when it runs backward: those of what was not recomputed and comes later, and its own."""
-        total = 0
+        total: np.ndarray | float = 0.0
         for index in range(s + 1):
-            count = self.trace.segments[index].count if index < s else j + 1
-            own = count - self._num_recomputed(index, count)
-            total += self.costs[index].cast_parameters * own
-        return total + self.costs[s].cast_parameters * self.recomputes(s, j)
+            count = self.parts.counts[index] if index < s else j + 1
+            total = total + self._casts[index] * (count - self._num_recomputed(index, count))
+        return total + self._casts[s] * self.recomputes(s, j)
 
-    def _kept(self, s: int, count: int) -> np.ndarray:
+    def _kept(self, s: int, count: Place) -> np.ndarray:
         """[R] what the first ``count`` blocks of a segment keep."""
-        if count == 0:
-            return self._zeros
         again = self._num_recomputed(s, count)
-        kept = (count - again) * self._share_saved(s) * self._saved[s]
-        if again:
-            output = self.value(self.costs[s].output)
+        kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
+        if np.any(again):
+            output = self.bytes.outputs[s]
             kept = kept + again * (output + RNG_STATE_BYTES + self._kept_inside(s))
-        return kept
+        return np.asarray(kept)
 
     def _share_saved(self, s: int) -> float:
         segments = self.trace.segments
@@ -153,35 +238,39 @@ class Activations:
             return 0.0
         cost = self.costs[s]
         saved = {name.removesuffix(".default") for name in self.plan.saved_operators}
-        total = sum(float(self.value(each.moved).max()) for each in cost.operators)
-        kept = sum(float(self.value(each.moved).max()) for each in cost.operators if each.name in saved)
+        total = sum(float(self.bytes.value(each.moved, s).max()) for each in cost.operators)
+        kept = sum(
+            float(self.bytes.value(each.moved, s).max()) for each in cost.operators if each.name in saved
+        )
         share = kept / total if total else 0.0
-        return np.asarray(share * np.maximum(self.value(cost.saved) - self.value(cost.output), 0.0))
+        return np.asarray(share * np.maximum(self.bytes.value(cost.saved, s) - self.bytes.outputs[s], 0.0))
 
-    def _num_recomputed(self, s: int, count: int) -> int:
-        if not self._recomputable[s] or count == 0:
+    def _num_recomputed(self, s: int, count: Place) -> Place:
+        if not self._recomputable[s]:
             return 0
         every, start = self.plan.recompute_every, self._position[s]
         return -(-(start + count) // every) - (-(-start // every))
 
     @cached_property
     def _zeros(self) -> np.ndarray:
-        return np.zeros(self.num_samples.shape)
+        return np.zeros(self.bytes.num_samples.shape)
 
     @cached_property
-    def _saved(self) -> tuple[np.ndarray, ...]:
-        return tuple(self.value(cost.saved) for cost in self.costs)
-
-    @cached_property
-    def _forward_peaks(self) -> tuple[np.ndarray, ...]:
-        return tuple(self.largest(cost.forward.peaks or (cost.forward.peak,)) for cost in self.costs)
+    def _casts(self) -> tuple[np.ndarray | float, ...]:
+        """For each segment the bytes of copies of one block's parameters in autocast's dtype."""
+        found: list[np.ndarray | float] = []
+        for s, cost in enumerate(self.costs):
+            found.append(
+                cost.cast_parameters * (self.parts.of_parameters(s) if cost.cast_parameters else 1.0)
+            )
+        return tuple(found)
 
     @cached_property
     def _before_segment(self) -> tuple[np.ndarray, ...]:
         """For each segment what everything before it keeps."""
         before = [self._zeros]
-        for s, segment in enumerate(self.trace.segments):
-            before.append(before[-1] + self._kept(s, segment.count))
+        for s, count in enumerate(self.parts.counts):
+            before.append(before[-1] + self._kept(s, count))
         return tuple(before)
 
     @cached_property
@@ -189,12 +278,13 @@ class Activations:
         return tuple(_is_recomputed(self.plan, segment) for segment in self.trace.segments)
 
     @cached_property
-    def _position(self) -> tuple[int, ...]:
+    def _position(self) -> tuple[Place, ...]:
         """For each segment how many recomputable blocks come before it."""
-        positions, total = [], 0
-        for segment, chosen in zip(self.trace.segments, self._recomputable, strict=True):
+        positions: list[Place] = []
+        total: Place = 0
+        for count, chosen in zip(self.parts.counts, self._recomputable, strict=True):
             positions.append(total)
-            total += segment.count if chosen else 0
+            total = total + (count if chosen else 0)
         return tuple(positions)
 
 

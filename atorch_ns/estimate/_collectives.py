@@ -3,52 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from atorch_ns.estimate._buckets import gradient_buckets
 from atorch_ns.estimate._estimate import Collective, Workload
+from atorch_ns.estimate._exchanged import exchanged, first_part, unpredicted
+from atorch_ns.estimate._stages import schedule_of, usual_micro_batches
 from atorch_ns.estimate._units import DTYPE_BYTES, Unit, stored_dtype, units_of
+from atorch_ns.pipeline import actions
 from atorch_ns.profile import ParameterSpec, Trace
-from atorch_ns.strategy import Plan
+from atorch_ns.strategy import MODEL_AXES, Plan
 
-__all__ = ["collectives"]
+__all__ = ["collectives", "unpredicted"]
 
 _SCALAR_BYTES = 4
 
 
 def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collective, ...]:
-    """Every collective of one step after the second, those of one kind along one axis together.
+    """Every collective that the first rank takes part in, in one step after the second, those of one kind along
+    one axis together.
 
-    Clipping by the gradients' norm is not in it: no plan decides about it.
+    Clipping by the gradients' norm is not in it: no plan decides about it. Of plans for which :func:`unpredicted`
+    gives a reason, what it names is not in it either.
 
     Args:
         plan: with its axes and micro-batches.
         trace: of the model.
-        workload: not read: what is communicated depends on the model and the plan alone.
+        workload: the batch, which decides about what is exchanged between parts of a model.
     """
-    if plan.num_data_ranks == 1:
-        return ()
-    if plan.gradient_sync == "reduce_scatter":
-        own = _of_owners(plan, trace) if plan.shard_layout == "parameters" else _of_units(plan, trace)
-    elif plan.gradient_sync == "all_reduce":
-        own = _of_replicas(plan, trace)
-    else:
-        own = []
-    scalars = 1  # the loss's mean
-    if plan.loss_scaling:
-        # Whether any gradient is infinite; gradients in rows find it on all shards by themselves before.
-        scalars += 2 if plan.shard_layout == "rows" and plan.optimizer_over else 1
+    divides = any(plan.size(name) > 1 for name in MODEL_AXES)
+    if plan.size("pipeline") > 1 and plan.num_micro_batches == 1:
+        num_samples = workload.global_batch // plan.num_data_ranks
+        passes = usual_micro_batches(plan, plan.size("pipeline"), num_samples)
+        plan = replace(plan, num_micro_batches=passes)
+    own = list(exchanged(plan, trace, workload)) if divides else []
+    part = first_part(plan, trace) if divides else trace
+    if plan.num_data_ranks > 1:
+        own += _of_data(plan, part, divides)
+    scalars = int(plan.num_data_ranks > 1)  # the loss's mean
+    if plan.loss_scaling and (divides or plan.num_data_ranks > 1):
+        scalars += 1  # whether any gradient is infinite
     return _together([*own, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
+
+
+def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
+    """What combines gradients of different data."""
+    if plan.gradient_sync == "reduce_scatter":
+        return _of_owners(plan, trace) if plan.shard_layout == "parameters" else _of_units(plan, trace)
+    if plan.gradient_sync == "all_reduce":
+        return _of_parts(plan, trace) if divides else _of_replicas(plan, trace)
+    return []
+
+
+def _of_parts(plan: Plan, trace: Trace) -> list[Collective]:
+    """torch's ``replicate``: all gradients of a part of the model in one tensor."""
+    sizes = [_bytes(plan, p, plan.reduce_dtype) for p in _parameters(plan, trace) if p.trainable]
+    return [Collective("all_reduce", "data", 1, sum(sizes))]
 
 
 def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:
     """DistributedDataParallel, with the optimizer sharded or not."""
     buckets = gradient_buckets(plan, trace)
-    found = [
+    return [
         Collective("all_reduce", "data", len(buckets), sum(buckets)),
         *_broadcast_buffers(trace),
         *(_broadcast_updates(plan, trace) if plan.size(plan.optimizer_over) > 1 else ()),
     ]
-    return found
 
 
 def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
@@ -71,7 +91,7 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
         reduced = _padded(plan, (p for p in unit.parameters if p.trainable), plan.reduce_dtype, shards)
         if shards > 1:
             gathered = _padded(plan, unit.parameters, plan.gather_dtype, shards)
-            calls = unit.count * plan.num_micro_batches * _gathers(plan, unit)
+            calls = unit.count * _gathers(plan, unit)
             found.append(Collective("all_gather", axis, calls, calls * gathered))
             if reduced:
                 found.append(Collective("reduce_scatter", axis, unit.count, unit.count * reduced))
@@ -81,8 +101,26 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
 
 
 def _gathers(plan: Plan, unit: Unit) -> int:
-    """How often a unit is gathered in one micro-batch: the root stays gathered until its backward pass."""
-    return 1 if unit.is_root or plan.keeps_gathered or not plan.parameters_over else 2
+    """How often a unit is gathered in a step: the root stays gathered until its backward pass.
+
+    In a pipeline, torch keeps what a backward pass gathered for the next pass, and the root for the whole step.
+    """
+    once = unit.is_root or plan.keeps_gathered or not plan.parameters_over
+    if plan.size("pipeline") == 1:
+        return plan.num_micro_batches * (1 if once else 2)
+    return 1 if once else _gathers_of_stage(plan)
+
+
+def _gathers_of_stage(plan: Plan) -> int:
+    """Gathers of a block in the first stage, in the order of its passes."""
+    info = schedule_of(plan)
+    order = actions(info, plan.size("pipeline"), plan.num_micro_batches, plan.stages_per_rank or None)[0]
+    gathered, calls = False, 0
+    for kind, stage, _ in order:
+        if stage == 0:
+            calls += not gathered
+            gathered = kind != "F"
+    return calls
 
 
 def _padded(plan: Plan, parameters: Iterable[ParameterSpec], wanted: str | None, shards: int) -> int:

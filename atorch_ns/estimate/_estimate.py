@@ -61,6 +61,7 @@ class TimeParts(NamedTuple):
         offload: transfers between device and host, exposed.
         bubble: a pipeline's ranks waiting for each other.
         overhead: starting operators and collectives, data, the step's own work.
+        exchange: of activations between ranks that hold parts of the model or of a sample.
     """
 
     compute: float
@@ -71,6 +72,7 @@ class TimeParts(NamedTuple):
     offload: float
     bubble: float
     overhead: float
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from atorch_ns.estimate._activations import Place
 from atorch_ns.estimate._moments import Kind
 from atorch_ns.estimate._units import DTYPE_BYTES, units_of
 
@@ -36,7 +37,7 @@ class UnitBytes:
         gathers = None if plan.gather_dtype is None else DTYPE_BYTES[plan.gather_dtype]
         reduces = gathers if plan.reduce_dtype is None else DTYPE_BYTES[plan.reduce_dtype]
         self._kind = kind
-        self._counts = [segment.count for segment in kind.trace.segments]
+        self._counts = kind.parts.counts
         self._none = np.zeros(len(kind.row))
         self.units = {unit.segment for unit in units_of(plan, kind.trace) if not unit.is_root}
         self.alone = kind.degree == 1
@@ -49,7 +50,9 @@ class UnitBytes:
         self.root = self.of_root(self.gathered)
         self.casts_part = plan.reduce_dtype is not None
 
-    def of_root(self, of: Sequence[np.ndarray | float], *, after: int = -1) -> np.ndarray:
+    def of_root(
+        self, of: Sequence[np.ndarray] | Sequence[np.ndarray | float], *, after: int = -1
+    ) -> np.ndarray:
         """[R] the sum of ``of`` over the root's segments, those after a segment only."""
         total = self._none
         for s, count in enumerate(self._counts):
@@ -57,7 +60,7 @@ class UnitBytes:
                 total = total + of[s] * count
         return total
 
-    def reduced_after(self, s: int, j: int) -> np.ndarray:
+    def reduced_after(self, s: int, j: Place) -> np.ndarray:
         """[R] parts of gradients of the units that run forward after a place: these are reduced already."""
         total = self._none
         for index in self.units:
@@ -66,7 +69,7 @@ class UnitBytes:
                 total = total + self.part[index] * count
         return total
 
-    def waiting_upto(self, s: int, j: int) -> np.ndarray:
+    def waiting_upto(self, s: int, j: Place) -> np.ndarray:
         """[R] gradients of earlier micro-batches that have not been reduced: all up to a place, and the root's."""
         total = self.of_root(self.waiting)
         for index in self.units:
@@ -74,7 +77,7 @@ class UnitBytes:
                 total = total + self.waiting[index] * (self._counts[index] if index < s else j + 1)
         return np.asarray(total * self._kind.accumulates)
 
-    def kept_gathered(self, s: int, j: int) -> np.ndarray:
+    def kept_gathered(self, s: int, j: Place) -> np.ndarray:
         """[R] what stays gathered of the units up to a place, this one included."""
         total = self._none
         if self._kind.plan.keeps_gathered:
@@ -83,13 +86,19 @@ class UnitBytes:
                     total = total + self.gathered[index] * (self._counts[index] if index < s else j + 1)
         return total
 
-    def buffer(self, s: int | None) -> np.ndarray:
+    def buffer(self, s: int) -> np.ndarray:
         """[R] the buffer that a unit is gathered into."""
-        return self._none if s is None else np.where(self.alone, 0.0, self.gathered[s])
+        return np.where(self.alone, 0.0, self.gathered[s])
 
-    def neighbour(self, s: int, j: int, way: int) -> int | None:
-        """The segment of the unit that runs forward next (``way`` is 1) or ran before (-1)."""
-        if s in self.units and 0 <= j + way < self._counts[s]:
-            return s
-        ahead = [index for index in self.units if (index - s) * way > 0]
-        return min(ahead, key=lambda index: abs(index - s), default=None)
+    def of_neighbour(self, of: Sequence[np.ndarray], s: int, j: Place, way: int) -> np.ndarray:
+        """[R] ``of`` the unit that runs forward next (``way`` is 1) or ran before (-1); 0 without one."""
+        value = self._none
+        ahead = sorted(
+            (index for index in self.units if (index - s) * way > 0), key=lambda index: -abs(index - s)
+        )
+        for index in ahead:
+            value = np.where(np.asarray(self._counts[index]) > 0, of[index], value)
+        if s in self.units:
+            place = np.asarray(j) + way
+            value = np.where((place >= 0) & (place < self._counts[s]), of[s], value)
+        return np.asarray(value)

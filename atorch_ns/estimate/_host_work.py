@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from atorch_ns.estimate._scene import Scene
-from atorch_ns.estimate._units import Unit, units_of
+from atorch_ns.estimate._units import Unit
 from atorch_ns.profile import Segment
 from atorch_ns.strategy import Plan
 
@@ -53,8 +53,8 @@ def communication_operators(scene: Scene) -> np.ndarray:
     none = np.zeros(len(passes))
     if plan.gradient_sync == "none":
         return none
-    units = units_of(plan, scene.trace)
-    trainable = sum(unit.count * len(unit.parameters) for unit in units)
+    units = scene.units
+    trainable = sum(scene.count(unit) * len(unit.parameters) for unit in units)
     total = none
     if plan.gradient_sync == "all_reduce" or plan.shard_layout == "parameters":
         total = total + _BUCKETED * trainable
@@ -64,7 +64,7 @@ def communication_operators(scene: Scene) -> np.ndarray:
         each = (
             gathers * passes * _cost(_GATHER, unit) + _cost(_REDUCE, unit) + (passes - 1) * _cost(_PASS, unit)
         )
-        total = total + unit.count * each
+        total = total + scene.count(unit) * each
     return np.asarray(total)
 
 

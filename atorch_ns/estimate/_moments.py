@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.estimate._activations import Activations
+from atorch_ns.estimate._activations import Activations, Place
+from atorch_ns.estimate._parts import Parts
 from atorch_ns.estimate._shards import Parameters
 from atorch_ns.estimate._states import KeptBytes, Shares
 from atorch_ns.estimate._units import DTYPE_BYTES
@@ -51,11 +51,21 @@ def moment_names(trace: Trace) -> tuple[str, ...]:
     return (*names, "the optimizer's step")
 
 
-def places(trace: Trace) -> Iterator[tuple[int, int, int, int]]:
-    """``(s, j, forward, backward)``: the ends of each run, with the indices of their moments."""
-    for s, segment in enumerate(trace.segments):
-        for which, j in enumerate(sorted({0, segment.count - 1})):
-            end = which if segment.count > 1 else 1
+def places(kind: Kind) -> Iterator[tuple[int, Place, int, int]]:
+    """``(s, j, forward, backward)``: the ends of each run, with the indices of their moments.
+
+    Where plans have different numbers of blocks, ``j`` is [R]; it means nothing where a rank has none.
+    """
+    for s, count in enumerate(kind.parts.counts):
+        if isinstance(count, np.ndarray):
+            if not count.any():
+                continue
+            yield s, np.zeros_like(count), 4 * s, 4 * s + 2
+            if (count > 1).any():
+                yield s, count - 1, 4 * s + 1, 4 * s + 3
+            continue
+        for which, j in enumerate(sorted({0, count - 1})):
+            end = which if count > 1 else 1
             yield s, j, 4 * s + end, 4 * s + 2 + end
 
 
@@ -74,6 +84,8 @@ class Kind:
         degree: [R] ranks that states are divided over.
         num_ranks: [R] ranks that see different data.
         micro_batches: [R].
+        parts: [R] which part of the model a rank has.
+        expanded: for each segment how many of its blocks stand in ``parameters`` one by one.
         is_cpu: whether collectives are gloo's, which copies what it reduces and gathers.
     """
 
@@ -87,6 +99,8 @@ class Kind:
     degree: np.ndarray
     num_ranks: np.ndarray
     micro_batches: np.ndarray
+    parts: Parts
+    expanded: tuple[int, ...]
     is_cpu: bool
 
     @property
@@ -96,43 +110,35 @@ class Kind:
 
     @property
     def accumulates(self) -> np.ndarray:
-        """[R] whether gradients of several micro-batches are added up."""
-        return self.micro_batches > 1
+        """[R] whether gradients of earlier micro-batches are there, to which others are added."""
+        return self.parts.accumulates
 
-    def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> float:
-        """Bytes of one block's parameters, undivided, in an item size or their own."""
-        mine = self.parameters.segment == s
-        if trainable:
-            mine = mine & self.parameters.trainable
-        per_copy = self._expanded[s]
+    def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray | float:
+        """Bytes of one block's parameters, not divided over data, in an item size or their own."""
+        mine = self._mine(s, trainable)
         sizes = self.parameters.itemsize if itemsize is None else itemsize
-        return float((self.parameters.elements * sizes * mine).sum() / per_copy)
+        total = (self.parameters.elements * sizes * mine).sum(axis=-1) / self.expanded[s]
+        return float(total) if total.ndim == 0 else np.asarray(total[self.row])
 
     def divided(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray:
         """[R] bytes of a rank's part of one block's parameters, padding included."""
-        mine = self.parameters.segment == s
-        if trainable:
-            mine = mine & self.parameters.trainable
+        mine = self._mine(s, trainable)
         sizes = self.parameters.itemsize if itemsize is None else itemsize
         share = self.shares.gradients if trainable else self.shares.parameters
-        return np.asarray((share.stored @ (sizes * mine))[self.row] / self._expanded[s])
+        return np.asarray((share.stored * (sizes * mine)).sum(axis=-1)[self.row] / self.expanded[s])
 
-    @cached_property
-    def _expanded(self) -> tuple[int, ...]:
-        """For each segment how many of its blocks stand in :attr:`parameters` one by one."""
-        counts = []
-        for s, segment in enumerate(self.trace.segments):
-            copies = self.parameters.copies[self.parameters.segment == s]
-            counts.append(segment.count // int(copies[0]) if len(copies) else 1)
-        return tuple(counts)
+    def _mine(self, s: int, trainable: bool) -> np.ndarray:
+        """[P] or [K, P] whether a parameter is one of the segment's."""
+        mine = (self.parameters.segment == s) & (self.parameters.copies > 0)
+        return np.asarray(mine & self.parameters.trainable if trainable else mine)
 
-    def total(self, of: Sequence[float]) -> float:
-        """The sum of ``of`` (a value for a block of each segment) over all blocks."""
-        return sum(value * segment.count for value, segment in zip(of, self.trace.segments, strict=True))
+    def total(self, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
+        """The sum of ``of`` (a value for a block of each segment) over all blocks of the rank."""
+        return self.parts.total(of)
 
-    def later(self, s: int, j: int, of: Sequence[float]) -> float:
+    def later(self, s: int, j: Place, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
         """The sum of ``of`` (a value for a block of each segment) over all that runs forward after a place."""
-        counts = [segment.count for segment in self.trace.segments]
+        counts = self.parts.counts
         rest = sum(value * count for value, count in zip(of[s + 1 :], counts[s + 1 :], strict=True))
         return rest + of[s] * (counts[s] - 1 - j)
 
@@ -149,7 +155,9 @@ class Kind:
         if self.plan.master_dtype is not None:
             updated = np.maximum(updated, DTYPE_BYTES[self.plan.master_dtype])
         held = self.shares.optimizer.elements * (updated * self.parameters.trainable)
-        everything = held @ self.parameters.copies
+        copies = self.parameters.copies
+        everything = (held * copies).sum(axis=-1)
+        held = held * (copies > 0)
         if self.plan.updates_copy:  # the optimizer sees one vector
             largest = everything
         elif self.plan.shard_layout == "parameters":  # a share counts whole parameters, as a mean over copies

@@ -24,17 +24,19 @@ def owned_moments(kind: Kind) -> Iterator[Moment]:
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
     everything = kind.total(sizes)
     kept = kind.kept.gradients[kind.row]
-    share = kept / max(everything, 1.0)
+    share = kept / np.maximum(everything, 1.0)
     many = kind.accumulates
-    for s, j, forward, backward in places(kind.trace):
+    for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         for alive, casts in kind.activations.forward_moments(s, j):
-            yield Moment(forward, everything * many, alive, np.full(many.shape, float(casts)))
+            yield Moment(
+                forward, everything * many, alive, np.broadcast_to(np.asarray(casts, float), many.shape)
+            )
         yield Moment(
             backward,
             later * (1 + share) / 2 + (everything - later) * many,
             kind.activations.backward(s, j, "passing"),
-            np.full(many.shape, float(kind.activations.casts_saved(s, j))),
+            np.broadcast_to(np.asarray(kind.activations.casts_saved(s, j), float), many.shape),
         )
     yield Moment(kind.last_moment(), kept, np.zeros(many.shape), kind.step_temporaries())
 
@@ -51,13 +53,13 @@ def flattened_moments(kind: Kind) -> Iterator[Moment]:
     many = kind.accumulates
     stage2 = bool(kind.plan.gradients_over)
     part = everything / kind.degree * many
-    for s, j, forward, backward in places(kind.trace):
+    for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         waiting = part if stage2 else everything * many
         for alive, casts in kind.activations.forward_moments(s, j):
-            yield Moment(forward, waiting, alive, np.full(many.shape, float(casts)))
-        casts_saved = np.full(many.shape, float(kind.activations.casts_saved(s, j)))
-        is_first = s == len(kind.trace.segments) - 1 and j == kind.trace.segments[s].count - 1
+            yield Moment(forward, waiting, alive, np.broadcast_to(np.asarray(casts, float), many.shape))
+        casts_saved = np.broadcast_to(np.asarray(kind.activations.casts_saved(s, j), float), many.shape)
+        is_first = s == len(kind.trace.segments) - 1 and np.all(j == kind.parts.counts[s] - 1)
         if is_first:  # its worst moment is the loss's, before any gradient of a parameter is there
             yield Moment(backward, waiting, kind.activations.backward(s, j, "none"), casts_saved)
             continue

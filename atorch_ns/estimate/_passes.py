@@ -13,7 +13,7 @@ from atorch_ns.estimate._units import computed_in, cost_of, matches
 from atorch_ns.profile import PhaseCost, Segment, SegmentCost, precision_key
 from atorch_ns.strategy import Plan
 
-__all__ = ["Passes", "SegmentSeconds", "passes_of", "phase_seconds"]
+__all__ = ["Passes", "SegmentSeconds", "passes_of", "phase_seconds", "recomputed_shares", "segments_of"]
 
 COMPILED_LAUNCHES = 0.25
 """Share of operators that a compiled block still starts: TorchInductor fuses chains of element-wise operators
@@ -54,17 +54,20 @@ class Passes:
     operators: np.ndarray
 
 
-def passes_of(scene: Scene) -> Passes:
-    """The seconds of every segment and of the step."""
-    shares = _recomputed_shares(scene.plan, scene.trace.segments)
-    segments = tuple(
+def segments_of(scene: Scene) -> tuple[SegmentSeconds, ...]:
+    """The seconds of one instance of every segment."""
+    shares = recomputed_shares(scene.plan, scene.trace.segments)
+    return tuple(
         _segment_seconds(scene, segment, again)
         for segment, again in zip(scene.trace.segments, shares, strict=True)
     )
-    counts = [segment.count for segment in scene.trace.segments]
+
+
+def passes_of(scene: Scene, segments: tuple[SegmentSeconds, ...]) -> Passes:
+    """The seconds of a step, from those of the segments."""
 
     def total(values: Sequence[np.ndarray | float]) -> np.ndarray:
-        return np.asarray(scene.micro_batches * sum(c * v for c, v in zip(counts, values, strict=True)))
+        return np.asarray(scene.micro_batches * scene.parts.total(values))
 
     return Passes(
         segments,
@@ -102,7 +105,8 @@ def phase_seconds(scene: Scene, segment: Segment, phase: PhaseCost, which: str) 
     fused = _is_fused(scene, segment)
     factor = float(np.prod([extra.compute_factor for extra in plan.extras]))
     moved = COMPILED_MOVED if fused else 1.0
-    seconds = factor * _roofline(scene, phase, moved, scene.num_samples, scene.num_tokens)
+    place = scene.trace.segments.index(segment) if scene.parts.divides else None
+    seconds = factor * _roofline(scene, phase, moved, scene.num_samples, scene.num_tokens, place)
     measured = scene.trace.seconds.get(f"{segment.fingerprint}:{_key(plan)}:{which}")
     if measured is None or fused or not segment.fingerprint:
         return seconds
@@ -113,13 +117,22 @@ def phase_seconds(scene: Scene, segment: Segment, phase: PhaseCost, which: str) 
 
 
 def _roofline(
-    scene: Scene, phase: PhaseCost, moved: float, num_samples: np.ndarray | float, num_tokens: int
+    scene: Scene,
+    phase: PhaseCost,
+    moved: float,
+    num_samples: np.ndarray | float,
+    num_tokens: int,
+    place: int | None = None,
 ) -> np.ndarray:
+    """[R] seconds of a pass; of a rank's part of it where the segment's ``place`` is given."""
     device = scene.hardware.device
     weights, autocast = computed_in(scene.plan)
     peak = device.flops_of(autocast or weights) * device.efficiency
     flops = np.asarray(phase.flops.at(num_samples, num_tokens), dtype=float)
     num_bytes = np.asarray(phase.moved.at(num_samples, num_tokens), dtype=float)
+    if place is not None:
+        flops = flops * scene.parts.share(place, phase.flops.divided)
+        num_bytes = num_bytes * scene.parts.share(place, phase.moved.divided)
     return np.asarray(
         np.maximum(flops, 0) / peak + np.maximum(num_bytes, 0) * moved / device.memory_bytes_per_s
     )
@@ -129,7 +142,7 @@ def _key(plan: Plan) -> str:
     return precision_key(*computed_in(plan))
 
 
-def _recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
+def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
     """Share of each segment's instances that are recomputed: every n-th of all modules that are selected."""
     shares, position = [], 0
     for segment in segments:

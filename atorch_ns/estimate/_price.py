@@ -10,6 +10,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.estimate._collectives import collectives
 from atorch_ns.estimate._estimate import Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate._memo import Memo
 from atorch_ns.estimate._memory import price_memory
 from atorch_ns.estimate._table import PlanTable
 from atorch_ns.estimate._time import price_time
@@ -25,7 +26,7 @@ class Prices:
 
     Attributes:
         memory: [N, 6] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
-        time: [N, 8] seconds, columns as :class:`TimeParts`.
+        time: [N, 9] seconds, columns as :class:`TimeParts`.
         peak_at: [N] index into ``moments``.
         moments: the moments of a step, in words.
     """
@@ -66,8 +67,11 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
         raise InputError("an estimate needs a trace of the model; make the profile with profile_model().")
     if cluster.hardware is None:
         raise InputError("an estimate needs the cluster's hardware; see Cluster.with_hardware().")
-    memory, peak_at, moments = price_memory(table, profile.trace, workload, device_type=cluster.device_type)
-    time = price_time(table, profile.trace, cluster, workload)
+    memo = Memo()
+    memory, peak_at, moments = price_memory(
+        table, profile.trace, workload, device_type=cluster.device_type, memo=memo
+    )
+    time = price_time(table, profile.trace, cluster, workload, memo=memo)
     return Prices(memory, time, peak_at, moments)
 
 

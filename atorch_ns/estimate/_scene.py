@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.estimate._estimate import Workload
+from atorch_ns.estimate._memo import Memo
+from atorch_ns.estimate._parts import Parts, Sizes
 from atorch_ns.estimate._ring import Groups, groups_along
+from atorch_ns.estimate._units import Unit, units_of
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import Plan
 
-__all__ = ["Scene"]
+__all__ = ["DATA_AXES", "Scene"]
+
+DATA_AXES = ("data", "zero", "expert")
+"""Axes whose ranks see different data."""
+
+INNERMOST_FIRST = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
+"""The order of axes that a plan does not name: those that communicate most are nearest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,49 +32,53 @@ class Scene:
 
     Attributes:
         plan: what they have in common.
-        sizes: [R] of each axis.
-        order: the axes, innermost first.
-        micro_batches: [R] passes of a step.
-        num_samples: [R] samples in a micro-batch of one rank.
+        sizes: of the axes, and the passes of a step.
+        parts: which part of the model the rank has that is priced: of a pipeline, the slowest.
         num_tokens: in a sample.
-        trace: of the model.
+        global_batch: samples of a step.
         cluster: with hardware.
+        memo: of the pricing.
     """
 
     plan: Plan
-    sizes: dict[str, np.ndarray]
-    order: tuple[str, ...]
-    micro_batches: np.ndarray
-    num_samples: np.ndarray
+    sizes: Sizes
+    parts: Parts
     num_tokens: int
-    trace: Trace
+    global_batch: int
     cluster: Cluster
+    memo: Memo
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        data: np.ndarray,
-        zero: np.ndarray,
-        micro_batches: np.ndarray,
-        trace: Trace,
-        cluster: Cluster,
-        workload: Workload,
+        cls, plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
     ) -> Scene:
-        """The setting of a template with R choices of sizes."""
-        sizes = {name: np.full(len(data), size) for name, size in plan.axes}
-        sizes |= {"data": data, "zero": zero}
-        named = tuple(name for name, _ in plan.axes)
+        """The setting of a template with R choices of sizes; every rank has a part of every block."""
         return cls(
             plan=plan,
             sizes=sizes,
-            order=(*named, *(name for name in ("data", "zero") if name not in named)),
-            micro_batches=micro_batches,
-            num_samples=workload.global_batch / (data * zero * micro_batches),
+            parts=memo.get(
+                ("whole", plan.tensor_sequence, id(sizes)), lambda: Parts.whole(plan, trace, sizes)
+            ),
             num_tokens=workload.num_tokens,
-            trace=trace,
+            global_batch=workload.global_batch,
             cluster=cluster,
+            memo=memo,
         )
+
+    @property
+    def trace(self) -> Trace:
+        """Of the model."""
+        return self.parts.trace
+
+    @property
+    def micro_batches(self) -> np.ndarray:
+        """[R] passes of a step."""
+        return self.sizes.micro_batches
+
+    @cached_property
+    def num_samples(self) -> np.ndarray:
+        """[R] samples in a micro-batch of one rank."""
+        return self.sizes.num_samples(self.global_batch)
 
     @property
     def hardware(self) -> Hardware:
@@ -72,19 +86,90 @@ class Scene:
         assert self.cluster.hardware is not None
         return self.cluster.hardware
 
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered together."""
+        return units_of(self.plan, self.trace)
+
+    def shards(self, over: tuple[str, ...]) -> np.ndarray:
+        """[R] ranks that states are divided over; 1 where ``over`` names no axis."""
+        if not over:
+            return np.ones(len(self.sizes), dtype=np.int64)
+        zero = self.sizes.zero
+        return np.where(zero > 1, zero, self.sizes.data * self.sizes.expert)
+
+    @cached_property
+    def shard_groups(self) -> Groups:
+        """The ranks that states are divided over: along ``zero`` where there is one, else all that see other data."""
+        return self._chosen(self.groups(("zero",)), self.groups(("data", "expert")))
+
+    @cached_property
+    def replica_groups(self) -> Groups:
+        """The ranks that have the same share of the states."""
+        return self._chosen(self.groups(("data", "expert")), self.groups(("zero",)))
+
+    @cached_property
+    def data_groups(self) -> Groups:
+        """The ranks that see different data."""
+        return self.groups(DATA_AXES)
+
+    def _chosen(self, with_zero: Groups, without: Groups) -> Groups:
+        has = self.sizes.zero > 1
+        return Groups(
+            np.where(has, with_zero.size, without.size), np.where(has, with_zero.within, without.within)
+        )
+
+    def count(self, unit: Unit) -> np.ndarray | int:
+        """[R] how many of a unit the rank has."""
+        return 1 if unit.is_root else self.parts.counts[unit.segment]
+
+    def share_of(self, unit: Unit) -> np.ndarray | float:
+        """[R] of one unit's parameters the share that the rank has before data parallelism divides them."""
+        if not self.parts.divides:
+            return 1.0
+        if not unit.is_root:
+            return self.parts.of_parameters(unit.segment)
+        apart = {one.segment for one in self.units}
+        total, held = 0, np.zeros(len(self.sizes))
+        for s, segment in enumerate(self.trace.segments):
+            elements = sum(spec.num_elements for spec in segment.parameters if spec.tied_to is None)
+            if s not in apart and elements:
+                total += elements * segment.count
+                held = held + elements * self.parts.of_parameters(s) * self.parts.counts[s]
+        return held / total if total else 1.0
+
+    def elements(self, *, trainable: bool) -> np.ndarray | float:
+        """[R] elements of parameters on the rank, before data parallelism divides them."""
+        return sum(
+            sum(p.num_elements for p in unit.parameters if p.trainable or not trainable)
+            * self.share_of(unit)
+            * self.count(unit)
+            for unit in self.units
+        )
+
     def size(self, names: Iterable[str]) -> np.ndarray:
         """[R] product of the sizes of these axes."""
-        product = np.ones(len(self.micro_batches), dtype=np.int64)
+        product = np.ones(len(self.sizes), dtype=np.int64)
         for name in dict.fromkeys(names):
-            product = product * self.sizes.get(name, 1)
+            product = product * getattr(self.sizes, name)
         return product
 
     def groups(self, names: Iterable[str]) -> Groups:
         """The groups over these axes together; axes that are not neighbours are taken to be."""
-        wanted = set(names)
-        inner = np.ones(len(self.micro_batches), dtype=np.int64)
+        wanted = frozenset(names)
+        return self.memo.get(("groups", wanted, self.order, id(self.sizes)), lambda: self._groups(wanted))
+
+    def _groups(self, wanted: frozenset[str]) -> Groups:
+        inner = np.ones(len(self.sizes), dtype=np.int64)
         for name in self.order:
-            if name in wanted and np.any(self.sizes[name] > 1):
+            size = getattr(self.sizes, name)
+            if name in wanted and np.any(size > 1):
                 break
-            inner = inner * np.where(name in wanted, 1, self.sizes[name])
+            inner = inner * np.where(name in wanted, 1, size)
         return groups_along(inner, self.size(wanted), self.cluster)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes, innermost first: as the plan has them, then those that it does not name."""
+        named = tuple(name for name, _ in self.plan.axes)
+        return (*named, *(name for name in INNERMOST_FIRST if name not in named))

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from atorch_ns.estimate._activations import Place
 from atorch_ns.estimate._gathered import UnitBytes
 from atorch_ns.estimate._moments import Kind, Moment, places
 
@@ -27,7 +28,7 @@ def sharded_moments(kind: Kind) -> Iterator[Moment]:
     """What is gathered, what waits for its reduction, and what of collectives' buffers is alive."""
     sizes = UnitBytes(kind)
     yield from _forward(kind, sizes)
-    for s, j, _, name in places(kind.trace):
+    for s, j, _, name in places(kind):
         gradients = (
             sizes.reduced_after(s, j) + sizes.of_root(sizes.gradients, after=s) + sizes.waiting_upto(s, j)
         )
@@ -43,10 +44,10 @@ def sharded_moments(kind: Kind) -> Iterator[Moment]:
 
 def _forward(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
     acts, flat, gloo = kind.activations, _is_flat(kind), float(kind.is_cpu)
-    segments = kind.trace.segments
-    waiting = sizes.waiting_upto(len(segments) - 1, segments[-1].count - 1)
+    counts = kind.parts.counts
+    waiting = sizes.waiting_upto(len(counts) - 1, counts[-1] - 1)
     before = np.where(sizes.alone, 0.0, sizes.root) * (not flat)
-    for s, j, name, _ in places(kind.trace):
+    for s, j, name, _ in places(kind):
         kept = sizes.kept_gathered(s, j)
         if s not in sizes.units:
             yield Moment(name, waiting, acts.forward(s, j), sizes.root + kept + before)
@@ -57,14 +58,14 @@ def _forward(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
         if flat:
             fetching, arrived = own, own
         else:
-            fetching, arrived = (before if j == 0 else buffer) + buffer, buffer + own
-            before = buffer
+            fetching, arrived = np.where(np.asarray(j) == 0, before, buffer) + buffer, buffer + own
+            before = np.where(kind.parts.has(s), buffer, before)
         yield Moment(name, waiting, start, held + fetching + gloo * buffer)
         yield Moment(name, waiting, acts.forward(s, j), held + arrived)
 
 
 def _unit_backward(
-    kind: Kind, sizes: UnitBytes, place: tuple[int, int, int], gradients: np.ndarray
+    kind: Kind, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
 ) -> Iterator[Moment]:
     s, j, name = place
     acts, keeps = kind.activations, kind.plan.keeps_gathered
@@ -79,7 +80,7 @@ def _unit_backward(
 
 
 def _unit_reduction(
-    kind: Kind, sizes: UnitBytes, place: tuple[int, int, int], gradients: np.ndarray
+    kind: Kind, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
 ) -> Iterator[Moment]:
     s, j, name = place
     after = kind.activations.leaving_backward(s, j)
@@ -101,7 +102,7 @@ def _end(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
     """The root's reduction, and the optimizer's step."""
     zeros = np.zeros(len(kind.row))
     reduced = sizes.reduced_after(-1, 0)
-    name = next(backward for _, _, _, backward in places(kind.trace))
+    name = next(backward for _, _, _, backward in places(kind))
     every = range(len(kind.trace.segments))
     joined = [sizes.gradients[s] + sizes.reduced[s] for s in every]
     reducing = [_reducing(kind, sizes, s) for s in every]
@@ -115,14 +116,15 @@ def _is_flat(kind: Kind) -> bool:
     return kind.plan.shard_layout == "flat"
 
 
-def _last_reduced(kind: Kind, sizes: UnitBytes, s: int, j: int) -> np.ndarray:
+def _last_reduced(kind: Kind, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
     """[R] the buffer of the unit that was reduced last."""
-    following = None if _is_flat(kind) else sizes.neighbour(s, j, 1)
-    return np.zeros(len(kind.row)) if following is None else sizes.reduced[following]
+    if _is_flat(kind):
+        return np.zeros(len(kind.row))
+    return sizes.of_neighbour(sizes.reduced, s, j, 1)
 
 
-def _fetched(kind: Kind, sizes: UnitBytes, s: int, j: int) -> np.ndarray:
+def _fetched(kind: Kind, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
     """[R] the unit that the backward pass comes to next, on its way."""
     if kind.plan.keeps_gathered or kind.plan.prefetched_units == 0:
         return np.zeros(len(kind.row))
-    return sizes.buffer(sizes.neighbour(s, j, -1))
+    return np.where(sizes.alone, 0.0, sizes.of_neighbour(sizes.gathered, s, j, -1))

@@ -1,17 +1,17 @@
 """Which elements of which parameters a rank holds, for every way of dividing them.
 
-Legend: P distinct parameters (those of a repeated block once), U units, N numbers of ranks.
+Legend: P distinct parameters (those of a repeated block once), U units, N numbers of ranks, K parts of a model.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["Parameters", "Share", "flat_share", "row_share", "whole_share"]
+__all__ = ["Parameters", "Share", "flat_share", "num_trainable", "row_share", "whole_share"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,12 @@ class Parameters:
         copies: [P] how many there are: the number of blocks that have it.
         unit: [P] the unit that gathers it.
         segment: [P] the segment that uses it first.
+        divisible: [P] size of the dim along which tensor parallelism divides it; 0 for one that stays whole.
+        by_rows: [P] whether that is the first dim.
+        is_expert: [P] whether it belongs to experts.
+        owner: [P] the segment that uses it first, where it is another use of a tied one; else -1.
+
+    Of parts of a model, ``elements``, ``rows`` and ``copies`` are [K, P].
     """
 
     elements: np.ndarray
@@ -37,6 +43,33 @@ class Parameters:
     copies: np.ndarray
     unit: np.ndarray
     segment: np.ndarray
+    divisible: np.ndarray
+    by_rows: np.ndarray
+    is_expert: np.ndarray
+    owner: np.ndarray
+
+    def part(self, tensor: np.ndarray, expert: np.ndarray, counts: np.ndarray) -> Parameters:
+        """What one rank has of each: [K, P] columns for K divisions of the model.
+
+        Args:
+            tensor, expert: [K] ranks along these axes.
+            counts: [K, S] blocks of each segment on the rank.
+        """
+        by_tensor = np.where(
+            (self.divisible > 0) & (self.divisible % tensor[:, None] == 0), tensor[:, None], 1
+        )
+        by_expert = np.where(self.is_expert, expert[:, None], 1)
+        copies = counts[:, self.segment]
+        # A tied parameter is another one where the rank has not the stage of its first use.
+        tied = self.owner >= 0
+        lent = np.where(counts[:, np.maximum(self.owner, 0)] > 0, 0, np.minimum(copies, 1))
+        rows = self.rows // np.where(self.by_rows, by_tensor, 1) // by_expert
+        return replace(
+            self,
+            elements=self.elements // by_tensor // by_expert,
+            rows=np.maximum(rows, np.minimum(self.rows, 1)),
+            copies=np.where(tied, lent, copies),
+        )
 
     @property
     def num_units(self) -> int:
@@ -64,13 +97,22 @@ def row_share(parameters: Parameters, degrees: np.ndarray) -> Share:
     """Rows of dim 0, as ``fully_shard`` divides: ``torch.chunk``, each chunk padded to the first one's size.
 
     Parameters without dimensions are kept by every rank. The first rank holds most.
+
+    Args:
+        parameters: of the model, or [N, P] of parts of it.
+        degrees: [N], or [N, P] where some are divided over fewer ranks.
     """
     rows = np.maximum(parameters.rows, 1)
     per_row = parameters.elements // rows
-    kept = -(-rows[None, :] // degrees[:, None])
+    kept = -(-rows // degrees.reshape(len(degrees), -1))
     stored = np.where(parameters.rows > 0, kept * per_row, parameters.elements)
-    count = np.full(len(degrees), int((parameters.copies * parameters.trainable).sum()))
-    return Share(stored, stored, count)
+    return Share(stored, stored, num_trainable(parameters, len(degrees)))
+
+
+def num_trainable(parameters: Parameters, num: int) -> np.ndarray:
+    """[N] parameters that train, on the rank."""
+    count = (parameters.copies * parameters.trainable).sum(axis=-1)
+    return np.array(np.broadcast_to(count, num))
 
 
 def flat_share(

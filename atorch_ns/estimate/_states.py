@@ -10,9 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atorch_ns.estimate._shards import Parameters, Share, flat_share, row_share, whole_share
+from atorch_ns.estimate._shards import (
+    Parameters,
+    Share,
+    flat_share,
+    num_trainable,
+    row_share,
+    whole_share,
+)
 from atorch_ns.estimate._units import DTYPE_BYTES, stored_dtype, units_of
-from atorch_ns.profile import OptimizerSpec, Trace
+from atorch_ns.profile import OptimizerSpec, ParameterSpec, Trace
 from atorch_ns.strategy import Plan
 
 __all__ = ["KeptBytes", "Shares", "has_master", "kept_bytes", "kept_of", "parameters_of", "shares_of"]
@@ -33,11 +40,16 @@ class KeptBytes:
     optimizer: np.ndarray
 
 
-def parameters_of(trace: Trace, plan: Plan) -> Parameters:
+def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters:
     """The distinct parameters, with the units that the plan makes of them: 0 for the rest of the model, then
     one for each run of equal blocks.
 
     What is flattened into one vector with the rest of the model stands there once for each block.
+
+    Args:
+        trace: of the model.
+        plan: what differs in kind.
+        tied: list further uses of tied parameters too, at the end and without copies.
     """
     apart_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
     units = {segment: number for number, segment in enumerate(apart_units, 1)}
@@ -45,32 +57,57 @@ def parameters_of(trace: Trace, plan: Plan) -> Parameters:
     for index, segment in enumerate(trace.segments):
         own = [spec for spec in segment.parameters if spec.tied_to is None]
         apart = index in units or plan.shard_layout != "flat"
+        place = (segment.count if apart else 1, units.get(index, 0), index, -1)
         for _ in range(1 if apart else segment.count):
-            for spec in own:
-                dtype = stored_dtype(plan, spec, None)
-                columns.append(
-                    (
-                        math.prod(spec.shape),
-                        spec.shape[0] if spec.shape else 0,
-                        DTYPE_BYTES.get(dtype, 4),
-                        "float" in dtype,
-                        spec.trainable,
-                        segment.count if apart else 1,
-                        units.get(index, 0),
-                        index,
-                    )
-                )
-    table = np.asarray(columns, dtype=np.int64).reshape(-1, 8).T
+            columns += [(*_columns(spec, plan), *place) for spec in own]
+    if tied:
+        homes = _homes(trace)
+        for index, segment in enumerate(trace.segments):
+            for spec in segment.parameters:
+                if spec.tied_to in homes:
+                    home, first = homes[spec.tied_to]
+                    columns.append((*_columns(first, plan), 0, units.get(index, 0), index, home))
+    table = np.asarray(columns, dtype=np.int64).reshape(-1, 12).T
     return Parameters(
         elements=table[0],
         rows=table[1],
         itemsize=table[2],
         is_float=table[3] > 0,
         trainable=table[4] > 0,
-        copies=table[5],
-        unit=table[6],
-        segment=table[7],
+        divisible=table[5],
+        by_rows=table[6] > 0,
+        is_expert=table[7] > 0,
+        copies=table[8],
+        unit=table[9],
+        segment=table[10],
+        owner=table[11],
     )
+
+
+def _columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
+    dtype = stored_dtype(plan, spec, None)
+    dim = spec.tensor_dim
+    return (
+        math.prod(spec.shape),
+        spec.shape[0] if spec.shape else 0,
+        DTYPE_BYTES.get(dtype, 4),
+        "float" in dtype,
+        spec.trainable,
+        0 if dim is None else spec.shape[dim],
+        dim == 0,
+        spec.is_expert,
+    )
+
+
+def _homes(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:
+    """For each parameter by its full name the segment that has it, and what it is there."""
+    homes: dict[str | None, tuple[int, ParameterSpec]] = {}
+    for index, segment in enumerate(trace.segments):
+        for spec in segment.parameters:
+            if spec.tied_to is None:
+                for path in segment.paths or ("",):
+                    homes[f"{path}.{spec.name}" if path else spec.name] = (index, spec)
+    return homes
 
 
 @dataclass(frozen=True)
@@ -87,7 +124,7 @@ class Shares:
 
 
 def shares_of(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Shares:
-    """How a plan divides states over each number of ranks in ``degrees``."""
+    """How a plan divides states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
     everything = _undivided(parameters, len(degrees))
     divided = _divided(plan, parameters, spec, degrees)
     return Shares(
@@ -98,9 +135,8 @@ def shares_of(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, de
 
 
 def _undivided(parameters: Parameters, num: int) -> Share:
-    whole = np.broadcast_to(parameters.elements.astype(float), (num, len(parameters.elements)))
-    count = np.full(num, int((parameters.copies * parameters.trainable).sum()))
-    return Share(whole, whole, count)
+    whole = np.broadcast_to(parameters.elements.astype(float), (num, parameters.elements.shape[-1]))
+    return Share(whole, whole, num_trainable(parameters, num))
 
 
 def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Share:
@@ -161,18 +197,23 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     copies, trains = parameters.copies, parameters.trainable
     masters = has_master(plan, parameters)
     updated = _updated_itemsizes(plan, parameters)
-    weights = shares.parameters.stored @ (copies * parameters.itemsize)
+    weights = _sum(shares.parameters.stored, copies * parameters.itemsize)
     # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
     of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
-    gradients = of_gradients @ (copies * trains * updated)
+    gradients = _sum(of_gradients, copies * trains * updated)
     held = shares.optimizer.elements
-    optimizer = held @ (copies * _state_itemsizes(plan, parameters, spec))
+    optimizer = _sum(held, copies * _state_itemsizes(plan, parameters, spec))
     if spec is not None:
         optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
     # Masters are made of every parameter that the rank holds, whoever updates it.
-    optimizer = optimizer + shares.parameters.elements @ (copies * masters * updated)
+    optimizer = optimizer + _sum(shares.parameters.elements, copies * masters * updated)
     if plan.updates_copy:
-        optimizer = optimizer + held @ (copies * trains * updated)
+        optimizer = optimizer + _sum(held, copies * trains * updated)
     if plan.frees_gradients:
         gradients = np.zeros_like(gradients)
     return KeptBytes(weights, gradients, optimizer)
+
+
+def _sum(held: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[K] of [K, P] elements and [P] or [K, P] weights."""
+    return held @ weights if weights.ndim == 1 else np.asarray((held * weights).sum(axis=-1))

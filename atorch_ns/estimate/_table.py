@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atorch_ns.strategy import Plan
+from atorch_ns.estimate._estimate import Workload
+from atorch_ns.estimate._memo import Memo
+from atorch_ns.estimate._parts import Sizes
+from atorch_ns.estimate._stages import usual_micro_batches
+from atorch_ns.strategy import MODEL_AXES, Plan
 
-__all__ = ["PlanTable"]
+__all__ = ["PlanTable", "kind_of"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class PlanTable:
         data: [N] size of the axis ``data``.
         zero: [N] size of the axis ``zero``.
         micro_batches: [N] passes that one step's batch is split into.
+        model: [N, 4] sizes of the axes that divide the model, as :data:`~atorch_ns.strategy.MODEL_AXES` has
+            them; ``None`` where all are 1.
     """
 
     templates: tuple[Plan, ...]
@@ -33,6 +39,7 @@ class PlanTable:
     data: np.ndarray
     zero: np.ndarray
     micro_batches: np.ndarray
+    model: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.template)
@@ -41,13 +48,14 @@ class PlanTable:
     def of(cls, plans: Sequence[Plan]) -> PlanTable:
         """The table of these plans, in their order."""
         kinds: dict[Plan, int] = {}
-        index = [kinds.setdefault(_kind(plan), len(kinds)) for plan in plans]
+        index = [kinds.setdefault(kind_of(plan), len(kinds)) for plan in plans]
         return cls(
             tuple(kinds),
             np.asarray(index, dtype=np.int64),
             np.asarray([plan.size("data") for plan in plans], dtype=np.int64),
             np.asarray([plan.size("zero") for plan in plans], dtype=np.int64),
             np.asarray([plan.num_micro_batches for plan in plans], dtype=np.int64),
+            np.asarray([[plan.size(name) for name in MODEL_AXES] for plan in plans], dtype=np.int64),
         )
 
     @classmethod
@@ -55,23 +63,65 @@ class PlanTable:
         cls, templates: Iterable[Plan], meshes: Sequence[tuple[int, int]], micro_batches: Sequence[int]
     ) -> PlanTable:
         """Every template on every mesh, ``(data, zero)``, with every number of micro-batches."""
-        kinds = tuple(dict.fromkeys(_kind(plan) for plan in templates))
+        kinds = tuple(dict.fromkeys(kind_of(plan) for plan in templates))
         grid = np.meshgrid(np.arange(len(kinds)), np.arange(len(meshes)), micro_batches, indexing="ij")
         template, mesh, passes = (axis.ravel() for axis in grid)
         sizes = np.asarray(meshes, dtype=np.int64).reshape(-1, 2)
         return cls(kinds, template, sizes[mesh, 0], sizes[mesh, 1], passes.astype(np.int64))
 
+    def sizes(self, index: int, workload: Workload, memo: Memo) -> tuple[np.ndarray, Sizes]:
+        """The rows of a template, and their sizes; the same object for equal ones.
+
+        A pipeline for which no micro-batches are given runs as many as :func:`usual_micro_batches`.
+        """
+        rows = np.flatnonzero(self.template == index)
+        model = (
+            np.ones((len(rows), len(MODEL_AXES)), dtype=np.int64) if self.model is None else self.model[rows]
+        )
+        passes = self.micro_batches[rows]
+        pipeline, expert = (model[:, MODEL_AXES.index(name)] for name in ("pipeline", "expert"))
+        for row in np.flatnonzero((pipeline > 1) & (passes == 1)).tolist():
+            ranks = self.data[rows[row]] * self.zero[rows[row]] * expert[row]
+            plan, num_samples = self.templates[index], workload.global_batch // int(ranks)
+            passes = passes.copy()
+            passes[row] = usual_micro_batches(plan, int(pipeline[row]), num_samples)
+        columns = np.column_stack([self.data[rows], self.zero[rows], passes, model])
+        return rows, memo.get(("sizes", columns.shape, columns.tobytes()), lambda: _sizes(columns))
+
     def plan(self, row: int) -> Plan:
         """The plan of a row."""
         sizes = {"data": int(self.data[row]), "zero": int(self.zero[row])}
+        if self.model is not None:
+            sizes |= {name: int(size) for name, size in zip(MODEL_AXES, self.model[row], strict=True)}
         template = self.templates[self.template[row]]
-        axes = tuple((name, sizes.get(name, size)) for name, size in template.axes)
+        axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
-        return plan
+        return _sharded(plan, plan.shard_axes)
 
 
-def _kind(plan: Plan) -> Plan:
-    axes = tuple((name, 0 if name in ("data", "zero") else size) for name, size in plan.axes)
-    kind: Plan = replace(plan, axes=axes, num_micro_batches=1)
-    return kind
+def _sizes(columns: np.ndarray) -> Sizes:
+    data, zero, micro_batches, *model = columns.T
+    return Sizes(
+        data=data, zero=zero, micro_batches=micro_batches, **dict(zip(MODEL_AXES, model, strict=True))
+    )
+
+
+def kind_of(plan: Plan) -> Plan:
+    """The plan without its sizes: what rows of a table have in common.
+
+    States that are sharded are divided along ``zero`` where a row has one, else along ``data``.
+    """
+    axes = tuple((name, 0) for name, _ in plan.axes)
+    return _sharded(replace(plan, axes=axes, num_micro_batches=1), ("data",))
+
+
+def _sharded(plan: Plan, axes: tuple[str, ...]) -> Plan:
+    """The plan with all that it shards divided over ``axes``."""
+    none: tuple[str, ...] = ()
+    return replace(
+        plan,
+        parameters_over=axes if plan.parameters_over else none,
+        gradients_over=axes if plan.gradients_over else none,
+        optimizer_over=axes if plan.optimizer_over else none,
+    )

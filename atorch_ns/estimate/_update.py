@@ -6,7 +6,7 @@ import numpy as np
 
 from atorch_ns.estimate._host_work import update_operators
 from atorch_ns.estimate._scene import Scene
-from atorch_ns.estimate._units import DTYPE_BYTES, stored_dtype, units_of
+from atorch_ns.estimate._units import DTYPE_BYTES, stored_dtype
 from atorch_ns.profile import ParameterSpec
 
 __all__ = ["offload_seconds", "update_seconds"]
@@ -23,8 +23,8 @@ def update_seconds(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     trainable = _trainable(scene)
     num_states = min(2, len(scene.trace.optimizer.state_dtypes)) if scene.trace.optimizer else 0
     plan, device = scene.plan, scene.hardware.device
-    num_elements = float(sum(p.num_elements for p in trainable))
-    shards = scene.size(plan.optimizer_over)
+    num_elements = scene.elements(trainable=True)
+    shards = scene.shards(plan.optimizer_over)
     updated = plan.master_dtype or plan.parameter_dtype
     share = num_elements / shards
     in_place = _IN_PLACE[num_states] * share * DTYPE_BYTES.get(updated, 4)
@@ -37,7 +37,7 @@ def update_seconds(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     own = (
         len(trainable) / shards
         if plan.shard_layout == "parameters"
-        else np.full(shards.shape, len(trainable))
+        else np.broadcast_to(_num_trainable(scene), shards.shape)
     )
     if plan.offload and device.type != "cpu":  # the host updates, at about the speed of the link to it
         seconds = (in_place + fresh) / scene.hardware.to_host.rate.bytes_per_s
@@ -49,16 +49,21 @@ def offload_seconds(scene: Scene) -> np.ndarray:
     plan, device = scene.plan, scene.hardware.device
     if not plan.offload or device.type == "cpu":
         return np.zeros(len(scene.micro_batches))
-    held = [p for unit in units_of(plan, scene.trace) for p in unit.parameters * unit.count]
-    shards = scene.size(plan.parameters_over)
-    num_bytes = sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, None)] for p in held)
+    held = [p for unit in scene.units for p in unit.parameters * unit.count]
+    shards = scene.shards(plan.parameters_over)
+    whole = sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, None)] for p in held)
+    num_bytes = whole * scene.elements(trainable=False) / max(1, sum(p.num_elements for p in held))
     passes = 1 if plan.keeps_gathered else 2
     rate = scene.hardware.to_host.rate
     per_pass = rate.latency_s * len(held) + num_bytes / shards / rate.bytes_per_s
     return np.asarray(scene.micro_batches * per_pass * passes + per_pass)
 
 
+def _num_trainable(scene: Scene) -> np.ndarray | float:
+    """[R] parameters on the rank that train."""
+    own = [sum(p.trainable and p.tied_to is None for p in one.parameters) for one in scene.trace.segments]
+    return scene.parts.total([float(count) for count in own])
+
+
 def _trainable(scene: Scene) -> list[ParameterSpec]:
-    return [
-        p for unit in units_of(scene.plan, scene.trace) for p in unit.parameters * unit.count if p.trainable
-    ]
+    return [p for unit in scene.units for p in unit.parameters * unit.count if p.trainable]

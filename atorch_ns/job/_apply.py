@@ -12,7 +12,7 @@ from atorch_ns.job._build import build
 from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._job import Job
 from atorch_ns.job._result import Result
-from atorch_ns.method import Resolved
+from atorch_ns.method import Phase, Resolved
 
 __all__ = ["apply_strategy"]
 
@@ -38,6 +38,8 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
         distributed=cluster.distributed,
     )
     for chosen in resolved.chosen:
+        if chosen.method.phase is Phase.CUT:
+            job.keep_structure()
         chosen.method.apply(job, chosen.config)
     if job.take_over is not None:  # such a backend communicates while it builds
         return build(job, resolved)

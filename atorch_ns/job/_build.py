@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
+from atorch_ns.job._clip import clip_gradients, gradient_norm
 from atorch_ns.job._groups import parameter_groups
 from atorch_ns.job._job import Job, ParameterGroups
 from atorch_ns.job._loss import LossFunction, wrap_loss
 from atorch_ns.job._masters import MasterWeights
 from atorch_ns.job._optimizer import StepOptimizer
 from atorch_ns.job._precision import autocast_forward, cast_inputs
+from atorch_ns.job._randomness import SharedRandomness
 from atorch_ns.job._report import MethodRow, Report
 from atorch_ns.job._result import Result
 from atorch_ns.job._scaling import LossScaler
 from atorch_ns.job._train_step import TrainStep
 from atorch_ns.method import Resolved
+from atorch_ns.torch_compat import plain_name
 
 __all__ = ["build"]
 
@@ -37,10 +41,16 @@ def build(job: Job, resolved: Resolved) -> Result:
     scaler = _scaler(job)
     optimizer = _optimizer(job, scaler)
     _wrap_forward(job)
+    _agree_over_model_axes(job)
     loader = _loader(job)
     loss_func = _loss(job, scaler)
     prepare_input = job.inputs.prepare_input or default_prepare_input
-    step = TrainStep(job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input)
+    runner = None
+    if job.make_runner is not None and loss_func is not None:
+        runner = job.make_runner(job, loss_func)
+    step = TrainStep(
+        job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input, runner=runner
+    )
     return Result.of(
         model=job.model,
         optim=optimizer,
@@ -65,14 +75,14 @@ def _scaler(job: Job) -> LossScaler | None:
         job.cluster.device_type,
         init_scale=job.loss_scaling.init_scale,
         growth_interval=job.loss_scaling.growth_interval,
-        group=_data_group(job),
+        group=job.agreeing_group,
     )
 
 
 def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | None:
     if job.inputs.optim_func is None:
         return None
-    groups = parameter_groups(job.module, job.groups)
+    groups = parameter_groups(job.module, job.groups, whole=not job.stages, tied=job.tied)
     masters = MasterWeights(job.module.parameters()) if job.plan.master_dtype else None
     if masters is not None:
         groups = masters.groups(groups)
@@ -81,16 +91,50 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
         job.wrap(model)
     else:
         optimizer = (job.make_optimizer or partial(make_user_optimizer, job))(groups)
+    norm = _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.skip_if_nonfinite
     if steps_alone or job.use_optim_backward:  # a backward pass of its own goes with a step of its own
+        if job.sums:
+            optimizer.register_step_pre_hook(lambda *_: job.sums.run(job.module))
         return optimizer
     return StepOptimizer(
         optimizer,
         scaler=scaler,
         masters=masters,
         skip_if_nonfinite=job.skip_if_nonfinite,
-        group=_data_group(job),
+        group=job.agreeing_group,
+        finish=partial(job.sums.run, job.module) if job.sums else None,
+        norm=norm,
     )
+
+
+def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Norms of gradients over all stages of a pipeline, with the job's clipping made to use them."""
+    stages = job.stage_group
+    if stages is None:
+        return gradient_norm
+    elsewhere = [
+        parameter if masters is None else masters.of(parameter)
+        for name, parameter in job.module.named_parameters(remove_duplicate=False)
+        if plain_name(name) in job.elsewhere
+    ]
+    job.clip = partial(clip_gradients, stages=stages, elsewhere=elsewhere)
+    return partial(gradient_norm, stages=stages, elsewhere=elsewhere)
+
+
+def _agree_over_model_axes(job: Job) -> None:
+    """What ranks that hold parts of one model must do alike."""
+    if job.sums:
+        job.sums.watch(job.module)
+    if job.mesh is not None and job.mesh.divides_model:
+        stages = job.stage_group
+        job.randomness = SharedRandomness(
+            seed=job.seed,
+            data_rank=job.data_rank,
+            stage=0 if stages is None else stages.rank(),
+            device=job.device,
+        )
+        job.randomness.attach([job.module, *job.stages])
 
 
 def _data_group(job: Job) -> dist.ProcessGroup | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,27 +47,45 @@ def name_groups(inputs: Inputs) -> tuple[NamedGroup, ...] | None:
     return tuple(_named(group, names) for group in _as_groups(inputs.optim_param_func(inputs.model)))
 
 
-def parameter_groups(model: nn.Module, groups: tuple[NamedGroup, ...] | None) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module,
+    groups: tuple[NamedGroup, ...] | None,
+    *,
+    whole: bool = True,
+    tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
     """The same groups over the parameters that the model has now.
+
+    Args:
+        model: what this rank holds.
+        groups: by name.
+        whole: whether that is the whole model; else groups keep what there is of them.
+        tied: other names of parameters, of which a part of the model may have kept one only.
 
     Raises:
         InputError: if nothing is trainable, or a method has removed one of the parameters.
     """
     if groups is None:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable:
+        if not trainable and whole:
             raise InputError(
                 "the model has no parameter that requires a gradient, so there is nothing to optimize."
             )
         return [{"params": trainable}]
     now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, others in tied.items():
+        kept = [other for other in others if other in now]
+        if name not in now and kept:
+            now[name] = now[kept[0]]
     missing = [name for group in groups for name in group.names if name not in now]
-    if missing:
+    if missing and whole:
         raise InputError(
             f"optim_param_func chose {missing[0]} ({len(missing)} such), which the model no longer has after "
             "the strategy's methods. Leave that module out of module_replace, or group by what remains."
         )
-    return [{"params": [now[name] for name in group.names], **group.options} for group in groups]
+    return [
+        {"params": [now[name] for name in group.names if name in now], **group.options} for group in groups
+    ]
 
 
 def _named(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:

@@ -37,6 +37,8 @@ class Inputs:
         sampler_seed: seed of the default sampler.
         gradient_accumulation_steps: micro-batches that ``train_step`` splits a batch into.
         max_grad_norm: norm that ``train_step`` clips gradients to; ``None`` for no clipping.
+        sample_batch: one collated batch, where methods need its shapes before training; ``None`` to look into the
+            dataset.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class Inputs:
     sampler_seed: int = 0
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
+    sample_batch: Any = None
 
     def check(self) -> None:
         """Checks every argument and reports all that is wrong at once.

@@ -7,16 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.job._clip import clip_gradients
+from atorch_ns.job._gradient_sums import GradientSums
 from atorch_ns.job._gradient_sync import SkipSync, never_synchronised
 from atorch_ns.job._groups import NamedGroup, name_groups
 from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._materialise import Materialiser, is_on_meta
+from atorch_ns.job._packing import Packing
 from atorch_ns.job._parameter_states import ParameterStates
+from atorch_ns.job._randomness import SharedRandomness
+from atorch_ns.job._runner import MakeRunner
 from atorch_ns.job._states import MakeStates, parameter_names
+from atorch_ns.profile._structure import copy_structure
 from atorch_ns.strategy import Plan
 
 __all__ = ["Autocast", "Clip", "Job", "LossScaling", "MakeOptimizer", "TakeOver"]
@@ -63,6 +69,7 @@ class Job:
         groups: the user's parameter groups by name; ``None`` for one group of all that trains.
         model_class: name of the user's class, before any method gives it another.
         num_parameters: elements of the user's model, before any sharding.
+        parameter_order: the first name of every parameter, in the order of the user's model.
         tied: for each parameter that has several names, the other names by the first one.
         placed: whether a method has put the model on its device.
         num_micro_batches: parts that ``train_step`` splits a batch into.
@@ -77,6 +84,20 @@ class Job:
         take_over: a backend that makes model and optimizer together, if any.
         use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
         requires_boundary: whether the optimizer must be told which micro-batch is the last.
+        stages: the modules of this rank that are called in place of the model, in the order of a pipeline; empty
+            where the model is called as one. Together they hold its parameters.
+        experts: modules whose parameters are divided over the expert axis, so that only the other data ranks
+            hold copies of them. They scale their gradients themselves to the mean over the expert axis.
+        make_runner: how a batch is run where calling the model is not enough.
+        sums: gradients to be summed over other ranks than those of the data.
+        randomness: the random states that forward passes begin from, where ranks must share them.
+        packings: parameters that lie divided over the tensor axis in another order than the user's, by name.
+        elsewhere: names of parameters that another rank counts in norms of gradients.
+        kept_whole: names of parameters that methods of data parallelism leave alone, since several stages of a rank
+            use them; :attr:`sums` averages their gradients.
+        uncut: the structure of the whole model, its parameters without memory, from before it was cut into
+            stages; ``None`` where it is in one piece.
+        worked_out: settings that methods have found for themselves, by method, as its config would say them.
         make_states: how weights and optimizer states are read and written by name, for checkpoints.
         save_lane: what checkpoints written in the background need from one to the next.
         explanations: what each method did, by its name, for the report.
@@ -91,6 +112,7 @@ class Job:
     groups: tuple[NamedGroup, ...] | None = None
     model_class: str = ""
     num_parameters: int = 0
+    parameter_order: tuple[str, ...] = ()
     tied: dict[str, list[str]] = field(default_factory=dict)
     mesh: Mesh | None = None
     placed: bool = False
@@ -106,6 +128,16 @@ class Job:
     take_over: TakeOver | None = None
     use_optim_backward: bool = False
     requires_boundary: bool = False
+    stages: tuple[nn.Module, ...] = ()
+    experts: tuple[nn.Module, ...] = ()
+    make_runner: MakeRunner | None = None
+    sums: GradientSums = field(default_factory=GradientSums)
+    randomness: SharedRandomness | None = None
+    packings: dict[str, Packing] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+    kept_whole: set[str] = field(default_factory=set)
+    uncut: nn.Module | None = None
+    worked_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     make_states: MakeStates = ParameterStates
     save_lane: object | None = None
     explanations: dict[str, list[str]] = field(default_factory=dict)
@@ -118,6 +150,7 @@ class Job:
             InputError: if ``optim_param_func`` does not give groups of the model's parameters.
         """
         model = inputs.model
+        names = parameter_names(model).values()
         return cls(
             inputs=inputs,
             cluster=cluster,
@@ -129,7 +162,8 @@ class Job:
             model_class=type(model).__name__,
             num_micro_batches=inputs.gradient_accumulation_steps,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            tied={first: others for first, *others in parameter_names(model).values() if others},
+            parameter_order=tuple(first for first, *_ in names),
+            tied={first: others for first, *others in names if others},
         )
 
     @property
@@ -147,6 +181,25 @@ class Job:
         """This rank's place among them."""
         return 0 if self.mesh is None else self.mesh.data.get_local_rank()
 
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """The modules that together hold this rank's parameters and that are called: stages, or the model."""
+        return self.stages or (self.module,)
+
+    @property
+    def agreeing_group(self) -> dist.ProcessGroup | None:
+        """The ranks that must decide together (to skip a step, to scale a loss); ``None`` for this rank alone."""
+        if self.mesh is None or dist.get_world_size() == 1:
+            return None
+        return dist.group.WORLD if self.mesh.divides_model else self.mesh.data_group
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of one pipeline; ``None`` if the model is in one piece."""
+        if self.mesh is None or self.mesh.size("pipeline") == 1:
+            return None
+        return self.mesh.axis("pipeline").get_group()
+
     def replace_model(self, model: nn.Module) -> None:
         """Puts ``model`` in the place of the user's, before any outer wrapper."""
         self.model = self.module = model
@@ -157,7 +210,7 @@ class Job:
 
     def materialiser(self, init: Callable[[nn.Module], object] | None = None) -> Materialiser:
         """Gives values to parts of the model that are on the meta device."""
-        return Materialiser(self.module, self.device, seed=self.seed, init=init)
+        return Materialiser(self.module, self.device, seed=self.seed, init=init, packings=self.packings)
 
     def place(self) -> None:
         """Materialises what is on meta and moves the whole model to this rank's device."""
@@ -165,6 +218,14 @@ class Job:
             self.materialiser().materialise([self.module])
         self.module.to(self.device)
         self.placed = True
+
+    def keep_structure(self) -> None:
+        """Keeps the structure of the model as it is, for methods that look at it after it has been cut."""
+
+        def without_memory(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor
+
+        self.uncut = copy_structure(self.module, without_memory, {})
 
     def explain(self, method: str, text: str) -> None:
         """Records what a method did or chose, for the report."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
+from atorch_ns.job._layout import divided_like
+from atorch_ns.job._packing import Packing
 from atorch_ns.torch_compat import plain_name
 
 __all__ = ["Materialiser", "is_on_meta"]
@@ -25,7 +28,8 @@ class Materialiser:
 
     Every module's initial values are drawn from a generator state of its own, made from ``seed`` and the
     module's path. A model materialised block by block, on any number of ranks, therefore has the values of
-    one materialised at once. Tied parameters stay tied.
+    one materialised at once. Tied parameters stay tied. A parameter that is divided over ranks is made whole, one
+    module at a time, and each rank keeps its part.
 
     Args:
         model: the whole model.
@@ -33,6 +37,7 @@ class Materialiser:
         seed: the same on every rank.
         init: initialises one module's own parameters and buffers in place; ``None`` to use what the model
             offers: ``_init_weights`` of Hugging Face models, else each module's ``reset_parameters``.
+        packings: parameters that lie divided in another order than the user's, by name.
     """
 
     def __init__(
@@ -42,7 +47,9 @@ class Materialiser:
         *,
         seed: int,
         init: Callable[[nn.Module], object] | None = None,
+        packings: Mapping[str, Packing] | None = None,
     ) -> None:
+        self._packings = dict(packings or {})
         self._device = device
         self._seed = seed
         self._init = init or _initialiser(model)
@@ -66,9 +73,12 @@ class Materialiser:
         tensors = [*module._parameters.values(), *module._buffers.values()]
         if not any(tensor is not None and tensor.is_meta for tensor in tensors):
             return
+        divided = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         fresh = self._allocate(module)
         if not fresh:
             return
+        made = divided.keys() - fresh.keys()
+        self._make_whole(module, made)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed ^ zlib.crc32(self._names.get(module, "").encode()))
             self._init(module)
@@ -78,6 +88,34 @@ class Materialiser:
                 f"the model is on the meta device, and initialising {self._path(module)} leaves "
                 f"{', '.join(unset)} unset. Set them in its reset_parameters, or build the model on a device."
             )
+        for name, parameter in divided.items():
+            self._keep_part(module, name, parameter, made=name in made)
+
+    def _make_whole(self, module: nn.Module, made: Iterable[str]) -> None:
+        """Lets the initialisation see whole parameters in place of parts that another module has made."""
+        for name in made:
+            tied = module._parameters[name]
+            assert tied is not None
+            data = _poison(torch.empty(tied.shape, dtype=tied.dtype, device=self._device))
+            module._parameters[name] = nn.Parameter(data, requires_grad=tied.requires_grad)
+
+    @torch.no_grad()
+    def _keep_part(self, module: nn.Module, name: str, like: nn.Parameter, *, made: bool) -> None:
+        """Keeps of a parameter that has its values this rank's part, laid out like ``like``."""
+        path = self._names.get(module, "")
+        packing = self._packings.get(f"{path}.{name}" if path else name)
+        whole = module._parameters[name]
+        assert whole is not None
+        assert isinstance(like, DTensor)
+        values = whole.detach() if packing is None else packing.pack(whole.detach())
+        part = divided_like(values, like)
+        if made:
+            tied = self._made.get(like, like)
+            module._parameters[name] = tied
+            if not _is_poisoned(whole):
+                tied.copy_(part)
+        else:
+            module._parameters[name] = self._made[like] = nn.Parameter(part, requires_grad=like.requires_grad)
 
     @torch.no_grad()
     def _allocate(self, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -87,7 +125,8 @@ class Materialiser:
                 continue
             made = self._made.get(parameter)
             if made is None:
-                data = _poison(torch.empty_like(parameter, device=self._device))
+                size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
+                data = _poison(torch.empty_strided(size, stride, dtype=dtype, device=self._device))
                 made = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 fresh[name] = data
             module._parameters[name] = made

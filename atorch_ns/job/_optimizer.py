@@ -28,6 +28,8 @@ class StepOptimizer(torch.optim.Optimizer):
         masters: fp32 copies, or ``None``.
         skip_if_nonfinite: without a scaler, skip a step whose gradients are infinite or NaN.
         group: the ranks that must skip a step together; ``None`` for one rank.
+        finish: completes gradients that are not complete after the backward pass; ``None`` if all are.
+        norm: of the gradients of some parameters, over all ranks that hold a part of them.
 
     Attributes:
         num_skipped: steps skipped so far.
@@ -42,6 +44,8 @@ class StepOptimizer(torch.optim.Optimizer):
         masters: MasterWeights | None = None,
         skip_if_nonfinite: bool = False,
         group: dist.ProcessGroup | None = None,
+        finish: Callable[[], None] | None = None,
+        norm: Callable[[list[torch.Tensor]], torch.Tensor] = gradient_norm,
     ) -> None:
         # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
         self.inner = inner
@@ -51,6 +55,8 @@ class StepOptimizer(torch.optim.Optimizer):
         self.skipped = False
         self._skip_if_nonfinite = skip_if_nonfinite
         self._group = group
+        self._finish = finish
+        self._norm = norm
         self._prepared = False
         self._overflow = False
 
@@ -65,6 +71,8 @@ class StepOptimizer(torch.optim.Optimizer):
         if self._prepared:
             return
         self._prepared = True
+        if self._finish is not None:
+            self._finish()
         if self.masters is not None:
             self.masters.take_gradients()
         if self.scaler is None:
@@ -75,7 +83,7 @@ class StepOptimizer(torch.optim.Optimizer):
                 "function that auto_accelerate returned. Use result.loss_func(batch, output), or "
                 "result.train_step(batch)."
             )
-        self._overflow = self._has_gradients() and self.scaler.unscale(self.inner)
+        self._overflow = self.scaler.unscale(self.inner)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
@@ -161,7 +169,7 @@ class StepOptimizer(torch.optim.Optimizer):
     def _nonfinite(self) -> bool:
         """Whether any rank sees a bad gradient: a rank may hold only a part of them."""
         parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        flag = (~torch.isfinite(gradient_norm(parameters))).float()
+        flag = (~torch.isfinite(self._norm(parameters))).float()
         if self._group is not None:
             flag = flag.to(parameters[0].device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)

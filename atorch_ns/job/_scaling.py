@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from atorch_ns.torch_compat import found_inf_tensors
+from atorch_ns.torch_compat import found_inf_tensors, local_grad_scaler
 
 __all__ = ["LossScaler"]
 
@@ -35,9 +34,7 @@ class LossScaler:
         growth_interval: int = 2000,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.scaler = torch.amp.GradScaler(
-            device_type, init_scale=init_scale, growth_interval=growth_interval
-        )
+        self.scaler = local_grad_scaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
         self.num_backwards = 0
         self._group = group
 
@@ -46,19 +43,32 @@ class LossScaler:
         result: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_gradient)  # type: ignore[no-untyped-call]
         return result
 
+    def scaled_elsewhere(self, device: torch.device) -> None:
+        """Another rank computes the loss of this rank's gradients, and scales it alike."""
+        self.scaler.scale(torch.zeros((), device=device))  # which makes the scale
+        self.num_backwards += 1
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divides the gradients of ``optimizer`` by the scale; collective.
+        """Divides the gradients of ``optimizer`` by the scale; collective, also for a rank that has none.
 
         Returns:
             Whether any gradient on any rank is infinite or NaN.
         """
-        self.scaler.unscale_(optimizer)
-        flags = found_inf_tensors(self.scaler, optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        flags: list[torch.Tensor] = []
+        if any(parameter.grad is not None for parameter in parameters):
+            self.scaler.unscale_(optimizer)
+            flags = found_inf_tensors(self.scaler, optimizer)
+        if self._group is None:
+            return any(float(flag) > 0 for flag in flags)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        overflow = torch.zeros((), device=device)
         for flag in flags:
-            local = flag.to_local() if isinstance(flag, DTensor) else flag
-            if self._group is not None:
-                dist.all_reduce(local, op=dist.ReduceOp.MAX, group=self._group)
-        return any(float(flag) > 0 for flag in flags)
+            overflow = torch.maximum(overflow, flag.reshape(()).to(device))
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._group)
+        for flag in flags:
+            flag.fill_(overflow.item())
+        return bool(overflow)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps ``optimizer`` unless :meth:`unscale` found an overflow, and adapts the scale."""

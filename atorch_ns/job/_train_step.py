@@ -13,6 +13,7 @@ from atorch_ns.data import call_model, split_batch
 from atorch_ns.errors import StepError
 from atorch_ns.job._loss import LossFunction, first_loss
 from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job._runner import BatchRunner
 from atorch_ns.job._step_times import StepTimes
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer | None,
         loss_func: LossFunction | None,
         prepare_input: Callable[[Any, torch.device], Any],
+        runner: BatchRunner | None = None,
     ) -> None:
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
@@ -50,6 +52,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._loss_func = loss_func
         self._prepare_input = prepare_input
+        self._runner = runner
 
     @property
     def skipped(self) -> bool:
@@ -85,6 +88,13 @@ class TrainStep:
         optimizer, _ = self._require()
         job = self._job
         micro_batches = self._micro_batches(batch)
+        if self._runner is not None:
+            job.sums.expect(job.module)
+            total = self._runner.forward_backward(micro_batches)
+            if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
+                optimizer.scaler.scaled_elsewhere(job.device)
+            job.sums.run(job.module)
+            return self._mean_over_ranks(total)
         total = torch.zeros((), device=job.device)
         for position, micro_batch in enumerate(micro_batches):
             last = position == len(micro_batches) - 1
@@ -92,6 +102,37 @@ class TrainStep:
                 optimizer.set_gradient_accumulation_boundary(last)  # type: ignore[attr-defined]
             with nullcontext() if last else job.skip_sync():
                 total += self._forward_backward(micro_batch) / len(micro_batches)
+        job.sums.run(job.module)
+        return self._mean_over_ranks(total)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss on ``batch`` without training on it, as :meth:`__call__` returns it.
+
+        The model is in evaluation mode meanwhile. Collective, as a step is.
+
+        Raises:
+            StepError: if the job has no loss function.
+            BatchSizeError: if the micro-batches do not divide the batch.
+        """
+        if self._loss_func is None:
+            raise StepError("evaluate needs loss_func; pass it to auto_accelerate.")
+        job = self._job
+        micro_batches = self._micro_batches(batch)
+        roots = (job.model, *job.stages)
+        modes = {module: module.training for root in roots for module in root.modules()}
+        for root in roots:
+            root.eval()
+        try:
+            if self._runner is not None:
+                total = self._runner.forward(micro_batches)
+            else:
+                total = torch.stack([self._forward(part)[0] for part in micro_batches]).mean()
+        finally:
+            for root in roots:
+                root.train(modes[root])
+            for module, training in modes.items():  # a part may have been in another mode than the whole
+                module.training = training
         return self._mean_over_ranks(total)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -106,6 +147,7 @@ class TrainStep:
         optimizer = self._optimizer
         if optimizer is None:
             raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
+        self._job.sums.run(self._job.module)
         if isinstance(optimizer, StepOptimizer):
             optimizer.prepare_gradients()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -128,16 +170,23 @@ class TrainStep:
 
     def _forward_backward(self, micro_batch: Any) -> torch.Tensor:
         job = self._job
-        optimizer, loss_func = self._require()
-        output = call_model(job.model, micro_batch, job.inputs.model_input_format)
-        loss = first_loss(loss_func(micro_batch, output))
+        optimizer, _ = self._require()
+        seen, loss = self._forward(micro_batch)
         count = job.num_micro_batches
         share = loss if count == 1 else loss / count
         if job.use_optim_backward:
             optimizer.backward(share)  # type: ignore[attr-defined]
         else:
             share.backward()
-        return loss.detach().to(torch.float32).reshape(())
+        return seen
+
+    def _forward(self, micro_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of a micro-batch: for people, 0-d float32 and detached, and for the backward pass."""
+        job = self._job
+        assert self._loss_func is not None
+        output = call_model(job.model, micro_batch, job.inputs.model_input_format)
+        loss = first_loss(self._loss_func(micro_batch, output))
+        return loss.detach().to(torch.float32).reshape(()), loss
 
     def _mean_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         job = self._job

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from atorch_ns.method._chosen import Chosen, Note, fold_plan, ordered
 from atorch_ns.method._composition import Composition, Pairing, composition
 from atorch_ns.method._config import Flag, MethodConfig, ModuleSelectors, dtype_name
-from atorch_ns.method._method import Conflict, Method, Need
+from atorch_ns.method._method import Conflict, Expansion, Method, Need
 from atorch_ns.method._phase import ORDER, Phase
 from atorch_ns.method._registry import ENTRY_POINT_GROUP, Registry, load_registry
-from atorch_ns.method._resolve import Chosen, Note, Resolved, clash, fold_plan, resolve
+from atorch_ns.method._resolve import Resolved, clash, resolve
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -15,6 +16,7 @@ __all__ = [
     "Chosen",
     "Composition",
     "Conflict",
+    "Expansion",
     "Flag",
     "Method",
     "MethodConfig",
@@ -30,5 +32,6 @@ __all__ = [
     "dtype_name",
     "fold_plan",
     "load_registry",
+    "ordered",
     "resolve",
 ]

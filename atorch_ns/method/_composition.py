@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from atorch_ns.method._chosen import Chosen
 from atorch_ns.method._registry import Registry
-from atorch_ns.method._resolve import Chosen, clash
+from atorch_ns.method._resolve import clash
 
 __all__ = ["Composition", "Pairing", "composition"]
 

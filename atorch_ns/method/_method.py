@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atorch_ns.profile import Profile
     from atorch_ns.strategy import Plan
 
-__all__ = ["Conflict", "Method", "Need"]
+__all__ = ["Conflict", "Expansion", "Method", "Need"]
 
 C = TypeVar("C", bound=MethodConfig)
 
@@ -50,6 +50,19 @@ class Conflict:
     def holds(self, mine: MethodConfig, theirs: MethodConfig) -> bool:
         """Whether the conflict exists between these configs."""
         return self.when is None or self.when(mine, theirs)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The methods that one method stands for.
+
+    Attributes:
+        steps: their names and what a user would write as their configs.
+        notes: what the user should know about it, each a sentence.
+    """
+
+    steps: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Method(ABC, Generic[C]):
@@ -101,6 +114,23 @@ class Method(ABC, Generic[C]):
     def summary(self) -> str:
         """What the method does, in one line."""
         return inspect.getdoc(type(self)).splitlines()[0]  # type: ignore[union-attr]
+
+    def expand(self, config: C, others: Plan, cluster: Cluster) -> Expansion | None:
+        """The methods that this one is replaced by before a strategy is completed; ``None`` if it is one itself.
+
+        What stands in its place is resolved as if the user had written it, and is what a saved strategy shows.
+        A method that is replaced does nothing itself: none of its other hooks is asked.
+
+        Args:
+            config: as written.
+            others: what the other methods of the strategy decide, before sizes are fitted to the cluster.
+            cluster: where the strategy is resolved for.
+
+        Raises:
+            StrategyError: if there is nothing that it could stand for, or a key of the config is at odds with
+                the other methods.
+        """
+        return None
 
     def roles(self, config: C) -> tuple[str, ...]:
         """The roles filled with this config."""

@@ -15,6 +15,7 @@ class Phase(enum.Enum):
     FP8 = "replace linear layers by fp8 ones"
     CUT = "cut the model into stages"
     SHARD_LAYERS = "shard inside layers"
+    SHARD_EXPERTS = "divide experts"
     RECOMPUTE = "recompute activations"
     CAST = "cast the weights"
     COMPILE = "compile blocks"
@@ -29,6 +30,7 @@ ORDER: tuple[Phase, ...] = (
     Phase.FP8,  # on the final modules, before their weights become shards
     Phase.CUT,  # a rank drops the blocks it does not own before work is spent on them
     Phase.SHARD_LAYERS,  # needs whole weights of the stage's own layers
+    Phase.SHARD_EXPERTS,  # blocks that are tried in a new layout communicate nothing while experts are whole
     Phase.RECOMPUTE,  # wraps blocks, so inside what compiles, shards or replicates them
     Phase.CAST,  # before sharding, so that shards and buckets have the final dtype
     Phase.COMPILE,  # a block with its recomputation, before hooks of sharding surround it

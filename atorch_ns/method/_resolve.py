@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from pydantic import ValidationError
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, MethodNotFoundError, Problem, StrategyError
-from atorch_ns.method._config import MethodConfig
-from atorch_ns.method._method import Method, Need
-from atorch_ns.method._phase import ORDER
+from atorch_ns.method._chosen import Chosen, Note, fold_plan, ordered
+from atorch_ns.method._method import Need
 from atorch_ns.method._registry import Registry
+from atorch_ns.method._validate import expand, validate
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan, Requires, Strategy
 
-__all__ = ["Chosen", "Note", "Resolved", "resolve"]
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something decided for the user: a method added or left out, a size fitted.
-
-    Attributes:
-        kind: what was decided.
-        method: the method concerned.
-        text: what and why, as a sentence.
-    """
-
-    kind: Literal["added", "left out", "fitted"]
-    method: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A method with its validated config."""
-
-    method: Method[Any]
-    config: MethodConfig
+__all__ = ["Resolved", "clash", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +23,8 @@ class Resolved:
     Attributes:
         chosen: methods and configs in order of application.
         plan: what they decide together.
-        strategy: as it is saved, defaults left out. It keeps what is left out here, for where it can be used.
+        strategy: as it is saved, defaults left out. It keeps what is left out here, for where it can be used, and
+            has what a method stands for in that method's place.
         notes: what was decided for the user.
     """
 
@@ -72,7 +45,10 @@ def resolve(
         MethodNotFoundError: if the only problems are unknown names.
         StrategyError: with every problem found.
     """
-    chosen, problems = _validate(strategy, registry)
+    chosen, problems = validate(strategy, registry)
+    if problems:
+        raise _error(problems)
+    chosen, expanded, problems = expand(chosen, cluster, registry)
     if problems:
         raise _error(problems)
     chosen, left_out, notes = _leave_out(chosen, cluster)
@@ -85,61 +61,9 @@ def resolve(
             problems += item.method.check(item.config, cluster, profile)
     if problems:
         raise _error(problems)
-    ordered = _ordered(chosen)
-    saved = _as_strategy(_ordered([*chosen, *left_out]), cluster)
-    return Resolved(ordered, fold_plan(ordered), saved, (*notes, *fitted, *added))
-
-
-def _ordered(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
-    return tuple(sorted(chosen, key=lambda item: ORDER.index(item.method.phase)))
-
-
-def fold_plan(chosen: Iterable[Chosen]) -> Plan:
-    """What methods decide together, each adding its part in order."""
-    plan = Plan()
-    for item in chosen:
-        plan = item.method.plan(plan, item.config)
-    return plan
-
-
-def _validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list[Problem]]:
-    chosen: list[Chosen] = []
-    problems: list[Problem] = []
-    for step in strategy:
-        if step.name not in registry:
-            problems.append(registry.unknown(step.name))
-            continue
-        method = registry.get(step.name)
-        if any(item.method is method for item in chosen):
-            problems.append(Problem(message=f"named twice, once as {step.name!r}", method=method.name))
-        try:
-            chosen.append(Chosen(method, method.Config.model_validate(step.config)))
-        except ValidationError as error:
-            problems += [_config_problem(method, issue) for issue in error.errors()]
-    return chosen, problems
-
-
-def _config_problem(method: Method[Any], issue: Any) -> Problem:
-    path = [str(part) for part in issue["loc"]]
-    fields = list(method.Config.model_fields)
-    key = ".".join(path) or None
-    if issue["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[0], fields, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return Problem(
-            message=f"unknown key.{hint}",
-            method=method.name,
-            key=key,
-            accepted=", ".join(fields) or "no keys",
-        )
-    message = issue["msg"].removeprefix("Value error, ")
-    shown = None if not path else _short(issue["input"])
-    return Problem(message=message, method=method.name, key=key, value=shown)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    final = ordered(chosen)
+    saved = _as_strategy(ordered([*chosen, *left_out]), cluster)
+    return Resolved(final, fold_plan(final), saved, (*expanded, *notes, *fitted, *added))
 
 
 def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Chosen], list[Note]]:

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atorch_ns.profile._boundaries import backward_of, forward_of
+from atorch_ns.profile._division import Division
 from atorch_ns.profile._growths import growth, values_at
 from atorch_ns.profile._recorder import Event, Recording
 from atorch_ns.profile._trace import Growth, OperatorCost, PhaseCost, SegmentCost
 
 __all__ = ["Measured", "costs_of"]
+
+_FAR = 8
+"""Ranks along the axis ``tensor`` for which the worst moment is looked for besides."""
 
 _MANY_BATCHES = tuple(2**power for power in range(13))
 """Sizes of a micro-batch, from one sample to more than memory holds."""
@@ -28,9 +32,11 @@ class Measured:
         moved: [E, 4] of bytes that operators move.
         outputs: [S, 4] of the bytes that each stretch hands on.
         at: the B and T that matter: the user's batch. The worst moment is that of these sizes.
+        division: what of it tensor parallelism would divide.
     """
 
     recording: Recording
+    division: Division
     sizes: np.ndarray
     moved: np.ndarray
     outputs: np.ndarray
@@ -48,8 +54,9 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
     num = max(merged) + 1
     kinds = np.asarray(recording.kinds)
     phases = _phases(recording, merged)
-    alive = _alive(recording, measured.sizes)
-    kept, passing = _gradients_alive(recording, measured.sizes)
+    alive = _in_two(_alive, measured)
+    kept = _in_two(lambda *both: _gradients_alive(*both)[0], measured)
+    passing = _in_two(lambda *both: _gradients_alive(*both)[1], measured)
     costs = []
     for stretch in range(num):
         forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
@@ -61,9 +68,9 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
             SegmentCost(
                 forward=forward.cost(),
                 backward=of_backward,
-                saved=growth(forward.net),
+                saved=growth(forward.net[0], forward.net[1], measured.at),
                 output=growth(measured.outputs[merged.index(stretch)]),
-                kept=growth(forward.net + backward.net),
+                kept=growth(forward.net[0] + backward.net[0], forward.net[1] + backward.net[1], measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
                 operators=_operators(measured, np.concatenate([forward.events, backward.events])),
             )
@@ -72,44 +79,50 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
 
 
 class _Span:
-    """The events of one phase."""
+    """The events of one phase; bytes are [2, E, 4]: all, and those that tensor parallelism divides."""
 
     def __init__(self, measured: Measured, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray) -> None:
         self.events = events
         self._measured = measured
         self._operators = events[kinds[events] == Event.OPERATOR]
         first = int(events[0]) if events.size else 0
-        self.before = alive[first - 1] if first else np.zeros(4)
-        self._added = alive[events] - self.before
-        self.net = self._added[-1] if events.size else np.zeros(4)
+        self.before = alive[:, first - 1] if first else np.zeros((2, 4))
+        self._added = alive[:, events] - self.before[:, None]
+        self.net = self._added[:, -1] if events.size else np.zeros((2, 4))
 
     def cost(self) -> PhaseCost:
         flops = self._measured.sizes[self._operators]
         other = ~flops.any(axis=1)
+        moved = self._measured.moved[self._operators]
+        divided = np.isin(self._operators, list(self._measured.division.operators))
+        at = self._measured.at
         return PhaseCost(
-            flops=growth(flops.sum(axis=0)),
-            moved=growth(self._measured.moved[self._operators[other]].sum(axis=0)),
+            flops=growth(flops.sum(axis=0), flops[divided].sum(axis=0), at),
+            moved=growth(moved[other].sum(axis=0), moved[other & divided].sum(axis=0), at),
             num_operators=len(self._operators),
             peak=self._peak(),
             peaks=self.peaks(),
         )
 
     def peaks(self, gradients: np.ndarray | None = None) -> tuple[Growth, ...]:
-        """The moments that are the worst for some B and T; with bytes of gradients if they are given ([E, 4])."""
+        """The moments that are the worst for some B, T and division; with bytes of gradients if they are given."""
         if not self.events.size:
             return ()
         added = self._added
         if gradients is not None:
             first = int(self.events[0])
-            added = added + gradients[self.events] - (gradients[first - 1] if first else 0.0)
+            before = gradients[:, first - 1, None] if first else 0.0
+            added = added + gradients[:, self.events] - before
         num_tokens = self._measured.at[1]
-        lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[:, 2:].any() else [num_tokens]
+        lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[0, :, 2:].any() else [num_tokens]
+        divisions = [added[0], added[0] - (1 - 1 / _FAR) * added[1]] if added[1].any() else [added[0]]
         worst = {
-            int(values_at(added, num_samples, length).argmax()): None
+            int(values_at(left, num_samples, length).argmax()): None
+            for left in divisions
             for num_samples in _MANY_BATCHES
             for length in lengths
         }
-        return tuple(growth(added[index]) for index in worst)
+        return tuple(growth(added[0, index], added[1, index], self._measured.at) for index in worst)
 
     def _peak(self) -> Growth:
         """The most that is alive beyond what was before.
@@ -120,14 +133,16 @@ class _Span:
         if not self.events.size:
             return Growth()
         num_samples, num_tokens = self._measured.at
-        if self._added[:, 2:].any():
-            worst = int(values_at(self._added, num_samples, num_tokens).argmax())
-            return growth(self._added[worst])
+        whole, part = self._added
+        worst = int(values_at(whole, num_samples, num_tokens).argmax())
+        if whole[:, 2:].any():
+            return growth(whole[worst], part[worst], self._measured.at)
         far = max(num_samples, 2)
-        at_one = max(float(values_at(self._added, 1, 1).max()), 0.0)
-        at_far = max(float(values_at(self._added, far, 1).max()), 0.0)
+        at_one = max(float(values_at(whole, 1, 1).max()), 0.0)
+        at_far = max(float(values_at(whole, far, 1).max()), 0.0)
         slope = (at_far - at_one) / (far - 1)
-        return growth(np.asarray([at_one - slope, slope, 0.0, 0.0]))
+        line = np.asarray([at_one - slope, slope, 0.0, 0.0])
+        return growth(line, part[worst], self._measured.at)
 
 
 def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
@@ -140,6 +155,15 @@ def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
             current = backward_of(target) if key % 2 else forward_of(target)
         phases[index] = current
     return phases
+
+
+def _in_two(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measured) -> np.ndarray:
+    """[2, E, 4] a figure of all memory, and of that which tensor parallelism divides."""
+    recording, divided = measured.recording, measured.division.storages
+    chosen = np.asarray([key in divided for key in recording.keys]) & (
+        np.asarray(recording.kinds) == Event.ALLOCATE
+    )
+    return np.stack([of(recording, measured.sizes), of(recording, measured.sizes * chosen[:, None])])
 
 
 def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from atorch_ns.torch_compat import unwrap_checkpoint
+from atorch_ns.torch_compat import is_stand_in, pipeline_unit, stood_for, unwrap_checkpoint
 
 __all__ = ["NamedModule", "repeated_blocks"]
 
@@ -23,7 +23,8 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
 
     A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
     children are of one class and have parameters. All its children of that class are blocks. Containers
-    inside a block are not looked into; several containers (encoder and decoder) each give their blocks.
+    inside a block are not looked into; several containers (encoder and decoder) each give their blocks. Blocks
+    that other ranks of a pipeline hold count, and are not among those returned.
 
     Returns:
         The blocks in the order of the model's modules; empty if nothing repeats.
@@ -36,7 +37,10 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
 def _collect(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
     repeated = _repeated_class(module)
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
+        if is_stand_in(child):
+            continue
+        inner, child = pipeline_unit(child)
+        path = f"{prefix}{name}{inner}"
         if repeated is not None and type(unwrap_checkpoint(child)) is repeated:
             found.append(NamedModule(path, child))
         else:
@@ -48,8 +52,8 @@ def _repeated_class(container: nn.Module) -> type[nn.Module] | None:
         return None
     counts: dict[type[nn.Module], int] = {}
     for child in container.children():
-        if any(True for _ in child.parameters()):
-            kind = type(unwrap_checkpoint(child))
+        if is_stand_in(child) or any(True for _ in child.parameters()):
+            kind = type(unwrap_checkpoint(pipeline_unit(stood_for(child))[1]))
             counts[kind] = counts.get(kind, 0) + 1
     kind, count = max(counts.items(), key=lambda item: item[1], default=(nn.Module, 0))
     return kind if count >= 2 else None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from atorch_ns.profile._analysis import Measured, costs_of
+from atorch_ns.profile._divisible import kinds_of
 from atorch_ns.profile._growths import by_divisor, by_lengths, by_samples
 from atorch_ns.profile._segments import build_segments, merge_stretches, unfold
 from atorch_ns.profile._steps import Step, Subject
@@ -47,7 +48,8 @@ def segments_of(
         raise DifferentCourseError("blocks of one kind did not run once each, in order, with equal shapes")
     costs = {key: costs_of(_measured(own, subject.at), merged) for key, own in steps.items()}
     uses = {name: [merged[place] for place in places] for name, places in firsts_of_each[0].uses.items()}
-    return build_segments(subject.model, stretches, costs, subject.prints, uses)
+    kinds = kinds_of(firsts_of_each[0], merged, firsts)
+    return build_segments(subject.model, stretches, costs, subject.prints, uses, kinds)
 
 
 def _measured(steps: Sequence[Step], at: tuple[int, int]) -> Measured:
@@ -57,6 +59,7 @@ def _measured(steps: Sequence[Step], at: tuple[int, int]) -> Measured:
     recordings = [step.recording for step in steps]
     return Measured(
         recording=first.recording,
+        division=first.division,
         sizes=_coefficients([recording.sizes for recording in recordings], steps, at[0]),
         moved=_sums([recording.moved for recording in recordings], steps, at[0]),
         outputs=_sums([[one.outputs for one in step.occurrences] for step in steps], steps, at[0]),

@@ -7,6 +7,7 @@ the fields of :class:`Growth`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -65,8 +66,19 @@ def values_at(coefficients: np.ndarray, num_samples: float, num_tokens: float) -
     return values
 
 
-def growth(coefficients: np.ndarray) -> Growth:
-    """One row of coefficients as a :class:`Growth`; what rounding left behind is 0."""
+def growth(
+    coefficients: np.ndarray, inside: np.ndarray | None = None, at: tuple[float, float] = (1, 1)
+) -> Growth:
+    """One row of coefficients as a :class:`Growth`; what rounding left behind is 0.
+
+    Args:
+        coefficients: [4].
+        inside: [4] of the part that tensor parallelism divides.
+        at: the B and T at which its share is taken.
+    """
     largest = float(np.abs(coefficients).max())
-    cleaned = [0.0 if abs(value) < 1e-9 * largest else float(value) for value in coefficients]
-    return Growth(*cleaned)
+    found = Growth(*(0.0 if abs(value) < 1e-9 * largest else float(value) for value in coefficients))
+    if inside is None or not inside.any():
+        return found
+    whole, part = (float(values_at(row[None], *at)[0]) for row in (coefficients, inside))
+    return replace(found, divided=min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.profile._operators import count_flops, is_free, label, moved_bytes
 
-__all__ = ["Event", "Recorder", "Recording"]
+__all__ = ["Event", "Product", "Recorder", "Recording"]
+
+
+class Product(NamedTuple):
+    """A matrix product ``left @ right (+ bias)``; tensors by their marks (see :attr:`Recording.reads`).
+
+    Attributes:
+        left, right: the factors; ``right`` is [K, N].
+        transposed: whether ``right`` lies in memory as [N, K].
+        bias: what is added, ``None`` without it.
+    """
+
+    left: int
+    right: int
+    transposed: bool
+    bias: int | None = None
 
 
 class Event(IntEnum):
@@ -39,8 +54,13 @@ class Recording:
         sizes: bytes for memory, floating point operations for operators.
         moved: bytes of each tensor that an operator reads or writes.
         gradients: storages that became gradients of parameters.
+        gradient_of: for each of these the number of the parameter among the given tensors.
         casts: storages that are copies of parameters in another dtype.
         uses: for each given tensor, by its number, the phases that read it, in order.
+        reads, writes: for the operator at each event what it reads and makes: a storage by its number, a given
+            tensor as -1 less its number.
+        products: the operators, by their events, that are products of matrices.
+        heads: for fused attentions, by their events, the heads of queries and of keys.
     """
 
     kinds: list[int] = field(default_factory=list)
@@ -49,8 +69,13 @@ class Recording:
     sizes: list[int] = field(default_factory=list)
     moved: list[tuple[int, ...]] = field(default_factory=list)
     gradients: set[int] = field(default_factory=set)
+    gradient_of: dict[int, int] = field(default_factory=dict)
     casts: set[int] = field(default_factory=set)
     uses: dict[int, list[int]] = field(default_factory=dict)
+    reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    writes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    products: dict[int, Product] = field(default_factory=dict)
+    heads: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, kind: Event, key: int, name: str = "", size: int = 0, moved: tuple[int, ...] = ()) -> None:
         """Appends one event."""
@@ -154,11 +179,37 @@ class Recorder(TorchDispatchMode):
             self._note_use(tensor)
         flops = count_flops(func, args, kwargs, out)
         self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *made]))
+        event = len(self.recording.kinds) - 1
         for tensor in made:
             self._see(tensor)
+        self._note_operands(event, func, args, read, made)
         if func is torch.ops.aten._to_copy.default:
             self._note_cast(read[0], made[0])
         return out
+
+    def _note_operands(
+        self, event: int, func: Any, args: tuple[Any, ...], read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> None:
+        self.recording.reads[event] = tuple(self._mark(tensor) for tensor in read)
+        self.recording.writes[event] = tuple(self._mark(tensor) for tensor in made)
+        if _ATTENTION in self.recording.labels[event] and args[0].dim() == args[1].dim() == 4:
+            self.recording.heads[event] = (args[0].shape[1], args[1].shape[1])
+        factors = _FACTORS.get(func)
+        if factors is not None:
+            left, right, bias = factors
+            strides = args[right].stride()
+            self.recording.products[event] = Product(
+                self._mark(args[left]),
+                self._mark(args[right]),
+                strides[-1] != 1 and strides[-2] == 1,
+                None if bias is None else self._mark(args[bias]),
+            )
+
+    def _mark(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage; -1 less the number of a given one."""
+        address = tensor.untyped_storage()._cdata
+        given = self._numbers.get(address)
+        return self._live[address][0] if given is None else -1 - given
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -194,6 +245,18 @@ class Recorder(TorchDispatchMode):
             entry = self._live.get(parameter.grad.untyped_storage()._cdata)
             if entry is not None:
                 self.recording.gradients.add(entry[0])
+                number = self._numbers.get(parameter.untyped_storage()._cdata)
+                if number is not None:
+                    self.recording.gradient_of[entry[0]] = number
+
+
+_ATTENTION = "scaled_dot_product"
+
+_FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
+    torch.ops.aten.mm.default: (0, 1, None),
+    torch.ops.aten.addmm.default: (1, 2, 0),
+}
+"""Where the left factor, the right factor and the summand stand among an operator's arguments."""
 
 
 def _described(func: Any, args: tuple[Any, ...]) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from atorch_ns.profile._boundaries import Occurrence
+from atorch_ns.profile._counts import num_experts
+from atorch_ns.profile._divisible import Divisible
 from atorch_ns.profile._trace import Growth, ParameterSpec, Segment, SegmentCost
 from atorch_ns.profile._truncate import Container
 
@@ -105,6 +107,7 @@ def build_segments(
     costs: Mapping[str, Sequence[SegmentCost]],
     prints: Mapping[str, str],
     uses: Mapping[str, Sequence[int]],
+    kinds: Sequence[Divisible],
 ) -> tuple[Segment, ...]:
     """The segments, with consecutive equal blocks as one.
 
@@ -114,17 +117,55 @@ def build_segments(
         costs: by precision key, of each recorded stretch.
         prints: fingerprint of each block.
         uses: for each parameter outside blocks the recorded stretches that use it.
+        kinds: what can be divided of each recorded stretch.
     """
     maker = _Maker(model, stretches, prints, uses)
+    experts = num_experts(model)
     segments: list[Segment] = []
     for index, stretch in enumerate(stretches):
         own = {key: values[stretch.recorded] for key, values in costs.items()}
-        segment = replace(maker.make(index), costs=own)
+        segment = _divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
         if segments and _same(segments[-1], segment):
             segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
         else:
             segments.append(segment)
     return _with_incoming(segments)
+
+
+def _divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
+    """The segment with what of it can be divided."""
+    specs = []
+    layers: set[str] = set()
+    for spec in segment.parameters:
+        layer = _expert_layer(spec, num_experts)
+        if layer is not None:
+            layers.add(layer)
+        dim = kind.dims.get(spec.name, kind.dims.get(spec.tied_to or ""))
+        specs.append(replace(spec, tensor_dim=dim, is_expert=layer is not None))
+    return replace(
+        segment,
+        parameters=tuple(specs),
+        num_columns=kind.num_columns,
+        num_rows=kind.num_rows,
+        num_attentions=kind.num_attentions,
+        heads=kind.heads,
+        num_routed=len(layers),
+    )
+
+
+def _expert_layer(spec: ParameterSpec, num_experts: int) -> str | None:
+    """The layer of experts that a parameter belongs to: one tensor for all experts, or a list of modules named
+    ``experts``; ``None`` for others."""
+    owner, _, _ = spec.name.rpartition(".")
+    if num_experts < 2:
+        return None
+    if len(spec.shape) > 2 and spec.shape[0] == num_experts:
+        return owner
+    parts = spec.name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part == "experts" and parts[place + 1].isdigit():
+            return ".".join(parts[: place + 1])
+    return None
 
 
 def _with_incoming(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from atorch_ns.profile._blocks import NamedModule
-from atorch_ns.torch_compat import unwrap_checkpoint
+from atorch_ns.torch_compat import is_stand_in, pipeline_unit, plain_name, unwrap_checkpoint
 
 __all__ = ["class_names", "matches", "select_modules", "stand_for"]
 
@@ -29,13 +29,18 @@ def select_modules(
     wanted = tuple(selectors)
     found: list[NamedModule] = []
     for name, module in model.named_modules():
-        if not name or name.endswith("_checkpoint_wrapped_module"):
+        if not name or name.endswith("_checkpoint_wrapped_module") or _belongs_to_pipeline(module):
             continue
         if outermost and any(name.startswith(f"{chosen.name}.") for chosen in found):
             continue
-        if matches(name.replace("_checkpoint_wrapped_module.", ""), unwrap_checkpoint(module), wanted):
+        if matches(plain_name(name), unwrap_checkpoint(module), wanted):
             found.append(NamedModule(name, module))
     return found
+
+
+def _belongs_to_pipeline(module: nn.Module) -> bool:
+    """Whether it is a wrapper whose inside will be found too, or stands for a module of another rank."""
+    return pipeline_unit(module)[1] is not module or is_stand_in(module)
 
 
 def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:

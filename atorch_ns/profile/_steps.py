@@ -12,6 +12,8 @@ from torch import nn
 from atorch_ns.errors import InputError
 from atorch_ns.profile._batches import batch_sizes
 from atorch_ns.profile._boundaries import Boundaries, Occurrence, tensors_in
+from atorch_ns.profile._counts import vocabulary_size
+from atorch_ns.profile._division import Division, find_division
 from atorch_ns.profile._precisions import Precision
 from atorch_ns.profile._recorder import Event, Recorder, Recording
 
@@ -44,7 +46,7 @@ class Subject:
     prints: Mapping[str, str]
     sizes: tuple[int, int]
     at: tuple[int, int]
-    keeps_output: bool = True
+    keeps_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,16 @@ class Step:
         uses: for each parameter outside blocks, by its first name, the stretches that use it in the forward
             pass, in order.
         sizes: B and T that it ran with.
+        division: what of it tensor parallelism would divide.
+        dims: for each parameter that would be divided, by its first name, the dim.
     """
 
     recording: Recording
     occurrences: list[Occurrence]
     uses: Mapping[str, list[int]]
     sizes: tuple[int, int]
+    division: Division
+    dims: Mapping[str, int]
 
     def worked(self) -> list[bool]:
         """For each stretch whether it ran an operator, forward or backward."""
@@ -127,7 +133,33 @@ def record_step(
         for number, name in enumerate(parameters)
         if not name.startswith(inside)
     }
-    return Step(recorder.recording, boundaries.occurrences, uses, batch_sizes(batch))
+    division = _division(model, recorder.recording, boundaries.occurrences, inside)
+    dims = {name: division.dims[number] for number, name in enumerate(parameters) if number in division.dims}
+    return Step(recorder.recording, boundaries.occurrences, uses, batch_sizes(batch), division, dims)
+
+
+def _division(
+    model: nn.Module, recording: Recording, occurrences: Sequence[Occurrence], inside: tuple[str, ...]
+) -> Division:
+    words = vocabulary_size(model)
+    parameters = dict(model.named_parameters())
+    vocabulary = {
+        number: 0
+        for number, (name, parameter) in enumerate(parameters.items())
+        if words > 1
+        and not name.startswith(inside)
+        and parameter.dim()
+        and parameter.shape[0] == words
+        and not _is_of_positions(name)
+    }
+    shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+    return find_division(recording, shapes, lambda phase: occurrences[phase // 2].block, vocabulary)
+
+
+def _is_of_positions(name: str) -> bool:
+    """Whether a table has a row for each position, which may be as many as words."""
+    table = name.rpartition(".")[0].rpartition(".")[2].lower()
+    return "pos" in table or table == "wpe"
 
 
 def _check_loss(loss: Any) -> None:

@@ -43,29 +43,43 @@ def precision_key(weights: str, autocast: str | None) -> str:
 
 @dataclass(frozen=True)
 class Growth:
-    """A quantity as a function of the micro-batch: ``constant + B (per_sample + T (per_token + T per_pair))``."""
+    """A quantity as a function of the micro-batch: ``constant + B (per_sample + T (per_token + T per_pair))``.
+
+    Attributes:
+        constant, per_sample, per_token, per_pair: coefficients.
+        divided: share of the quantity, at the sizes that were traced, that lies between layers which tensor
+            parallelism divides: t ranks along its axis each have a t-th of this share.
+    """
 
     constant: float = 0.0
     per_sample: float = 0.0
     per_token: float = 0.0
     per_pair: float = 0.0
+    divided: float = 0.0
 
     def at(self, num_samples: float | np.ndarray, num_tokens: float | np.ndarray = 1) -> Any:
-        """The value at B and T; arrays give arrays."""
+        """The value at B and T on one rank that divides nothing; arrays give arrays."""
         inner = self.per_sample + num_tokens * (self.per_token + num_tokens * self.per_pair)
         return self.constant + num_samples * inner
 
     def __add__(self, other: Growth) -> Growth:
+        own, more = abs(self.at(1)), abs(other.at(1))
+        share = (own * self.divided + more * other.divided) / (own + more) if own + more else 0.0
         return Growth(
             self.constant + other.constant,
             self.per_sample + other.per_sample,
             self.per_token + other.per_token,
             self.per_pair + other.per_pair,
+            share,
         )
 
     def __mul__(self, factor: float) -> Growth:
         return Growth(
-            self.constant * factor, self.per_sample * factor, self.per_token * factor, self.per_pair * factor
+            self.constant * factor,
+            self.per_sample * factor,
+            self.per_token * factor,
+            self.per_pair * factor,
+            self.divided,
         )
 
 
@@ -154,6 +168,8 @@ class ParameterSpec:
         dtype: torch name, of the user's model.
         trainable: whether it requires a gradient.
         tied_to: full path of the parameter that this is another name of; such a one takes no memory.
+        tensor_dim: the dim along which tensor parallelism divides it; ``None`` for one that stays whole.
+        is_expert: whether it belongs to experts, which expert parallelism divides along dim 0 or one by one.
     """
 
     name: str
@@ -161,6 +177,8 @@ class ParameterSpec:
     dtype: str
     trainable: bool = True
     tied_to: str | None = None
+    tensor_dim: int | None = None
+    is_expert: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -182,6 +200,11 @@ class Segment:
         parameters: of one instance; for stretches between blocks, of the modules first used there.
         buffer_bytes: of one instance.
         costs: by :func:`precision_key`.
+        num_columns: products in one forward pass whose weight tensor parallelism divides along its outputs.
+        num_rows: the same along its inputs; the partial results of each are summed over ranks.
+        num_attentions: attentions in one forward pass.
+        heads: of their queries and of their keys; of several the greatest common divisor, 0 where unknown.
+        num_routed: layers of experts in one forward pass.
     """
 
     name: str
@@ -191,6 +214,11 @@ class Segment:
     parameters: tuple[ParameterSpec, ...] = ()
     buffer_bytes: int = 0
     costs: Mapping[str, SegmentCost] = field(default_factory=dict)
+    num_columns: int = 0
+    num_rows: int = 0
+    num_attentions: int = 0
+    heads: tuple[int, int] = (0, 0)
+    num_routed: int = 0
 
     @property
     def count(self) -> int:
@@ -236,6 +264,8 @@ class Trace:
         num_tokens: tokens in each; 1 where there is no sequence.
         batch_bytes: of the batch itself.
         num_heads, num_key_value_heads, vocabulary_size: 0 where unknown.
+        num_experts: of a layer of experts; 0 without one.
+        experts_per_token: how many of them compute each token.
         optimizer: the optimizer's states; ``None`` without an optimizer.
         how: ``"fake"`` tensors, or one ``"real"`` step for models that do not run on them.
         seconds: measured seconds by ``"<fingerprint>:<precision key>:<forward|backward>"`` on the device
@@ -251,6 +281,8 @@ class Trace:
     num_heads: int = 0
     num_key_value_heads: int = 0
     vocabulary_size: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
     optimizer: OptimizerSpec | None = None
     how: str = "fake"
     seconds: Mapping[str, float] = field(default_factory=dict)

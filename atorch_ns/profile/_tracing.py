@@ -13,7 +13,13 @@ from atorch_ns.profile._attempts import Attempts, Traced
 from atorch_ns.profile._batches import batch_sizes
 from atorch_ns.profile._blocks import NamedModule, repeated_blocks
 from atorch_ns.profile._boundaries import tensors_in
-from atorch_ns.profile._counts import num_heads, num_key_value_heads, vocabulary_size
+from atorch_ns.profile._counts import (
+    experts_per_token,
+    num_experts,
+    num_heads,
+    num_key_value_heads,
+    vocabulary_size,
+)
 from atorch_ns.profile._fingerprint import fingerprints
 from atorch_ns.profile._optimizer import optimizer_spec
 from atorch_ns.profile._precisions import ALL_PRECISIONS, Precision
@@ -35,7 +41,7 @@ def profile_model(
     blocks: Sequence[str] | None = None,
     num_samples: int | None = None,
     sequence: bool = False,
-    keeps_output: bool = True,
+    keeps_output: bool = False,
     device: str = "cpu",
 ) -> Profile:
     """The structure of a model and the cost of one training step, as functions of the batch.
@@ -57,7 +63,8 @@ def profile_model(
         num_samples: the B whose worst moments the peaks are exact at; ``None`` for the batch's.
         sequence: trace three lengths, so that costs are functions of T too. Not the default: it takes three
             times as long, and a plan for the batch at hand needs only B.
-        keeps_output: whether the training loop holds the model's output through the backward pass.
+        keeps_output: whether the training loop holds the model's output through the backward pass, as one
+            written by hand may do; ``train_step`` does not.
         device: type of the device that the step is to run on; it decides which kernels run. Where this process
             does not use that device yet, the CPU's kernels stand for its own, with a note: tracing never
             starts a GPU.
@@ -110,6 +117,8 @@ def _trace(subject: Subject, traced: Traced) -> Trace:
         num_heads=num_heads(subject.model),
         num_key_value_heads=num_key_value_heads(subject.model),
         vocabulary_size=vocabulary_size(subject.model),
+        num_experts=num_experts(subject.model),
+        experts_per_token=experts_per_token(subject.model),
         how=traced.how,
         notes=traced.notes,
     )

@@ -19,6 +19,8 @@ from atorch_ns.report._pareto import ParetoInfo, ParetoPoint, pareto_info
 from atorch_ns.report._priced import estimate_text, estimates_text
 from atorch_ns.report._report import TrainingReport
 from atorch_ns.report._text import search_text
+from atorch_ns.report._timeline import TimelineBlock, TimelineInfo, TimelineRow, timeline_info
+from atorch_ns.report._timeline_text import timeline_text
 from atorch_ns.report._verdict import setting_text, verdict
 from atorch_ns.report._waterfall import PartChange, WaterfallBar, WaterfallInfo, waterfall_info
 
@@ -42,6 +44,9 @@ __all__ = [
     "PartChange",
     "SearchView",
     "TimeInfo",
+    "TimelineBlock",
+    "TimelineInfo",
+    "TimelineRow",
     "TrainingReport",
     "WaterfallBar",
     "WaterfallInfo",
@@ -63,6 +68,8 @@ __all__ = [
     "search_text",
     "setting_text",
     "time_info",
+    "timeline_info",
+    "timeline_text",
     "verdict",
     "waterfall_info",
 ]

@@ -28,6 +28,9 @@ from atorch_ns.report._sheets import (
 from atorch_ns.report._stacked import memory_picture, time_picture
 from atorch_ns.report._template import PAGE, STYLE
 from atorch_ns.report._text import actual_lines
+from atorch_ns.report._timeline import TimelineInfo
+from atorch_ns.report._timeline_picture import MOST_ROWS, timeline_picture
+from atorch_ns.report._timeline_text import timeline_sentence, timeline_sheet
 from atorch_ns.report._verdict import setting_text, verdict
 from atorch_ns.report._waterfall import waterfall_info
 from atorch_ns.search import SearchOutcome
@@ -57,7 +60,12 @@ class _Section(NamedTuple):
     table: Sheet | None
 
 
-def report_html(applied: Report | None, search: SearchOutcome | None, actual: ActualInfo | None) -> str:
+def report_html(
+    applied: Report | None,
+    search: SearchOutcome | None,
+    actual: ActualInfo | None,
+    timeline: TimelineInfo | None = None,
+) -> str:
     """The page. Everything that users wrote is escaped."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -81,6 +89,8 @@ def report_html(applied: Report | None, search: SearchOutcome | None, actual: Ac
     }
     if search is not None:
         values |= _search_values(search)
+    if timeline is not None:
+        values["sections"] = (*values["sections"], _timeline_section(timeline))
     return page.render(values)
 
 
@@ -164,6 +174,14 @@ def _accuracy_section(search: SearchOutcome) -> _Section:
 
         figures.append(_figure(f"accuracy-{info.quantity}", draw, note))
     return _Section("accuracy", "Predicted against measured", tuple(figures), accuracy_sheet(infos))
+
+
+def _timeline_section(info: TimelineInfo) -> _Section:
+    note = f"{timeline_sentence(info)} Numbers are micro-batches."
+    if len(info.rows) > MOST_ROWS:
+        note += f" {MOST_ROWS} of the {len(info.rows)} ranks are drawn."
+    figure = _figure("timeline", lambda width, name: timeline_picture(info, width, name), note)
+    return _Section("timeline", "The pipeline's step", (figure,), timeline_sheet(info))
 
 
 def _figure(name: str, draw: Callable[[int, str], str], caption: str) -> _Figure:

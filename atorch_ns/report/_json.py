@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import MethodRow, Report
+from atorch_ns.pipeline import PipelineStep, StageCosts, get_schedule
 from atorch_ns.report._actual import Actual
 from atorch_ns.search import SearchOutcome, outcome_from_json, outcome_to_json
 from atorch_ns.strategy import Strategy
 
-__all__ = ["SCHEMA", "read_document", "write_document"]
+__all__ = ["SCHEMA", "Document", "read_document", "write_document"]
 
 SCHEMA = 1
 
 
-def write_document(applied: Report | None, search: SearchOutcome | None, actual: Actual | None) -> str:
+class Document(NamedTuple):
+    """What a report is made of; see ``TrainingReport``."""
+
+    applied: Report | None
+    search: SearchOutcome | None
+    actual: Actual | None
+    pipeline: PipelineStep | None = None
+
+
+def write_document(parts: Document) -> str:
     """The text of report.json."""
+    applied, search, actual, pipeline = parts
     document = {
         "schema": SCHEMA,
         "kind": "atorch_ns report",
@@ -27,10 +38,12 @@ def write_document(applied: Report | None, search: SearchOutcome | None, actual:
         "search": None if search is None else json.loads(outcome_to_json(search)),
         "actual": None if actual is None else asdict(actual),
     }
+    if pipeline is not None:
+        document["pipeline"] = asdict(pipeline)
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def read_document(text: str, *, source: str) -> tuple[Report | None, SearchOutcome | None, Actual | None]:
+def read_document(text: str, *, source: str) -> Document:
     """The parts of a report.
 
     Args:
@@ -45,7 +58,7 @@ def read_document(text: str, *, source: str) -> tuple[Report | None, SearchOutco
     except ValueError as error:
         raise InputError(f"{source} is no report: it is not JSON ({error}). Give a report.json.") from None
     if isinstance(document, Mapping) and "outcome" in document:  # a search's outcome alone
-        return None, outcome_from_json(text), None
+        return Document(None, outcome_from_json(text), None)
     if not isinstance(document, Mapping) or document.get("kind") != "atorch_ns report":
         raise InputError(f'{source} is JSON, but no report: it has no "kind": "atorch_ns report".')
     if document.get("schema") != SCHEMA:
@@ -59,13 +72,22 @@ def read_document(text: str, *, source: str) -> tuple[Report | None, SearchOutco
         raise InputError(f"{source} is a damaged report: {type(error).__name__}: {error}.") from error
 
 
-def _parts(document: Mapping[str, Any]) -> tuple[Report | None, SearchOutcome | None, Actual | None]:
+def _parts(document: Mapping[str, Any]) -> Document:
     applied, search, actual = (document[name] for name in ("applied", "search", "actual"))
-    return (
+    pipeline = document.get("pipeline")  # reports of training without a pipeline have none
+    return Document(
         None if applied is None else _applied_from_json(applied),
         None if search is None else outcome_from_json(json.dumps(search)),
         None if actual is None else Actual(**{**actual, "step_seconds": tuple(actual["step_seconds"])}),
+        None if pipeline is None else _pipeline_from_json(pipeline),
     )
+
+
+def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:
+    costs = {name: tuple(seconds) for name, seconds in values["costs"].items()}
+    step = PipelineStep(**{**values, "costs": StageCosts(**costs)})
+    get_schedule(step.schedule).check(step.num_ranks, step.num_micro_batches, step.stages_per_rank)
+    return step
 
 
 def _applied_as_json(report: Report) -> dict[str, Any]:

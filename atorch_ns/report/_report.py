@@ -12,11 +12,13 @@ from atorch_ns._version import __version__
 from atorch_ns.cluster import DEVICES
 from atorch_ns.errors import InputError
 from atorch_ns.job import MethodRow, Report
+from atorch_ns.pipeline import PipelineStep
 from atorch_ns.report._actual import Actual, ActualInfo, actual_info
 from atorch_ns.report._files import read_text, write_text
-from atorch_ns.report._json import read_document, write_document
+from atorch_ns.report._json import Document, read_document, write_document
 from atorch_ns.report._measures import peak, seconds
 from atorch_ns.report._text import report_text
+from atorch_ns.report._timeline import TimelineInfo, timeline_info
 from atorch_ns.search import Row, SearchOutcome
 from atorch_ns.strategy import Requires, Strategy
 
@@ -36,11 +38,13 @@ class TrainingReport:
         applied: what was applied; ``None`` for a plan that was made offline.
         search: every candidate with its figures; ``None`` if the strategy was given.
         actual: what training took; ``None`` until :meth:`with_actual`.
+        pipeline: a step of the pipeline as it is predicted; ``None`` where there is none.
     """
 
     applied: Report | None = None
     search: SearchOutcome | None = None
     actual: Actual | None = None
+    pipeline: PipelineStep | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -91,17 +95,17 @@ class TrainingReport:
         return self.applied
 
     def __str__(self) -> str:
-        return report_text(self.applied, self.search, self.actual_info, top=_SHOWN)
+        return self._text(_SHOWN)
 
     def to_json(self) -> str:
         """The text of report.json."""
-        return write_document(self.applied, self.search, self.actual)
+        return write_document(Document(self.applied, self.search, self.actual, self.pipeline))
 
     def to_html(self) -> str:
         """The text of report.html: one page that needs no network and no script."""
         from atorch_ns.report._html import report_html
 
-        return report_html(self.applied, self.search, self.actual_info)
+        return report_html(self.applied, self.search, self.actual_info, self.timeline_info)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes ``.json``, ``.html`` or ``.txt`` by the suffix, all of it or nothing.
@@ -113,7 +117,7 @@ class TrainingReport:
         writers: dict[str, Callable[[], str]] = {
             ".json": self.to_json,
             ".html": self.to_html,
-            ".txt": lambda: report_text(self.applied, self.search, self.actual_info) + "\n",
+            ".txt": lambda: self._text(None) + "\n",
         }
         writer = writers.get(path.suffix.lower())
         if writer is None:
@@ -129,8 +133,7 @@ class TrainingReport:
         Raises:
             InputError: if it is no report, or one of another schema.
         """
-        applied, search, actual = read_document(text, source=source)
-        return cls(applied=applied, search=search, actual=actual)
+        return cls(**read_document(text, source=source)._asdict())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> TrainingReport:
@@ -155,6 +158,18 @@ class TrainingReport:
     def actual_info(self) -> ActualInfo | None:
         """Predicted against actual; ``None`` before :meth:`with_actual`."""
         return None if self.actual is None else actual_info(self.actual, self.search)
+
+    def with_pipeline(self, step: PipelineStep) -> TrainingReport:
+        """The report with the timeline of a pipeline's step among its pictures."""
+        return replace(self, pipeline=step)
+
+    @property
+    def timeline_info(self) -> TimelineInfo | None:
+        """What each rank of the pipeline does when; ``None`` where there is none."""
+        return None if self.pipeline is None else timeline_info(self.pipeline)
+
+    def _text(self, top: int | None) -> str:
+        return report_text(self.applied, self.search, self.actual_info, self.timeline_info, top=top)
 
     def refit(self, path: str | PathLike[str] | None = None) -> Calibration:
         """What the trials, and training where :meth:`with_actual` said it, teach about the estimate.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from atorch_ns.report._bars import Bar, MemoryInfo, TimeInfo
-from atorch_ns.report._svg import FONT, Canvas, fitted
+from atorch_ns.report._svg import FONT, Canvas, fitted, legend_rows
 from atorch_ns.report._units import bytes_text, seconds_text
 
 __all__ = ["memory_picture", "time_picture"]
@@ -42,7 +42,7 @@ def _stacked(
     limit: tuple[str, float] | None,
 ) -> str:
     used = [part for part in range(len(info.names)) if any(bar.parts[part] for bar in info.bars)]
-    legend = _legend_rows([info.names[part] for part in used], width)
+    legend = legend_rows([info.names[part] for part in used], width)
     top = FONT * 1.6 * (len(legend) + 2) + 12
     canvas = Canvas(name, title, description, width, int(top + _ROW * len(info.bars) + 10))
     highest = max((_longest(bar) for bar in info.bars), default=0.0)
@@ -111,20 +111,6 @@ def _draw_legend(
         x, y = (260.0, y) if wide else (0.0, y + FONT * 1.6)
         canvas.line(x + 7, y - FONT, x + 7, y + 2, style="limit")
         canvas.text(x + FONT + 7, y, f"{limit[0]} {shown(limit[1])}")
-
-
-def _legend_rows(names: Sequence[str], width: int) -> list[list[tuple[float, str]]]:
-    """Where each name of the legend stands."""
-    rows: list[list[tuple[float, str]]] = [[]]
-    x = 0.0
-    for name in names:
-        length = FONT + 20 + len(name) * FONT * 0.6
-        if x + length > width and rows[-1]:
-            rows.append([])
-            x = 0.0
-        rows[-1].append((x, name))
-        x += length
-    return rows
 
 
 def _longest(bar: Bar) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["FONT", "Canvas", "fitted", "nice_ticks"]
+__all__ = ["FONT", "Canvas", "fitted", "legend_rows", "nice_ticks"]
 
 FONT = 13
 """Height of text, in the units of the picture: a picture is shown at its own size or smaller."""
@@ -37,6 +37,13 @@ class Canvas:
         """A rectangle; ``tip`` is shown when it is pointed at."""
         size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
         self._add("rect", size, style, tip)
+
+    def boxes(self, corners: Iterable[tuple[float, float, float, float]], *, style: str) -> None:
+        """Many rectangles of one style, each ``(x, y, width, height)``, written as one shape."""
+        parts = (
+            f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z" for x, y, width, height in corners
+        )
+        self._add("path", f'd="{"".join(parts)}"', style)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, style: str) -> None:
         """A straight line."""
@@ -80,6 +87,20 @@ def fitted(text: str, width: float) -> str:
     """The text, shortened to about this width."""
     room = max(1, int(width / (FONT * _CHARACTER)))
     return text if len(text) <= room else text[: room - 1].rstrip() + "…"
+
+
+def legend_rows(names: Sequence[str], width: int) -> list[list[tuple[float, str]]]:
+    """Where each name of a legend stands, ``(x, name)`` by line; before each is room for a box."""
+    rows: list[list[tuple[float, str]]] = [[]]
+    x = 0.0
+    for name in names:
+        length = FONT + 20 + len(name) * FONT * 0.6
+        if x + length > width and rows[-1]:
+            rows.append([])
+            x = 0.0
+        rows[-1].append((x, name))
+        x += length
+    return rows
 
 
 def nice_ticks(highest: float, *, lowest: float = 0.0, num: int = 4) -> tuple[float, ...]:

@@ -57,6 +57,7 @@ svg text.muted { fill: var(--muted); } svg text.strong { font-weight: 700; } svg
 .hollow { fill: var(--bg); stroke: var(--accent); stroke-width: 1.5; }
 .failed { stroke: var(--bad); stroke-width: 2.5; fill: none; }
 .measured { fill: var(--mark); stroke: var(--bg); stroke-width: 1.5; }
+.idle { fill: var(--soft); stroke: var(--line); stroke-width: 1; } .lap { fill: #111111; }
 .total { fill: #7db8e0; } .faster { fill: #8fcf98; } .slower { fill: #e99a8c; }
 @media print { body { max-width: none; } details > * { display: block; } }
 """

@@ -20,6 +20,8 @@ from atorch_ns.report._sheets import (
     waterfall_sheet,
 )
 from atorch_ns.report._tables import TEXT_WIDTH, as_text
+from atorch_ns.report._timeline import TimelineInfo
+from atorch_ns.report._timeline_text import timeline_text
 from atorch_ns.report._units import change_text, counted
 from atorch_ns.report._verdict import setting_text, verdict
 from atorch_ns.report._waterfall import waterfall_info
@@ -32,13 +34,14 @@ def report_text(
     applied: Report | None,
     search: SearchOutcome | None,
     actual: ActualInfo | None,
+    timeline: TimelineInfo | None = None,
     *,
     top: int | None = None,
 ) -> str:
     """What was applied, the search behind it, and how it turned out.
 
     Args:
-        applied, search, actual: what there is of them.
+        applied, search, actual, timeline: what there is of them.
         top: candidates shown at most; ``None`` for all.
     """
     parts = []
@@ -46,6 +49,8 @@ def report_text(
         parts.append(str(applied))
     if search is not None:
         parts.append(search_text(search, top=top))
+    if timeline is not None:
+        parts.append(timeline_text(timeline))
     if actual is not None:
         parts.append("\n".join(actual_lines(actual)))
     return "\n\n".join(parts) or "nothing was applied and nothing was searched"

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.estimate import Estimate, PlanTable, Prices, Workload, price
+from atorch_ns.estimate import Estimate, PlanTable, Prices, Workload, kind_of, price
 from atorch_ns.method import Chosen
+from atorch_ns.pipeline import get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.search._choices import Choices
 from atorch_ns.search._settings import SearchSettings
 from atorch_ns.search._templates import Template, Templates, steps_of
+from atorch_ns.strategy import MODEL_AXES, Plan
 
 __all__ = ["PricedRows", "price_rows"]
+
+PER_STAGE = 4
+"""Micro-batches for each rank of a pipeline, at most: with so many a fifth of a step is bubble; more cost samples
+that a micro-batch could have."""
+
+_ORDER = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
+"""Axes from the inside out, as meshes of a search have them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class PricedRows:
     Attributes:
         templates: combinations of methods.
         template: [N] index into them.
-        data, zero: [N] sizes of the axes.
+        shapes: [N, 6] sizes of the axes, as :data:`~atorch_ns.search._templates.Shape` has them.
         micro_batches: [N] passes.
         prices: of the rows; ``None`` where nothing could be priced.
         peak_bytes, step_seconds: [N] predicted; all 0 where nothing could be priced.
@@ -33,8 +42,7 @@ class PricedRows:
 
     templates: tuple[Template, ...]
     template: np.ndarray
-    data: np.ndarray
-    zero: np.ndarray
+    shapes: np.ndarray
     micro_batches: np.ndarray
     prices: Prices | None
     peak_bytes: np.ndarray
@@ -51,7 +59,7 @@ class PricedRows:
     def steps(self, row: int) -> list[tuple[str, object]]:
         """The entries of a row's strategy."""
         template = self.templates[self.template[row]]
-        mesh = template.group.meshes[int(self.data[row]), int(self.zero[row])]
+        mesh = template.group.meshes[tuple(self.shapes[row].tolist())]
         return steps_of(template.chosen, mesh, self.passes[int(self.micro_batches[row])])
 
 
@@ -70,29 +78,67 @@ def price_rows(
     """
     templates = found.distinct
     counts = _allowed(choices, settings)
-    columns = [_columns(index, one, counts, workload) for index, one in enumerate(templates)]
-    template, data, zero, passes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    columns = [_columns(index, one, counts, workload, profile) for index, one in enumerate(templates)]
+    template, shapes, passes = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     peak, seconds = np.zeros(len(template)), np.zeros(len(template))
     prices = None
     if len(template) and profile.trace is not None and cluster.hardware is not None:
-        table = PlanTable(tuple(one.plan for one in templates), template, data, zero, passes)
+        plans, kinds = _kinds(templates)
+        table = PlanTable(plans, kinds[template], shapes[:, 0], shapes[:, 1], passes, shapes[:, 2:])
         prices = price(table, profile, cluster, workload)
         peak, seconds = prices.peak_bytes, prices.step_seconds
-    return PricedRows(templates, template, data, zero, passes, prices, peak, seconds, choices.passes)
+    return PricedRows(templates, template, shapes, passes, prices, peak, seconds, choices.passes)
 
 
-def _allowed(choices: Choices, settings: SearchSettings) -> np.ndarray:
-    counts = sorted(choices.passes)
+def _kinds(templates: tuple[Template, ...]) -> tuple[tuple[Plan, ...], np.ndarray]:
+    """What the templates are priced as: those whose axes stand in one order differ in sizes only; and for each
+    template which of these it is."""
+    kinds: dict[Plan, int] = {}
+    index = []
+    for one in templates:
+        order = tuple(name for name, _ in one.plan.axes)
+        axes = tuple((name, 0) for name in (_ORDER if _is_ordered(order) else order))
+        kind = replace(kind_of(one.plan), axes=axes)
+        index.append(kinds.setdefault(kind, len(kinds)))
+    return tuple(kinds), np.asarray(index, dtype=np.int64)
+
+
+def _is_ordered(names: tuple[str, ...]) -> bool:
+    """Whether axes stand in the order in which most meshes have them."""
+    places = [_ORDER.index(name) for name in names if name in _ORDER]
+    return len(places) == len(names) and places == sorted(places)
+
+
+def _allowed(choices: Choices, settings: SearchSettings) -> tuple[np.ndarray, int]:
+    """Numbers of micro-batches, and the largest that is meant for plans without a pipeline."""
+    counts = np.asarray(sorted(choices.passes), dtype=np.int64)
     fixed = 1 not in choices.passes
-    return np.asarray([n for n in counts if fixed or n <= settings.max_micro_batches], dtype=np.int64)
+    return counts, int(counts[-1]) if fixed else settings.max_micro_batches
 
 
 def _columns(
-    index: int, template: Template, counts: np.ndarray, workload: Workload
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    meshes = np.asarray(list(template.group.meshes), dtype=np.int64)  # [M, 2]
-    mesh = np.repeat(np.arange(len(meshes)), len(counts))
+    index: int, template: Template, allowed: tuple[np.ndarray, int], workload: Workload, profile: Profile
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    counts, most = allowed
+    meshes = np.asarray(list(template.group.meshes), dtype=np.int64)  # [M, 6]
+    shapes = np.repeat(meshes, len(counts), axis=0)
     passes = np.tile(counts, len(meshes))
-    data, zero = meshes[mesh, 0], meshes[mesh, 1]
-    kept = workload.global_batch % (data * zero * passes) == 0
-    return np.full(int(kept.sum()), index), data[kept], zero[kept], passes[kept]
+    data_ranks = shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
+    kept = workload.global_batch % (data_ranks * passes) == 0
+    pipeline = shapes[:, 2 + MODEL_AXES.index("pipeline")]
+    kept &= passes <= np.maximum(most, PER_STAGE * pipeline * (pipeline > 1))
+    if (pipeline > 1).any():
+        kept &= _can_run(template.plan, pipeline, passes, profile)
+    return np.full(int(kept.sum()), index), shapes[kept], passes[kept]
+
+
+def _can_run(plan: Plan, pipeline: np.ndarray, passes: np.ndarray, profile: Profile) -> np.ndarray:
+    """Whether the schedule runs so many micro-batches, and the model has so many pieces."""
+    info = get_schedule("1F1B" if plan.schedule == "auto" else plan.schedule)
+    stages = plan.stages_per_rank or info.usual_stages
+    pieces = len(profile.blocks)
+    found = np.ones(len(pipeline), dtype=bool)
+    for row, (ranks, count) in enumerate(zip(pipeline.tolist(), passes.tolist(), strict=True)):
+        if ranks > 1:
+            found[row] = ranks * stages <= pieces and not info.problem(ranks, count, stages)
+    return found

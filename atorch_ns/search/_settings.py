@@ -40,7 +40,9 @@ class SearchSettings(BaseModel):
         description="The search ends when no untried candidate wins by more than the noise with this chance.",
     )
     max_micro_batches: int = Field(
-        default=8, ge=1, description="Largest number of micro-batches that accumulation may use."
+        default=8,
+        ge=1,
+        description="Largest number of micro-batches that accumulation may use; pipelines may use 4 for each rank.",
     )
     trial_deadline_s: float = Field(default=120.0, gt=0, description="Seconds after which a trial hangs.")
     probe: bool = Field(

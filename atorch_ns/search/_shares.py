@@ -24,7 +24,8 @@ def refusal(batch: int, num_ranks: int, num_micro_batches: int) -> str:
     near = f"sizes that divide are {below} and {above}" if below else f"size that divides is {above}"
     passes = f" in {num_micro_batches} micro-batches each" if num_micro_batches > 1 else ""
     return (
-        f"a step has a global batch of {batch} samples, which {num_ranks} data-parallel ranks cannot share "
+        f"a step has a global batch of {batch} samples, which {num_ranks} data-parallel "
+        f"rank{'s' if num_ranks > 1 else ''} cannot share "
         f"evenly{passes}. The nearest {near}. Change the batch size or the number of "
         f"{'micro-batches' if passes else 'ranks'}."
     )

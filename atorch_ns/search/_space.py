@@ -20,10 +20,10 @@ from atorch_ns.search._same import effective
 from atorch_ns.search._select import Limits, Picked, memory_limit, pick
 from atorch_ns.search._settings import SearchSettings
 from atorch_ns.search._shares import indivisible, refusal
-from atorch_ns.search._templates import Templates, find_templates, steps_of
+from atorch_ns.search._templates import Templates, axes_of, find_templates, steps_of
 from atorch_ns.search._wishes import Wishes, read_wishes
 from atorch_ns.search._words import bytes_text, key_of, label_of, seconds_text
-from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
 
 __all__ = ["Space", "explore", "find_candidates"]
 
@@ -154,7 +154,8 @@ class _Job:
                 "without finetune_strategy."
             )
         choices = find_choices(self.registry, self.profile, self.cluster, wishes, kept)
-        templates = find_templates(choices, self.cluster, self.registry, wishes)
+        only = None if base is None else {item.method.name for item in base.chosen}
+        templates = find_templates(choices, self.cluster, self.registry, wishes, only=only)
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices))
         rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, self.settings)
@@ -184,6 +185,9 @@ class _Job:
             )
         except StrategyError:
             return None
+        axes = [axis for item in resolved.chosen for axis in axes_of(item)]
+        if any(resolved.plan.size(axis) == 1 for axis in axes):
+            return None
         return resolved if wishes.unmet(resolved.chosen) is None else None
 
     def _canonical(self, resolved: Resolved) -> Resolved:
@@ -197,7 +201,10 @@ class _Job:
 
     def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
         """Why no strategy can share out the batch: what the one that divides it least lacks."""
-        ranks = min(data * zero for one in templates.distinct for data, zero in one.group.meshes)
+        expert = 2 + MODEL_AXES.index("expert")
+        ranks = min(
+            shape[0] * shape[1] * shape[expert] for one in templates.distinct for shape in one.group.meshes
+        )
         return refusal(self.workload.global_batch, ranks, min(choices.passes))
 
     def _write_out(

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
-from atorch_ns.method import Chosen, Registry, Resolved, clash, resolve
+from atorch_ns.method import Chosen, Registry, Resolved, clash, fold_plan, ordered, resolve
 from atorch_ns.search._choices import Choices
 from atorch_ns.search._same import effective
 from atorch_ns.search._wishes import Wishes
-from atorch_ns.strategy import DATA_AXES, Plan, Strategy
+from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
 
-__all__ = ["MeshGroup", "Template", "Templates", "find_templates", "mesh_groups", "steps_of"]
+__all__ = [
+    "MeshGroup",
+    "Shape",
+    "Template",
+    "Templates",
+    "axes_of",
+    "find_templates",
+    "mesh_groups",
+    "steps_of",
+]
 
 MAX_COMBINATIONS = 4096
 """Combinations of methods that are looked at, however many plug-ins there are."""
 
 
+Shape = tuple[int, ...]
+"""Sizes of the axes ``data`` and ``zero``, then of those that divide the model, as
+:data:`~atorch_ns.strategy.MODEL_AXES` has them."""
+
+
 @dataclass(frozen=True)
 class MeshGroup:
-    """Meshes that differ only in the sizes of ``data`` and ``zero``, each larger than 1 in all or in none.
+    """Meshes that differ only in the sizes of their axes, each larger than 1 in all or in none.
 
     Attributes:
-        meshes: the choice that gives each ``(data, zero)``.
+        meshes: the choice that gives each :data:`Shape`.
     """
 
-    meshes: dict[tuple[int, int], Chosen | None]
+    meshes: dict[Shape, Chosen | None]
 
     @property
     def first(self) -> Chosen | None:
         """One of them, to resolve with."""
         return next(iter(self.meshes.values()))
+
+    def has(self, axis: str) -> bool:
+        """Whether an axis that divides the model is larger than 1."""
+        return next(iter(self.meshes))[2 + MODEL_AXES.index(axis)] > 1
 
 
 @dataclass(frozen=True)
@@ -69,28 +87,108 @@ class Templates:
     num_left_out: int
 
 
-def find_templates(choices: Choices, cluster: Cluster, registry: Registry, wishes: Wishes) -> Templates:
-    """Every legal combination, the simplest of those that amount to the same."""
+def find_templates(
+    choices: Choices,
+    cluster: Cluster,
+    registry: Registry,
+    wishes: Wishes,
+    *,
+    only: Collection[str] | None = None,
+) -> Templates:
+    """Every legal combination, the simplest of those that amount to the same.
+
+    Args:
+        choices: what they are put together from.
+        cluster: to run on.
+        registry: the methods there are.
+        wishes: what must and may not be there.
+        only: names of the methods that may be there; ``None`` for all.
+    """
     combinations, left_out = _combinations(choices.kinds)
+    combinations.sort(key=len)
     distinct: dict[Plan, Template] = {}
     same: list[tuple[Resolved, Template]] = []
     refused: dict[str, int] = {}
     to_come = {item.method.name for item in choices.passes.values() if item is not None}
     for number, group in enumerate(mesh_groups(choices.meshes)):
-        for chosen in sorted(combinations, key=len):
+        try:
+            completion = None if number == 0 else _Completion.of(group, cluster, registry)
+        except StrategyError as error:
+            refused[str(error)] = refused.get(str(error), 0) + len(combinations)
+            continue
+        for chosen in combinations:
+            if not all(group.has(axis) for item in chosen for axis in axes_of(item)):
+                continue
+            resolved = None
             try:
-                resolved = resolve(Strategy(steps_of(chosen, group.first)), cluster, registry)
+                if completion is None:
+                    resolved = resolve(Strategy(steps_of(chosen, group.first)), cluster, registry)
+                    complete = resolved.chosen
+                else:
+                    complete = completion.complete(chosen)
             except StrategyError as error:
                 refused[str(error)] = refused.get(str(error), 0) + 1
                 continue
-            if wishes.unmet(resolved.chosen, to_come=to_come) is not None:
+            if wishes.unmet(complete, to_come=to_come) is not None:
                 continue
-            kind = _kind(effective(resolved.plan))
+            if only is not None and any(item.method.name not in only for item in complete):
+                continue
+            plan = fold_plan(complete) if resolved is None else resolved.plan
+            kind = _kind(effective(plan))
             if kind not in distinct:
-                distinct[kind] = Template(chosen, resolved.plan, group, len(resolved.chosen))
-            elif number == 0:  # that an axis which nothing is sharded over changes nothing needs no row
+                distinct[kind] = Template(chosen, plan, group, len(complete))
+            elif (
+                resolved is not None
+            ):  # that an axis which nothing is sharded over changes nothing needs no row
                 same.append((resolved, distinct[kind]))
     return Templates(tuple(distinct.values()), tuple(same), refused, left_out)
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """What ``resolve`` adds on one kind of mesh, so that it need not be asked for every combination there.
+
+    What is written out in the end is resolved.
+
+    Attributes:
+        mesh: the methods that arrange the ranks.
+        added: those that fill the roles which the mesh leaves empty.
+    """
+
+    mesh: tuple[Chosen, ...]
+    added: tuple[Chosen, ...]
+
+    @classmethod
+    def of(cls, group: MeshGroup, cluster: Cluster, registry: Registry) -> _Completion:
+        """Of a group of meshes.
+
+        Raises:
+            StrategyError: if such a mesh cannot be used at all.
+        """
+        alone = resolve(Strategy(steps_of((), group.first)), cluster, registry).chosen
+        names = {group.first.method.name} if group.first is not None else set()
+        return cls(
+            tuple(item for item in alone if item.method.name in names),
+            tuple(item for item in alone if item.method.name not in names),
+        )
+
+    def complete(self, chosen: tuple[Chosen, ...]) -> tuple[Chosen, ...]:
+        """The methods of a strategy, in order.
+
+        Raises:
+            StrategyError: if two of them cannot stand together.
+        """
+        filled = {role for item in chosen for role in item.method.roles(item.config)}
+        missing = tuple(
+            item for item in self.added if not filled.intersection(item.method.roles(item.config))
+        )
+        for item in chosen:
+            for other in (*self.mesh, *missing):
+                reason = clash(item, other)
+                if reason is not None:
+                    names = f"{item.method.name} and {other.method.name}"
+                    raise StrategyError(f"{names} cannot stand together: {reason}")
+        return ordered((*self.mesh, *missing, *chosen))
 
 
 def _combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tuple[Chosen, ...]], int]:
@@ -109,15 +207,23 @@ def _combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tupl
     return found, left_out
 
 
+def axes_of(item: Chosen) -> tuple[str, ...]:
+    """The axes that a method divides the model along; empty for most."""
+    roles = (role for role in item.method.roles(item.config) if role.startswith("axis:"))
+    axes = (role.removeprefix("axis:") for role in roles)
+    return tuple(axis for axis in axes if axis in MODEL_AXES)
+
+
 def mesh_groups(meshes: Iterable[Chosen | None]) -> list[MeshGroup]:
     """The meshes by kind, in the order in which they were offered."""
-    groups: dict[object, dict[tuple[int, int], Chosen | None]] = {}
+    groups: dict[object, dict[Shape, Chosen | None]] = {}
     for item in meshes:
         plan = Plan() if item is None else item.method.plan(Plan(), item.config)
         data, zero = plan.size("data"), plan.size("zero")
-        others = tuple(axis for axis in plan.axes if axis[0] not in DATA_AXES)
-        key = (others, plan.rank_order, zero > 1, data > 1 and zero > 1)
-        groups.setdefault(key, {}).setdefault((data, zero), item)
+        model = tuple(plan.size(name) for name in MODEL_AXES)
+        others = tuple(name for name, size in plan.axes if size > 1 and name not in ("data", "zero"))
+        key = (others, plan.rank_order, zero > 1, data > 1 and zero > 1, data * zero > 1 or not others)
+        groups.setdefault(key, {}).setdefault((data, zero, *model), item)
     return [MeshGroup(meshes) for meshes in groups.values()]
 
 
@@ -129,5 +235,5 @@ def steps_of(chosen: Iterable[Chosen], *more: Chosen | None) -> list[tuple[str, 
 
 def _kind(plan: Plan) -> Plan:
     """The plan without what differs between the rows of a table."""
-    axes = tuple((name, 0 if name in DATA_AXES else size) for name, size in plan.axes)
+    axes = tuple((name, 0) for name, _ in plan.axes)
     return replace(plan, axes=tuple(sorted(axes)), num_micro_batches=1)

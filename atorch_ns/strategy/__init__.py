@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atorch_ns.strategy._diff import Difference, StrategyDiff, diff
 from atorch_ns.strategy._pickle import convert_pickle
-from atorch_ns.strategy._plan import DATA_AXES, AxisSize, Extra, Plan
+from atorch_ns.strategy._plan import DATA_AXES, MODEL_AXES, AxisSize, Extra, Plan
 from atorch_ns.strategy._requires import Requires
 from atorch_ns.strategy._schema import json_schema
 from atorch_ns.strategy._step import Step
@@ -14,6 +14,7 @@ from atorch_ns.strategy._values import JSON, canonical, canonical_text, qualifie
 __all__ = [
     "DATA_AXES",
     "JSON",
+    "MODEL_AXES",
     "AxisSize",
     "Difference",
     "Extra",

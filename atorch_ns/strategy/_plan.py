@@ -6,11 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["AxisSize", "Extra", "Plan"]
+__all__ = ["DATA_AXES", "MODEL_AXES", "AxisSize", "Extra", "Plan"]
 
 AxisSize = tuple[str, int]
 
-DATA_AXES = ("data", "zero")
+DATA_AXES = ("data", "zero", "expert")
+"""Axes whose ranks see different data."""
+
+MODEL_AXES = ("tensor", "sequence", "pipeline", "expert")
+"""Axes whose ranks hold different parts of the model, or of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,17 @@ class Plan:
         bucket_views: whether gradients lie in the buckets that are reduced; else both are kept.
         follows_compute: whether parameters are gathered in the compute dtype of a method that comes later.
         compiler: the backend that compiles blocks; empty where nothing is compiled.
+        tensor_sequence: whether the residual stream is divided along its tokens over the axis ``tensor`` between
+            the layers that this axis divides (Megatron's sequence parallelism).
+        sequence_exchange: how attention over the axis ``sequence`` sees the tokens of other ranks: heads against
+            tokens (``ulysses``), or keys and values that travel from rank to rank (``ring``).
+        sequence_blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
+        schedule: the order of a pipeline's passes, by its name; ``auto`` for the fastest that fits.
+        stages_per_rank: stages of a pipeline on each rank; 0 for what the schedule needs.
+        split_method: how a pipeline is cut: ``auto`` (the stages that take least time), ``uniform`` (equal
+            numbers of blocks), ``parameters`` (equal numbers of parameters), ``custom`` (at split_points).
+        split_points: modules that begin a stage, where the user names them.
+        experts: selectors of the modules whose experts are divided, ``None`` for all that are found.
         extras: costs that none of the fields above expresses.
     """
 
@@ -109,6 +124,14 @@ class Plan:
     bucket_views: bool = True
     follows_compute: bool = False
     compiler: str = ""
+    tensor_sequence: bool = False
+    sequence_exchange: Literal["ulysses", "ring"] = "ulysses"
+    sequence_blocks: tuple[str, ...] | None = None
+    schedule: str = "1F1B"
+    stages_per_rank: int = 0
+    split_method: Literal["auto", "uniform", "parameters", "custom"] = "auto"
+    split_points: tuple[str, ...] = ()
+    experts: tuple[str, ...] | None = None
     extras: tuple[Extra, ...] = ()
 
     def size(self, names: str | Iterable[str]) -> int:

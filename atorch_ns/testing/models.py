@@ -2,20 +2,30 @@
 
 Legend: B batch, T tokens, F features, V vocabulary.
 
-===========  =====================  ===========================================  =================
-case         batch                  what it adds                                  input format
-===========  =====================  ===========================================  =================
-mlp          (features, targets)    float inputs, biases, LayerNorm, mean         unpack_sequence
-                                    squared error
-tied_llama   tokens [B, T]          one weight used as embedding and head         None
-hf_llama     dict of input_ids      transformers' modules, grouped-query          unpack_dict
-             and attention_mask     attention, an untied head
-hf_gpt2      dict of input_ids      learned positions, Conv1D, a fused qkv,       unpack_dict
-             and attention_mask     tied weights
-===========  =====================  ===========================================  =================
+===============  ===================  ===========================================  ===============
+case             batch                what it adds                                 input format
+===============  ===================  ===========================================  ===============
+mlp              (features, targets)  float inputs, biases, LayerNorm, mean        unpack_sequence
+                                      squared error
+tied_llama       tokens [B, T]        one weight used as embedding and head        None
+hf_llama         dict of input_ids    transformers' modules, grouped-query         unpack_dict
+                 and attention_mask   attention, an untied head
+hf_gpt2          dict of input_ids    learned positions, Conv1D, a fused qkv,      unpack_dict
+                 and attention_mask   tied weights
+hf_bert          dict of input_ids,   no causal mask, rows of padding, a masked    unpack_dict
+                 attention_mask and   language model whose head shares a weight
+                 labels               and has a bias of its own
+hf_vit           dict of              images, a convolution, parameters that       unpack_dict
+                 pixel_values and     belong to no layer (class token, positions)
+                 labels
+hf_mixtral       dict of input_ids    experts in one tensor, two of four for       unpack_dict
+                 and attention_mask   each token, no loss of the router's
+encoder_decoder  dict of source and   two kinds of blocks, cross attention, an     unpack_dict
+                 target               embedding used three times
+===============  ===================  ===========================================  ===============
 
 Every model is float32, has no dropout, and is built equal on every call and every rank. All samples have
-one length, so the mean of the ranks' losses is the loss of the global batch. The ``hf_`` cases import
+the same number of targets, so the mean of the ranks' losses is the loss of the global batch. The ``hf_`` cases import
 transformers when they are built: build one before forking ranks, or every rank imports it anew.
 """
 
@@ -32,7 +42,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from atorch_ns.errors import InputError
-from atorch_ns.testing.networks import ResidualMlp, TiedLlama
+from atorch_ns.testing._hf_models import IMAGE_SHAPE, make_bert, make_gpt2, make_llama, make_mixtral, make_vit
+from atorch_ns.testing.networks import EncoderDecoder, ResidualMlp, TiedLlama
 
 __all__ = ["CASES", "Case", "SyntheticDataset", "get_case", "map_tensors", "take"]
 
@@ -40,9 +51,11 @@ _VOCAB_SIZE: Final = 64
 _NUM_TOKENS: Final = 16
 _NUM_FEATURES: Final = 16
 _NUM_OUTPUTS: Final = 8
-# With transformers' default of 0.02 attention starts uniform, and the gradients of queries and keys drown in
-# rounding; with 1/sqrt(width) the logits are so large that bf16 rounds the loss by 1e-3.
-_INITIALIZER_RANGE: Final = 0.1
+_NUM_TARGET_TOKENS: Final = 8
+_MASK_TOKEN: Final = _VOCAB_SIZE - 1
+_MASK_EVERY: Final = 4
+_NOT_A_TARGET: Final = -100
+"""The label that cross entropy leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +97,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def take(batch: Any, rows: slice | int) -> Any:
-    """The chosen rows of every tensor of a batch."""
-    return map_tensors(lambda tensor: tensor[rows], batch)
+    """The chosen rows of every tensor of a batch, contiguous as a loader gives them."""
+    return map_tensors(lambda tensor: tensor[rows].contiguous(), batch)
 
 
 class SyntheticDataset(Dataset[Any]):
@@ -131,6 +144,33 @@ def _token_dict(batch_size: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
+def _masked_tokens(batch_size: int, seed: int) -> dict[str, Tensor]:
+    """Every fourth token of the first half hidden, as the label; 0 to 3 tokens of padding at the end of a row."""
+    tokens = _tokens(batch_size, seed) % _MASK_TOKEN
+    hidden = torch.zeros(_NUM_TOKENS, dtype=torch.bool)
+    hidden[: _NUM_TOKENS // 2 : _MASK_EVERY] = True
+    lengths = _NUM_TOKENS - tokens[:, 0] % _MASK_EVERY
+    return {
+        "input_ids": tokens.masked_fill(hidden, _MASK_TOKEN),
+        "attention_mask": (torch.arange(_NUM_TOKENS) < lengths[:, None]).long(),
+        "labels": tokens.masked_fill(~hidden, _NOT_A_TARGET),
+    }
+
+
+def _images(batch_size: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(batch_size, *IMAGE_SHAPE, generator=generator)
+    return {
+        "pixel_values": pixels,
+        "labels": torch.randint(_NUM_OUTPUTS, (batch_size,), generator=generator),
+    }
+
+
+def _token_pairs(batch_size: int, seed: int) -> dict[str, Tensor]:
+    tokens = _tokens(batch_size, seed)
+    return {"source": tokens, "target": tokens.flip(1)[:, :_NUM_TARGET_TOKENS].contiguous()}
+
+
 def _squared_error(batch: Any, output: Any) -> Tensor:
     return F.mse_loss(output.float(), batch[1])
 
@@ -144,44 +184,13 @@ def _hf_loss(batch: Any, output: Any) -> Tensor:
     return _next_token_loss(batch["input_ids"], output.logits)
 
 
-def _hf_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=_INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attention_dropout=0.0,
-    )
-    return LlamaForCausalLM(config)
+def _hf_label_loss(batch: Any, output: Any) -> Tensor:
+    """Cross entropy of logits [B, ..., V] against labels [B, ...]."""
+    return F.cross_entropy(output.logits.flatten(0, -2).float(), batch["labels"].flatten())
 
 
-def _hf_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=_VOCAB_SIZE,
-        n_embd=32,
-        n_inner=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        initializer_range=_INITIALIZER_RANGE,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+def _pair_loss(batch: Any, output: Any) -> Tensor:
+    return _next_token_loss(batch["target"], output)
 
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
@@ -206,7 +215,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             ),
             Case(
                 name="hf_llama",
-                build=lambda: _seeded(_hf_llama),
+                build=lambda: _seeded(lambda: make_llama(_VOCAB_SIZE)),
                 make_batch=_token_dict,
                 loss_func=_hf_loss,
                 model_input_format="unpack_dict",
@@ -214,11 +223,43 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             ),
             Case(
                 name="hf_gpt2",
-                build=lambda: _seeded(_hf_gpt2),
+                build=lambda: _seeded(lambda: make_gpt2(_VOCAB_SIZE)),
                 make_batch=_token_dict,
                 loss_func=_hf_loss,
                 model_input_format="unpack_dict",
                 block="GPT2Block",
+            ),
+            Case(
+                name="hf_bert",
+                build=lambda: _seeded(lambda: make_bert(_VOCAB_SIZE)),
+                make_batch=_masked_tokens,
+                loss_func=_hf_label_loss,
+                model_input_format="unpack_dict",
+                block="BertLayer",
+            ),
+            Case(
+                name="hf_vit",
+                build=lambda: _seeded(lambda: make_vit(_NUM_OUTPUTS)),
+                make_batch=_images,
+                loss_func=_hf_label_loss,
+                model_input_format="unpack_dict",
+                block="ViTLayer",
+            ),
+            Case(
+                name="hf_mixtral",
+                build=lambda: _seeded(lambda: make_mixtral(_VOCAB_SIZE)),
+                make_batch=_token_dict,
+                loss_func=_hf_loss,
+                model_input_format="unpack_dict",
+                block="MixtralDecoderLayer",
+            ),
+            Case(
+                name="encoder_decoder",
+                build=lambda: _seeded(EncoderDecoder),
+                make_batch=_token_pairs,
+                loss_func=_pair_loss,
+                model_input_format="unpack_dict",
+                block="CrossBlock",
             ),
         )
     }

@@ -1,8 +1,8 @@
-"""Two small networks written by hand, plain enough to check a strategy against.
+"""Small networks written by hand, plain enough to check a strategy against.
 
-Legend: B batch, T tokens, F features, D width, H heads, V vocabulary.
+Legend: B batch, T tokens, S source tokens, F features, D width, H heads, V vocabulary.
 
-Neither holds a buffer, so either can be built on the meta device and initialised later.
+None holds a buffer, so each can be built on the meta device and initialised later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DecoderBlock", "ResidualBlock", "ResidualMlp", "TiedLlama"]
+__all__ = [
+    "CrossBlock",
+    "DecoderBlock",
+    "EncoderBlock",
+    "EncoderDecoder",
+    "ResidualBlock",
+    "ResidualMlp",
+    "TiedLlama",
+]
 
 
 class ResidualBlock(nn.Module):
@@ -144,4 +152,123 @@ class TiedLlama(nn.Module):
         for layer in self.layers:
             x = layer(x)
         out: Tensor = self.lm_head(self.norm(x))
+        return out
+
+
+class _MultiHeadAttention(nn.Module):
+    """Attention of ``x`` [B, T, D] to ``memory`` [B, S, D], with biases and a number of heads; [B, T, D]."""
+
+    def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = width // num_heads
+        self.causal = causal
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = self._heads(self.query(x)), self._heads(self.key(memory)), self._heads(self.value(memory))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, T, D] to [B, H, T, D/H]."""
+        return x.view(x.size(0), x.size(1), self.num_heads, self.head_dim).transpose(1, 2)
+
+
+class _FeedForward(nn.Sequential):
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm self-attention and a feed-forward network; [B, S, D] to [B, S, D]."""
+
+    def __init__(self, width: int, num_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.self_norm = nn.LayerNorm(width)
+        self.self_attention = _MultiHeadAttention(width, num_heads)
+        self.feed_norm = nn.LayerNorm(width)
+        self.feed_forward = _FeedForward(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block."""
+        normed = self.self_norm(x)
+        x = x + self.self_attention(normed, normed)
+        out: Tensor = x + self.feed_forward(self.feed_norm(x))
+        return out
+
+
+class CrossBlock(nn.Module):
+    """Pre-norm causal self-attention, attention to the encoder's output, and a feed-forward network.
+
+    [B, T, D] and the memory [B, S, D] to [B, T, D].
+    """
+
+    def __init__(self, width: int, num_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.self_norm = nn.LayerNorm(width)
+        self.self_attention = _MultiHeadAttention(width, num_heads, causal=True)
+        self.cross_norm = nn.LayerNorm(width)
+        self.cross_attention = _MultiHeadAttention(width, num_heads)
+        self.feed_norm = nn.LayerNorm(width)
+        self.feed_forward = _FeedForward(width, hidden)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """Apply the block."""
+        normed = self.self_norm(x)
+        x = x + self.self_attention(normed, normed)
+        x = x + self.cross_attention(self.cross_norm(x), memory)
+        out: Tensor = x + self.feed_forward(self.feed_norm(x))
+        return out
+
+
+class EncoderDecoder(nn.Module):
+    """Source tokens [B, S] and target tokens [B, T] to next-token logits [B, T, V].
+
+    One embedding is used for the source, for the target and, as ``lm_head``, for the logits.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 64,
+        width: int = 32,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        hidden: int = 64,
+        max_tokens: int = 16,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(max_tokens, width)
+        self.encoder = nn.ModuleList(EncoderBlock(width, num_heads, hidden) for _ in range(num_layers))
+        self.encoder_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(CrossBlock(width, num_heads, hidden) for _ in range(num_layers))
+        self.decoder_norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        nn.init.normal_(self.positions.weight, std=width**-0.5)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Next-token logits of the target."""
+        memory = self._embedded(source)
+        for block in self.encoder:
+            memory = block(memory)
+        memory = self.encoder_norm(memory)
+        x = self._embedded(target)
+        for block in self.decoder:
+            x = block(x, memory)
+        out: Tensor = self.lm_head(self.decoder_norm(x))
+        return out
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        out: Tensor = self.embed(tokens) + self.positions(places)
         return out

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atorch_ns.checkpoint._export import whole_tensors
 from atorch_ns.job import Result
 from atorch_ns.testing.models import Case, SyntheticDataset
-from atorch_ns.testing.parity import ADAMW, Trajectory, snapshot
+from atorch_ns.testing.parity import ADAMW, Trajectory
 
-__all__ = ["accelerate_case", "accelerated_run"]
+__all__ = ["accelerate_case", "accelerated_run", "whole_parameters"]
 
 
 def accelerate_case(
@@ -72,12 +73,22 @@ def accelerated_run(
         arguments: of :func:`accelerate_case`.
     """
     result = accelerate_case(case, strategy, **arguments)
-    initial, losses = snapshot(result.model), []
+    initial, losses = whole_parameters(result), []
     assert result.dataloader is not None
     for batch in result.dataloader:
         loss = result.train_step(batch) if step is None else step(result, batch)
         losses.append(float(loss))
-    return Trajectory(losses=losses, initial=initial, final=snapshot(result.model))
+    return Trajectory(losses=losses, initial=initial, final=whole_parameters(result))
+
+
+def whole_parameters(result: Result) -> dict[str, torch.Tensor]:
+    """Copies on the CPU of all parameters of the user's model, whole, by the user's names; collective.
+
+    As :func:`snapshot` of the plain model, on every rank, however the strategy has divided it. Where the job keeps
+    fp32 masters, those. Tied parameters stand under each of their names.
+    """
+    weights, tied = whole_tensors(result, everywhere=True, buffers=False), result.job.tied
+    return {alias: weight for name, weight in weights.items() for alias in (name, *tied.get(name, ()))}
 
 
 def plain_loop_step(result: Result, batch: Any) -> torch.Tensor:

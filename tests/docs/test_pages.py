@@ -30,6 +30,7 @@ PAGES = [
     "docs/strategies.md",
     "docs/checkpoints.md",
     "docs/how-a-strategy-is-chosen.md",
+    "docs/parallelism.md",
 ]
 
 

@@ -24,6 +24,10 @@ def _parameters(shapes: list[list[int]], copies: int = 1) -> Parameters:
         copies=np.full(num, copies),
         unit=np.zeros(num, dtype=np.int64),
         segment=np.zeros(num, dtype=np.int64),
+        divisible=np.zeros(num, dtype=np.int64),
+        by_rows=np.zeros(num, dtype=bool),
+        is_expert=np.zeros(num, dtype=bool),
+        owner=np.full(num, -1),
     )
 
 

@@ -113,7 +113,7 @@ def _parts(plan: Plan, cluster: Cluster | None = None, trace: Trace = TRACE) -> 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_every_part_is_a_finite_time(kind: str) -> None:
     times = price_time(PlanTable.of(PLANS), TRACE, _cluster(kind), WORKLOAD)
-    assert times.shape == (len(PLANS), 8)
+    assert times.shape == (len(PLANS), 9)
     assert np.isfinite(times).all()
     assert (times >= 0).all()
 

@@ -43,6 +43,26 @@ STRATEGIES: tuple[tuple[Any, ...], ...] = (
 HYBRID: tuple[tuple[Any, ...], ...] = ((_HYBRID, "fsdp"), (_HYBRID, "zero2"), (_HYBRID, "ddp"))
 
 
+def _mesh(**sizes: int) -> tuple[str, Any]:
+    return ("parallel_mode", (list(sizes.items()), None))
+
+
+PARTS: tuple[tuple[Any, ...], ...] = (
+    (_mesh(tensor=2),),
+    (_mesh(tensor=2), "checkpoint", _PASSES),
+    (_mesh(tensor=2), ("amp_native", "fp16")),
+    (_mesh(pipeline=2), ("gradient_accumulation", 4)),
+    (_mesh(pipeline=2), ("half", "bf16"), _PASSES, ("pipeline_parallel", {"schedule": "Interleaved1F1B"})),
+)
+PARTS_ON_FOUR: tuple[tuple[Any, ...], ...] = (
+    (_mesh(tensor=2, data=2),),
+    (_mesh(tensor=2, data=2), "fsdp", ("amp_native", "fp16")),
+    (_mesh(tensor=2, pipeline=2), ("gradient_accumulation", 4)),
+    (_mesh(data=2, pipeline=2), "fsdp", _PASSES),
+    (_mesh(data=2, pipeline=2), _PASSES),
+)
+
+
 def _profile(case_name: str) -> Profile:
     case = get_case(case_name)
 
@@ -95,6 +115,18 @@ def test_hybrid_sharding_communicates_what_was_predicted() -> None:
     profile = _profile("mlp")
     executed = run_ranks(_executed, 4, args=("mlp", HYBRID), timeout_s=180)[0]
     assert [_predicted(profile, strategy, 4) for strategy in HYBRID] == executed
+
+
+@pytest.mark.parametrize("case_name", ["tied_llama", "hf_llama"])
+def test_ranks_with_parts_of_a_model_communicate_what_was_predicted(case_name: str) -> None:
+    get_case(case_name).build()
+    profile = _profile(case_name)
+    for num_ranks, strategies in ((2, PARTS), (4, PARTS_ON_FOUR)):
+        # hf_llama has two blocks: too few for two stages on each of two ranks.
+        chosen = [one for one in strategies if case_name == "tied_llama" or "Interleaved" not in str(one)]
+        executed = run_ranks(_executed, num_ranks, args=(case_name, chosen), timeout_s=180)[0]
+        for strategy, found in zip(chosen, executed, strict=True):
+            assert _predicted(profile, strategy, num_ranks) == found, strategy
 
 
 def _stack(num_blocks: int, num_elements: int) -> Trace:

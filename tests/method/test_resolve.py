@@ -9,7 +9,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import MethodNotFoundError, StrategyError
-from atorch_ns.method import Resolved, load_registry, resolve
+from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import get_case
@@ -22,6 +22,10 @@ ALONE = Cluster(torch="2.13.0")
 def _resolve(strategy: list[Any], cluster: Cluster = FOUR, model: nn.Module | None = None) -> Resolved:
     profile = None if model is None else Profile.of(model)
     return resolve(Strategy(strategy), cluster, REGISTRY, profile=profile)
+
+
+def _mesh(*axes: tuple[str, int]) -> tuple[str, Any]:
+    return ("parallel_mode", (list(axes), None))
 
 
 def _names(resolved: Resolved) -> list[str]:
@@ -112,9 +116,24 @@ def test_a_duplicate_by_alias() -> None:
         _resolve(["ddp", "auto_ddp"])
 
 
-def test_an_axis_that_nobody_uses() -> None:
+def test_an_axis_that_no_method_can_use() -> None:
+    registry = Registry(type(method) for method in REGISTRY if "axis:tensor" not in method.provides)
     with pytest.raises(StrategyError, match=r"axis:tensor.*tensor=2"):
-        _resolve([("parallel_mode", ([("tensor", 2), ("data", 2)], None))])
+        resolve(Strategy([_mesh(("tensor", 2), ("data", 2))]), FOUR, registry)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline", "expert"])
+def test_a_degree_alone_brings_the_method_that_uses_it(axis: str) -> None:
+    assert f"{axis}_parallel" in _names(_resolve([_mesh((axis, 2), ("data", 2))]))
+    assert f"{axis}_parallel" not in _names(_resolve([_mesh((axis, 1), ("data", 4))]))
+
+
+def test_a_divided_model_wants_groups_in_ascending_order() -> None:
+    axes = [("tensor", 2), ("data", 2)]
+    with pytest.raises(StrategyError, match=r"rank_order: .*along 'tensor' are \[3, 1\]"):
+        _resolve([("parallel_mode", (axes, [3, 1, 0, 2]))])
+    _resolve([("parallel_mode", (axes, [0, 2, 1, 3]))])
+    _resolve([("parallel_mode", ([("data", 4)], [3, 1, 0, 2]))])
 
 
 def test_unknown_names_only() -> None:

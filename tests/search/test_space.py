@@ -20,6 +20,8 @@ from atorch_ns.testing.models import SyntheticDataset, get_case
 
 REGISTRY = load_registry()
 WORK = Workload(global_batch=16, num_tokens=8)
+WHOLE = ("tensor_parallel", "pipeline_parallel")
+"""Excluded, they leave strategies in which every rank has the whole model and data of its own."""
 
 
 @functools.cache
@@ -112,10 +114,10 @@ def test_estimates_equal_a_fresh_pricing_of_the_strategy() -> None:
 
 
 def test_micro_batches_divide_a_ranks_batch() -> None:
-    found = free(space(work=Workload(global_batch=12, num_tokens=8)))
+    found = free(space(work=Workload(global_batch=12, num_tokens=8), excluded=WHOLE))
     used = {resolve(one.strategy, cluster(), REGISTRY).plan.num_micro_batches for one in found}
     assert used == {1, 2}
-    few = free(space(settings={"max_micro_batches": 4}))
+    few = free(space(settings={"max_micro_batches": 4}, excluded=WHOLE))
     assert max(resolve(one.strategy, cluster(), REGISTRY).plan.num_micro_batches for one in few) == 4
 
 
@@ -171,7 +173,7 @@ def test_fp16_only_where_there_is_no_bf16() -> None:
 
 def test_nothing_left_is_an_error_that_says_why() -> None:
     with pytest.raises(InputError, match="no strategy is left"):
-        space(excluded=["gradient_sync"])
+        space(excluded=["gradient_sync", *WHOLE])
 
 
 def test_finetuning_keeps_the_methods_and_reopens_their_configs() -> None:
@@ -208,12 +210,12 @@ def test_what_does_not_fit_is_pruned_with_its_numbers_and_near_misses_are_kept()
 
 
 def test_an_excluded_method_that_would_help_is_named() -> None:
-    smallest = min(one.estimate.peak_bytes for one in free(space()) if one.estimate)
+    smallest = min(one.estimate.peak_bytes for one in free(space(excluded=WHOLE)) if one.estimate)
     limit = {"memory_limit_gib": smallest * 1.1 / 2**30}
-    allowed = free(space(settings=limit))
+    allowed = free(space(settings=limit, excluded=WHOLE))
     assert allowed
     needed = set.intersection(*map(names, allowed)) - {"parallel_mode"}
-    found = space(settings=limit, excluded=sorted(needed))
+    found = space(settings=limit, excluded=[*sorted(needed), *WHOLE])
     assert not free(found)
     hints = [one.pruned.hint for one in found.candidates if one.pruned and one.pruned.hint]
     assert len(hints) == 1
@@ -266,6 +268,44 @@ def test_every_mesh_of_1024_devices_is_ranked_quickly() -> None:
     assert len(free(found)) <= 161
 
 
+def test_models_are_divided_where_the_ranks_have_no_more_samples() -> None:
+    found = free(space(work=Workload(global_batch=1, num_tokens=8)))
+    assert found
+    for one in found:
+        assert dict(one.steps)["parallel_mode"] == {"axes": [["tensor", 2]]}
+        assert "tensor_parallel" in names(one)
+
+
+def test_meshes_that_divide_the_model() -> None:
+    def axes(spec: str, **more: Any) -> set[tuple[str, ...]]:
+        shapes = [dict(one.steps)["parallel_mode"]["axes"] for one in free(space(spec, **more))]
+        return {tuple(f"{name}{size}" for name, size in shape) for shape in shapes}
+
+    work = Workload(global_batch=64, num_tokens=8)
+    found = axes("8xH100-80GB, 2 nodes, ib400", work=work, included=["tensor_parallel"])
+    # Two key and value heads; features divide by no more than 4.
+    assert found
+    assert all(shape[0] in ("tensor2", "tensor4") for shape in found)
+    cut = axes("8xH100-80GB, 2 nodes, ib400", work=work, included=["pipeline_parallel"])
+    assert cut
+    assert all(shape[-1] in ("pipeline2", "pipeline4") for shape in cut)
+
+
+def test_a_pipeline_has_as_many_micro_batches_as_its_schedule_needs() -> None:
+    found = free(space("4xcpu", included=["pipeline_parallel"], settings={"max_micro_batches": 2}))
+    assert found
+    for one in found:
+        plan = resolve(one.strategy, cluster("4xcpu"), REGISTRY).plan
+        assert plan.size("pipeline") <= plan.num_micro_batches <= 4 * plan.size("pipeline")
+
+
+def test_finetuning_adds_no_axis() -> None:
+    found = free(space("4xcpu", base=["fsdp"], finetune=True))
+    assert found
+    for one in found:
+        assert not set(WHOLE) & names(one)
+
+
 def test_the_order_of_the_wishes_makes_no_other_candidates() -> None:
     wishes = ["fsdp", "checkpoint", ("gradient_accumulation", 2)]
     first, second = (space(included=order).candidates for order in (wishes, wishes[::-1]))
@@ -306,10 +346,14 @@ def names_of_two(phases: dict[Any, list[str]]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("batch", "wishes", "message"),
     [
-        (15, {}, "15 samples, which 2 data-parallel ranks .* are 14 and 16"),
-        (16, {"included": [("gradient_accumulation", 3)]}, "in 3 micro-batches each.* are 12 and 18"),
+        (15, {"excluded": WHOLE}, "15 samples, which 2 data-parallel ranks .* are 14 and 16"),
+        (
+            16,
+            {"included": [("gradient_accumulation", 3)], "excluded": WHOLE},
+            "in 3 micro-batches each.* are 12 and 18",
+        ),
         (15, {"base": ["fsdp"]}, "are 14 and 16"),
-        (1, {}, "nearest size that divides is 2"),
+        (1, {"excluded": WHOLE}, "nearest size that divides is 2"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_out_is_refused(batch: int, wishes: Any, message: str) -> None:

@@ -1,0 +1,202 @@
+"""The stages of pipelines: how many blocks of each segment every rank has, and how many micro-batches live there.
+
+Legend: p ranks of a pipeline, v stages on each, S segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate._memo import Memo
+from atorch_ns.estimate._parts import Parts, Sizes
+from atorch_ns.pipeline import (
+    ScheduleInfo,
+    actions,
+    get_schedule,
+    live_micro_batches,
+    parameter_cuts,
+    partition,
+    stage_ranges,
+    uniform_cuts,
+)
+from atorch_ns.profile import Trace
+from atorch_ns.strategy import Plan
+
+__all__ = [
+    "Stages",
+    "known_stages",
+    "num_pieces",
+    "schedule_of",
+    "staged",
+    "stages_of",
+    "usual_micro_batches",
+]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model cut into stages.
+
+    Attributes:
+        counts: [p, v, S] blocks of each segment in each stage, stages of a rank in the model's order.
+        numbers: [p, v] the stages.
+        info: the schedule.
+    """
+
+    counts: np.ndarray
+    numbers: np.ndarray
+    info: ScheduleInfo
+
+    @property
+    def on_rank(self) -> np.ndarray:
+        """[p, S] blocks of each segment on each rank."""
+        total: np.ndarray = self.counts.sum(axis=1)
+        return total
+
+    def live(self, num_micro_batches: int) -> np.ndarray:
+        """[p] micro-batches whose activations live on a rank at one time, in units of all its stages'."""
+        p, v = self.numbers.shape
+        if self.info.name == "GPipe":
+            return np.full(p, float(num_micro_batches))
+        if self.info.name == "1F1B":
+            return np.asarray(np.minimum(p - np.arange(p), num_micro_batches), dtype=float)
+        orders = actions(self.info, p, num_micro_batches, v)
+        by_stage = np.asarray(live_micro_batches(orders), dtype=float)
+        return np.asarray(by_stage[self.numbers].mean(axis=1))
+
+
+def staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, np.ndarray]:
+    """Every rank of a pipeline that differs from the others, as a row of its own.
+
+    Args:
+        plan: what the plans have in common.
+        trace: of the model.
+        sizes: of R plans.
+        memo: of the pricing.
+
+    Returns:
+        What the ranks of R' rows have, and [R'] the plan that each belongs to.
+    """
+    key = ("staged", plan.tensor_sequence, _cut_of(plan), id(sizes))
+    return memo.get(key, lambda: _staged(plan, trace, sizes, memo))
+
+
+def _staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, np.ndarray]:
+    if not (sizes.pipeline > 1).any():
+        return Parts.whole(plan, trace, sizes), np.arange(len(sizes))
+    owner, counts, live, flags = [], [], [], []
+    keys = np.column_stack([sizes.pipeline, sizes.micro_batches])
+    for key in np.unique(keys, axis=0):
+        rows = np.flatnonzero((keys == key).all(axis=1))
+        for one in _distinct(plan, trace, int(key[0]), int(key[1]), memo):
+            owner.append(rows)
+            counts.append(np.broadcast_to(one.counts, (len(rows), len(one.counts))))
+            live.append(np.full(len(rows), one.live))
+            flags.append(np.broadcast_to(one[2:], (len(rows), 3)))
+    index = np.concatenate(owner)
+    parts = Parts.whole(plan, trace, sizes.take(index))
+    return parts.staged(np.concatenate(counts), np.concatenate(live), *np.concatenate(flags).T), index
+
+
+class _Rank(NamedTuple):
+    counts: np.ndarray
+    live: float
+    accumulates: bool
+    is_first: bool
+    is_last: bool
+
+
+def _distinct(plan: Plan, trace: Trace, num_ranks: int, micro_batches: int, memo: Memo) -> list[_Rank]:
+    """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
+    if num_ranks == 1:
+        counts = np.asarray([segment.count for segment in trace.segments])
+        return [_Rank(counts, 1.0, micro_batches > 1, True, True)]
+    stages = known_stages(plan, trace, num_ranks, memo)
+    found: dict[tuple[object, ...], _Rank] = {}
+    last = stages.numbers.max()
+    for rank, (counts, live) in enumerate(zip(stages.on_rank, stages.live(micro_batches), strict=True)):
+        numbers = stages.numbers[rank]
+        ends = (bool((numbers == 0).any()), bool((numbers == last).any()))
+        # Where all forward passes come first, there are no gradients yet when the first backward pass begins.
+        moments = [(live, True)] if live < micro_batches else [(live, False), (live - 1, micro_batches > 1)]
+        for alive, accumulates in moments:
+            one = _Rank(counts, float(alive), accumulates, *ends)
+            key = (*counts.tolist(), accumulates, *ends)
+            if alive >= 1 and (key not in found or found[key].live < one.live):
+                found[key] = one
+    return list(found.values())
+
+
+def known_stages(plan: Plan, trace: Trace, num_ranks: int, memo: Memo) -> Stages:
+    """:func:`stages_of`, once for each way to cut."""
+    return memo.get(("stages", _cut_of(plan), num_ranks), lambda: stages_of(plan, trace, num_ranks))
+
+
+def _cut_of(plan: Plan) -> tuple[object, ...]:
+    """What of a plan decides about its stages."""
+    return plan.schedule, plan.stages_per_rank, plan.split_method, plan.split_points
+
+
+def schedule_of(plan: Plan) -> ScheduleInfo:
+    """The schedule that a plan is priced with; 1F1B for ``auto``, which can only be faster."""
+    return get_schedule("1F1B" if plan.schedule == "auto" else plan.schedule)
+
+
+def usual_micro_batches(plan: Plan, num_ranks: int, num_samples: int) -> int:
+    """The micro-batches of a pipeline where none are given: the least number that divides a rank's samples and
+    keeps the bubble below a fifth, else the largest that does and that the schedule runs; 1 if none does."""
+    info = schedule_of(plan)
+    stages = plan.stages_per_rank or info.usual_stages
+    parts = [part for part in range(1, num_samples + 1) if num_samples % part == 0]
+    legal = [part for part in parts if not info.problem(num_ranks, part, stages)]
+    return next((part for part in legal if part >= 4 * num_ranks), legal[-1] if legal else 1)
+
+
+def num_pieces(trace: Trace) -> int:
+    """Into how many pieces a model can be cut."""
+    return sum(segment.count for segment in trace.segments)
+
+
+def stages_of(plan: Plan, trace: Trace, num_ranks: int) -> Stages:
+    """The stages that a plan makes of a model.
+
+    Blocks, and what runs between them, are the pieces; ``auto`` balances their floating point operations.
+
+    Raises:
+        InputError: if there are more stages than pieces, or no such schedule.
+    """
+    info = schedule_of(plan)
+    v = plan.stages_per_rank or info.usual_stages
+    owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
+    cuts = _cuts(plan, trace, owner, num_ranks * v)
+    per_stage = np.stack(
+        [
+            np.bincount(owner[list(blocks)], minlength=len(trace.segments))
+            for blocks in stage_ranges(cuts, len(owner))
+        ]
+    )
+    numbers = np.asarray([info.stages_of(rank, num_ranks, v) for rank in range(num_ranks)])
+    return Stages(per_stage[numbers], numbers, info)
+
+
+def _cuts(plan: Plan, trace: Trace, owner: np.ndarray, num_stages: int) -> tuple[int, ...]:
+    if plan.split_method == "custom" and plan.split_points:
+        paths = [path for segment in trace.segments for path in (segment.paths or (segment.name,))]
+        cuts = tuple(paths.index(point) for point in plan.split_points if point in paths)
+        if len(cuts) == num_stages - 1:
+            return cuts
+    if plan.split_method == "uniform":
+        return uniform_cuts(len(owner), num_stages)
+    if plan.split_method == "parameters":
+        elements = [sum(p.num_elements for p in segment.parameters) for segment in trace.segments]
+        return parameter_cuts([elements[s] for s in owner], num_stages)
+    flops = []
+    for segment in trace.segments:
+        cost = next(iter(segment.costs.values()))
+        flops.append(
+            float((cost.forward.flops + cost.backward.flops).at(trace.num_samples, trace.num_tokens))
+        )
+    return partition([max(0.0, flops[s]) for s in owner], num_stages)

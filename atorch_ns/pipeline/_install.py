@@ -1,0 +1,197 @@
+"""Making a rank's part of a model in place: units it has, stand-ins for the others', memory given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.pipeline._division import Division
+from atorch_ns.pipeline._pass import PassSwitch, seed_generators
+from atorch_ns.pipeline._stage import StageModule, Stub, Unit
+from atorch_ns.profile import NamedModule
+
+__all__ = ["StageSettings", "install_stages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What all stages of a rank share.
+
+    Attributes:
+        device: where they compute.
+        model_input_format: how a batch is passed to the model.
+    """
+
+    device: torch.device
+    model_input_format: str | None
+
+
+def install_stages(
+    model: nn.Module,
+    units: Sequence[NamedModule],
+    division: Division,
+    rank: int,
+    settings: StageSettings,
+) -> tuple[StageModule, ...]:
+    """Changes ``model`` into this rank's part of it and gives its stages, in the order of the model.
+
+    Parameters and buffers of other ranks' units are released. The model keeps its attributes, and what is left
+    of its parameters their names.
+
+    Args:
+        model: whole; changed in place.
+        units: its units.
+        division: who holds what.
+        rank: this rank's place along the pipeline.
+        settings: of the stages.
+    """
+    own = [stage for stage, holder in enumerate(division.rank_of) if holder == rank]
+    kept = {
+        name for name, stages in division.parameter_stages.items() if any(stage in own for stage in stages)
+    }
+    ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+    kept_ids = {ids[name] for name in kept}
+    mine = {path for path, stages in division.unit_stages.items() if any(stage in own for stage in stages)}
+    in_use = _modules_in_use(model, units, mine)
+    switch = PassSwitch()
+    places = _places(model)
+    modules: dict[str, nn.Module] = {}
+    for unit in units:
+        made: nn.Module
+        if unit.name in mine:
+            made = Unit(unit.module, unit.name, switch)
+        else:
+            made = _stub(unit.module, unit.name, switch, kept_ids, in_use, settings.device)
+        modules[unit.name] = made
+        for parent, name in places[id(unit.module)]:
+            parent._modules[name] = made
+    _release_between(model, units, kept_ids, settings.device)
+    model.register_forward_pre_hook(_Seeded(switch, settings.device))
+    return tuple(
+        StageModule(
+            model,
+            _held(model, modules, division, stage, ids) if len(own) > 1 else [model],
+            number=stage,
+            is_last=stage == len(division.ranges) - 1,
+            switch=switch,
+            device=settings.device,
+            model_input_format=settings.model_input_format,
+        )
+        for stage in own
+    )
+
+
+class _Seeded:
+    """Before a pass of the model: random numbers of the pass, whatever was set before."""
+
+    def __init__(self, switch: PassSwitch, device: torch.device) -> None:
+        self._switch = switch
+        self._device = device
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._switch.running is not None:
+            seed_generators(self._switch.running.seed, self._device)
+
+
+def _held(
+    model: nn.Module, modules: dict[str, nn.Module], division: Division, stage: int, ids: dict[str, int]
+) -> list[nn.Module]:
+    """What one of several stages of a rank registers."""
+    held = [module for path, module in modules.items() if stage in division.unit_stages[path]]
+    wanted = {ids[name] for name, stages in division.parameter_stages.items() if stage in stages}
+    held += [
+        module
+        for module in modules.values()
+        if isinstance(module, Stub) and any(id(p) in wanted for p in module.parameters())
+    ]
+    covered = {id(p) for module in held for p in module.parameters()}
+    return held + _between(model, modules.values(), wanted - covered)
+
+
+def _between(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
+    """Holders of parameters that belong to no unit. They share the dictionary of the module that owns these, so
+    that what replaces a parameter in one is seen in the other."""
+    inside = {id(child) for module in modules for child in module.modules()}
+    holders = []
+    for owner in model.modules():
+        if id(owner) not in inside and any(id(p) in wanted for p in owner.parameters(recurse=False)):
+            holder = nn.Module()
+            object.__setattr__(holder, "_parameters", owner._parameters)
+            holders.append(holder)
+    return holders
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each module is registered."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                found.setdefault(id(child), []).append((parent, name))
+    return found
+
+
+def _modules_in_use(model: nn.Module, units: Sequence[NamedModule], mine: set[str]) -> set[int]:
+    """The modules that this rank runs: its units' and what lies between units."""
+    away = {id(module) for unit in units if unit.name not in mine for module in unit.module.modules()}
+    used = {id(module) for module in model.modules()} - away
+    for unit in units:
+        if unit.name in mine:
+            used |= {id(module) for module in unit.module.modules()}
+    return used
+
+
+def _stub(
+    module: nn.Module,
+    path: str,
+    switch: PassSwitch,
+    kept: set[int],
+    in_use: set[int],
+    device: torch.device,
+) -> Stub:
+    """A stand-in for ``module``, which gives up its memory; parameters that this rank needs move into the stand-in."""
+    stub = Stub(module, path, switch)
+    for name, child in module.named_children():
+        if any(id(p) in kept for p in child.parameters()):
+            stub._modules[name] = _stub(child, f"{path}.{name}", switch, kept, in_use, device)
+        else:
+            for inner in child.modules():
+                _release(inner, in_use, device)
+    for own, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) in kept:
+            stub._parameters[own] = parameter
+    _release(module, in_use, device)
+    return stub
+
+
+def _release(module: nn.Module, in_use: set[int], device: torch.device) -> None:
+    """Takes parameters and buffers out of a module that does not run here; what is left has shape and dtype."""
+    if id(module) in in_use:
+        return
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in list(tensors.items()):
+            if tensor is not None:
+                del tensors[name]
+                object.__setattr__(module, name, _without_memory(tensor, device))
+
+
+def _release_between(
+    model: nn.Module, units: Sequence[NamedModule], kept: set[int], device: torch.device
+) -> None:
+    """Takes out what other ranks need of the parameters that belong to no unit."""
+    inside = {id(child) for unit in units for child in unit.module.modules()}
+    for module in model.modules():
+        if id(module) in inside or isinstance(module, (Unit, Stub)):
+            continue
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in kept:
+                del module._parameters[name]
+                object.__setattr__(module, name, _without_memory(parameter, device))
+
+
+def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -1,0 +1,236 @@
+"""One forward pass of one stage: which calls are its own, and what stands in for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import StepError
+from atorch_ns.pipeline._crossing import Carried, Crossing
+from atorch_ns.pipeline._graph import CallGraph, TensorSpec
+from atorch_ns.pipeline._nests import leaves, map_leaves
+
+__all__ = ["PassSwitch", "StageEnd", "StagePass", "StageRange", "random_stream", "seed_generators"]
+
+_CALL_STRIDE = 7_919
+"""Between the seeds of two calls of one pass."""
+
+
+class StageEnd(Exception):
+    """A stage has made its last call; caught by the stage, so that the rest of the model does not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRange:
+    """A stage: contiguous calls, and what crosses the cuts around it.
+
+    Attributes:
+        begin, end: its calls are ``begin`` to ``end - 1``.
+        received: what crosses the cut before it; ``None`` for the first stage.
+        sent: what crosses the cut after it; ``None`` for the last stage.
+    """
+
+    begin: int
+    end: int
+    received: Crossing | None
+    sent: Crossing | None
+
+
+class PassSwitch:
+    """What the units of a rank share: the pass that runs now, if any."""
+
+    def __init__(self) -> None:
+        self.running: StagePass | None = None
+
+
+class StagePass:
+    """Decides about every call of a unit in one forward pass of a stage.
+
+    Args:
+        graph: the calls as they were traced.
+        stage: which of them are the stage's own.
+        received: the tensors that crossed the cut before it.
+        device: where stand-ins are made.
+        seed: of the pass, the same on every stage of the pipeline.
+
+    Attributes:
+        sent: once the stage has ended, the tensors that cross the cut after it.
+        seed: as given.
+    """
+
+    def __init__(
+        self,
+        graph: CallGraph,
+        stage: StageRange,
+        received: Sequence[torch.Tensor],
+        *,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.sent: tuple[torch.Tensor, ...] | None = None
+        self.seed = seed
+        self._graph = graph
+        self._stage = stage
+        self._device = device
+        self._position = 0
+        self._is_inside = False
+        carried = stage.received.carried if stage.received else ()
+        self._arrived = dict(zip(((c.is_argument, c.call, c.leaf) for c in carried), received, strict=True))
+        # Memory of its own, where the code between units may write into a stand-in.
+        self._is_dense = graph.mutates or (stage.received is not None and stage.received.has_arguments)
+        self._wanted = {(c.call, c.leaf) for c in _outputs(stage.sent)}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have been made."""
+        return self._position
+
+    def call(self, path: str, unit: nn.Module | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the unit at ``path`` returns in this pass.
+
+        Args:
+            path: in the user's model.
+            unit: the module, if this rank has it.
+            args, kwargs: as the model's code gives them.
+
+        Raises:
+            StageEnd: when the first call of the next stage is made.
+            StepError: if the model does not make the calls that were traced.
+        """
+        if self._is_inside and unit is not None:
+            return unit(*args, **kwargs)
+        number = self._next(path)
+        if number == self._stage.end:
+            self._collect(args, kwargs)
+            raise StageEnd
+        if number < self._stage.begin:
+            return self._stand_in(number)
+        if unit is None:
+            raise StepError(f"this rank was to run {path}, which it does not have.")
+        if number == self._stage.begin:
+            self._fill_arguments(args, kwargs)
+        with self._inside(), random_stream(self.seed + number * _CALL_STRIDE, self._device):
+            output = unit(*args, **kwargs)
+        self._keep(number, output)
+        return output
+
+    def _next(self, path: str) -> int:
+        number = self._position
+        traced = self._graph.paths
+        if number >= len(traced) or traced[number] != path:
+            expected = traced[number] if number < len(traced) else "its end"
+            raise StepError(
+                f"the model's forward pass called {path} where it called {expected} when it was cut into stages. "
+                "In a pipeline the calls must be the same for every batch."
+            )
+        self._position += 1
+        return number
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _stand_in(self, number: int) -> Any:
+        places = iter(range(len(self._graph.calls[number].outputs)))
+
+        def make(spec: TensorSpec) -> torch.Tensor:
+            arrived = self._arrived.get((False, number, next(places)))
+            if arrived is None:
+                return _zeros(spec, self._device, dense=self._is_dense)
+            return arrived.clone() if self._graph.mutates else arrived
+
+        output = map_leaves(self._graph.calls[number].output, TensorSpec, make)
+        self._keep(number, output)
+        return output
+
+    def _fill_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given = leaves((args, kwargs))
+        for (is_argument, _, leaf), tensor in self._arrived.items():
+            if is_argument:
+                stand_in = given[leaf]
+                if stand_in.requires_grad and not stand_in._is_view():
+                    stand_in.detach_()  # from code whose results will not be used
+                stand_in.copy_(tensor)
+
+    def _keep(self, number: int, output: Any) -> None:
+        if not any(call == number for call, _ in self._wanted):
+            return
+        for leaf, tensor in enumerate(leaves(output)):
+            if (number, leaf) in self._wanted:
+                self._outputs[number, leaf] = tensor
+
+    def _collect(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        assert self._stage.sent is not None
+        given = leaves((args, kwargs))
+        received = {id(tensor) for tensor in self._arrived.values()}
+        self.sent = tuple(
+            _sendable(
+                given[one.leaf] if one.is_argument else self._outputs[one.call, one.leaf], one, received
+            )
+            for one in self._stage.sent.carried
+        )
+        self._outputs.clear()
+
+
+@contextmanager
+def random_stream(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` inside, so that the code between units draws the same on every stage,
+    whichever units it runs."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    seed_generators(seed, device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds the default generators of the CPU and of ``device``; ``torch.manual_seed`` takes a hundred times as long,
+    since it looks for every kind of device."""
+    torch.default_generator.manual_seed(seed % 2**63)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed % 2**63)
+
+
+def _outputs(crossing: Crossing | None) -> list[Carried]:
+    return [one for one in crossing.carried if not one.is_argument] if crossing else []
+
+
+def _zeros(spec: TensorSpec, device: torch.device, *, dense: bool) -> torch.Tensor:
+    if dense:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
+
+
+def _sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> torch.Tensor:
+    """The tensor as it was announced: dense, of its dtype, no view, with a gradient or without."""
+    spec = carried.spec
+    if tuple(tensor.shape) != spec.shape:
+        raise StepError(
+            f"a stage was to send a tensor of shape {list(spec.shape)} and has one of {list(tensor.shape)}: the "
+            "model computes other shapes than when it was traced."
+        )
+    if not spec.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype != spec.dtype:
+        return tensor.to(spec.dtype)
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    # The schedules detach what they have sent in place, which views and received tensors must not be.
+    if tensor.requires_grad and (tensor._is_view() or id(tensor) in received):
+        return tensor.clone()
+    return tensor

@@ -1,0 +1,82 @@
+"""Dividing layers, samples and experts over ranks: plans, collectives, checks."""
+
+from __future__ import annotations
+
+from atorch_ns.sharding._collectives import (
+    all_gather,
+    all_to_all,
+    copy_to,
+    exchange,
+    gather_from,
+    reduce_from,
+    reduce_scatter,
+    scatter_to,
+)
+from atorch_ns.sharding._experts import divide_experts
+from atorch_ns.sharding._experts_balance import GlobalBalance
+from atorch_ns.sharding._experts_check import why_not_dividable
+from atorch_ns.sharding._experts_find import FoundExperts, UnfitExperts, find_experts
+from atorch_ns.sharding._packing import Packing
+from atorch_ns.sharding._sequence_run import SequenceRun, SequenceSettings
+from atorch_ns.sharding._tensor_apply import Divided, RegionSpec, divide
+from atorch_ns.sharding._tensor_choose import ChosenPlan, choose_plan
+from atorch_ns.sharding._tensor_degree import check_degree, degrees
+from atorch_ns.sharding._tensor_find import find_tensor_plan, with_vocabulary
+from atorch_ns.sharding._tensor_kinds import kind_of
+from atorch_ns.sharding._tensor_misfits import misfits, parameter_dims
+from atorch_ns.sharding._tensor_model_plan import model_plan
+from atorch_ns.sharding._tensor_plan import STYLES, LayerStyle, Layout, TensorPlan, style_named
+from atorch_ns.sharding._tensor_region import Division
+from atorch_ns.sharding._tensor_regions import regions_in
+from atorch_ns.sharding._tensor_sequence import StreamSpec
+from atorch_ns.sharding._tensor_test import Tested, fits, self_test
+from atorch_ns.sharding._tensor_trace import LayerGraph, trace_layers
+from atorch_ns.sharding._tensor_units import Unit, unit_for
+
+__all__ = [
+    "STYLES",
+    "ChosenPlan",
+    "Divided",
+    "Division",
+    "FoundExperts",
+    "GlobalBalance",
+    "LayerGraph",
+    "LayerStyle",
+    "Layout",
+    "Packing",
+    "RegionSpec",
+    "SequenceRun",
+    "SequenceSettings",
+    "StreamSpec",
+    "TensorPlan",
+    "Tested",
+    "UnfitExperts",
+    "Unit",
+    "all_gather",
+    "all_to_all",
+    "check_degree",
+    "choose_plan",
+    "copy_to",
+    "degrees",
+    "divide",
+    "divide_experts",
+    "exchange",
+    "find_experts",
+    "find_tensor_plan",
+    "fits",
+    "gather_from",
+    "kind_of",
+    "misfits",
+    "model_plan",
+    "parameter_dims",
+    "reduce_from",
+    "reduce_scatter",
+    "regions_in",
+    "scatter_to",
+    "self_test",
+    "style_named",
+    "trace_layers",
+    "unit_for",
+    "why_not_dividable",
+    "with_vocabulary",
+]

@@ -1,0 +1,250 @@
+"""A run of blocks between which hidden states stay divided over the sequence axis.
+
+The first block of a run takes this rank's positions out of its whole input, the last one gathers the result, so
+that embeddings, heads and losses see whole sequences. Everything a block needs to know in a recomputation is in
+its arguments, or was remembered in the forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+from atorch_ns.profile import NamedModule
+from atorch_ns.sharding._divided_calls import DividedCalls
+from atorch_ns.sharding._nested import map_leaves
+from atorch_ns.sharding._rank_randomness import RankRandomness
+from atorch_ns.sharding._sequence_arguments import divide_arguments, gather_results
+from atorch_ns.sharding._sequence_candidates import Subject
+from atorch_ns.sharding._sequence_layout import SequenceLayout
+from atorch_ns.sharding._sequence_plan import BlockPlan, find_hidden
+from atorch_ns.sharding._sequence_test import find_block_plan
+from atorch_ns.torch_compat import in_backward
+
+__all__ = ["SequenceRun", "SequenceSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSettings:
+    """How sequences are divided.
+
+    Attributes:
+        group: the ranks of the sequence axis.
+        device: where the model computes.
+        dim: the hidden states' dimension of positions.
+        kind: how attention sees the keys of other ranks.
+        balanced: whether causal ring attention divides the sequence in zigzag.
+        head_share: over how many ranks the heads of the blocks are still to be divided.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    dim: int = 1
+    kind: Literal["auto", "ulysses", "ring"] = "auto"
+    balanced: bool = True
+    head_share: int = 1
+
+
+@dataclass
+class _Call:
+    """A block that is running."""
+
+    calls: DividedCalls
+    plan: BlockPlan
+    layout: SequenceLayout
+    is_random: bool
+
+
+@dataclass
+class _Known:
+    """What has been found out about equal blocks: a copy to test until there is a plan."""
+
+    copy: nn.Module | None
+    plan: BlockPlan | None = None
+
+
+class SequenceRun:
+    """Consecutive blocks of a model, each taking the result of the one before.
+
+    Args:
+        blocks: in the order of their calls.
+        kinds: for each block a text that is equal for equal blocks.
+        settings: how sequences are divided.
+
+    Attributes:
+        blocks: the blocks.
+    """
+
+    def __init__(
+        self, blocks: Sequence[NamedModule], kinds: Sequence[str], settings: SequenceSettings
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self._kinds = tuple(kinds)
+        self._settings = settings
+        self._known: dict[str, _Known] = {}
+        self._zigzag: bool | None = None
+        self._next = 0
+        self._lengths = _Lengths()
+        self._running: list[_Call] = []
+        self._randomness = RankRandomness(settings.group.rank(), settings.device)
+
+    def attach(self) -> None:
+        """Surrounds the forward passes of the blocks."""
+        for place, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
+            if kind not in self._known:
+                self._known[kind] = _Known(_test_copy(block.module))
+            block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
+            block.module.register_forward_hook(self._leaving(place), always_call=True)
+
+    def plans(self) -> dict[str, BlockPlan]:
+        """What has been found so far: the plan of the first block of each kind, by its name."""
+        found: dict[str, BlockPlan] = {}
+        for kind, known in self._known.items():
+            if known.plan is not None:
+                found[self.blocks[self._kinds.index(kind)].name] = known.plan
+        return found
+
+    def _entering(self, place: int) -> Any:
+        def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not self.blocks[place].module:  # a copy that somebody tests
+                return None
+            arguments = (args, kwargs)
+            length = self._length_of(place, arguments)
+            plan = self._plan(place, arguments, length)
+            layout = self._layout(length)
+            arguments = divide_arguments(arguments, plan, layout, self._settings.group)
+            calls = DividedCalls(plan, layout, self._settings.group)
+            calls.enter()
+            if module.training:
+                self._randomness.enter()
+            self._running.append(_Call(calls, plan, layout, module.training))
+            return arguments
+
+        return _uncompiled(entering)
+
+    def _leaving(self, place: int) -> Any:
+        is_last = place == len(self.blocks) - 1
+
+        def leaving(module: nn.Module, args: Any, output: Any) -> Any:
+            if module is not self.blocks[place].module or not self._running:  # or it failed before it began
+                return None
+            call = self._running.pop()
+            if call.is_random:
+                self._randomness.leave()
+            call.calls.leave()
+            if output is None:  # the call failed
+                return None
+            if not is_last:
+                self._lengths.remember_results(output, call.plan, call.layout.length)
+                return None
+            return gather_results(output, call.plan, call.layout, self._settings.group)
+
+        return _uncompiled(leaving)
+
+    def _length_of(self, place: int, arguments: Any) -> int:
+        """The whole sequence's length, and a check that the blocks are called in their order."""
+        name = self.blocks[place].name
+        found = find_hidden(arguments, self._settings.dim)
+        if found is None:
+            raise InputError(
+                f"sequence_parallel: {name} is called with no floating tensor of more than "
+                f"{self._settings.dim} dimensions, so there are no hidden states to divide. Set sequence_dim, or "
+                "name other modules in blocks."
+            )
+        if not in_backward():
+            if place not in (0, self._next):
+                raise InputError(
+                    f"sequence_parallel: {name} is called where {self.blocks[self._next].name} should be. The "
+                    "blocks of a run must be called one after another, none left out (set layer dropout to 0); "
+                    "name in blocks only those that are."
+                )
+            self._next = (place + 1) % len(self.blocks)
+        hidden = found[1]
+        if place == 0:
+            return hidden.size(self._settings.dim)
+        return self._lengths.of(hidden)
+
+    def _layout(self, length: int) -> SequenceLayout:
+        group = self._settings.group
+        return SequenceLayout(length, group.size(), group.rank(), bool(self._zigzag))
+
+    def _plan(self, place: int, arguments: Any, length: int) -> BlockPlan:
+        known = self._known[self._kinds[place]]
+        if known.plan is not None:
+            return known.plan
+        assert known.copy is not None
+        settings = self._settings
+        subject = Subject(
+            name=self.blocks[place].name,
+            block=known.copy.to(settings.device),
+            arguments=arguments,
+            length=length,
+            dim=settings.dim,
+            kind=settings.kind,
+            balanced=settings.balanced,
+            zigzag=self._zigzag,
+            group=settings.group,
+            device=settings.device,
+            head_share=settings.head_share,
+        )
+        known.plan, self._zigzag = find_block_plan(subject)
+        known.copy = None
+        return known.plan
+
+
+def _uncompiled(hook: Any) -> Any:
+    return torch.compiler.disable(hook)
+
+
+class _Lengths:
+    """The length of the whole sequence that a divided tensor is a part of."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._last = 0
+
+    def remember_results(self, output: Any, plan: BlockPlan, length: int) -> None:
+        """All parts in the result of a block are of a sequence of ``length``."""
+        self._last = length
+        self._of = {key: entry for key, entry in self._of.items() if entry[0]() is not None}
+
+        def note(path: Any, leaf: Any) -> Any:
+            if path in plan.outputs:
+                self._of[id(leaf)] = (weakref.ref(leaf), length)
+            return leaf
+
+        map_leaves(output, note)
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The length that ``tensor`` was remembered with; the last one, if it was made by something else."""
+        reference, length = self._of.get(id(tensor), (None, self._last))
+        return length if reference is not None and reference() is tensor else self._last
+
+
+def _test_copy(block: nn.Module) -> nn.Module:
+    """A float32 copy with weights that hide nothing: what is zero would pass any test."""
+    generator = torch.Generator().manual_seed(2)
+    copied = copy.deepcopy(block)
+    if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
+        copied = copied.to_empty(device="cpu")
+        blank = True
+    else:
+        blank = False
+    copied = copied.float().eval()
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *(copied.buffers() if blank else ())):
+            if tensor.is_floating_point():
+                values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                spread = max(values.shape, default=1) ** -0.5
+                noise = torch.randn(values.shape, generator=generator).to(values) * spread
+                values.copy_(noise + float(values.dim() < 2) if blank else values + 0.2 * noise)
+    return copied

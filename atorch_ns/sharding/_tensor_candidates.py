@@ -1,0 +1,119 @@
+"""Ways in which a region could be divided: how fused layers are cut, which numbers become smaller."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from atorch_ns.sharding._tensor_apply import RegionSpec, common_parent
+from atorch_ns.sharding._tensor_kinds import kind_of
+from atorch_ns.sharding._tensor_plan import Layout, is_settings
+from atorch_ns.sharding._tensor_regions import layout_of
+
+__all__ = ["candidate_layouts"]
+
+_MOST_SUBSETS = 6
+"""With more numbers than this only whole groups of them are tried."""
+
+Parts = Mapping[str, tuple[int, ...] | None]
+
+
+def candidate_layouts(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[Layout]:
+    """Layouts of one region, the likeliest first; a test must decide between them.
+
+    Code that reshapes by the size it finds needs no number changed; code that reshapes by the number of heads
+    needs that, and code that splits a fused result by widths needs those. A fused layer is
+    ``[q | k | v]`` or lies head by head; only its results tell.
+    """
+    for attributes in _attribute_sets(model, spec, degree):
+        for parts in _part_choices(model, spec):
+            yield layout_of(spec, parts, attributes)
+
+
+def _sizes(model: nn.Module, path: str) -> tuple[int, int]:
+    module = model.get_submodule(path)
+    kind = kind_of(module)
+    assert kind is not None
+    return kind.sizes(module)
+
+
+def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
+    inner = _sizes(model, spec.rows[0])[1]
+    options: list[list[tuple[str, tuple[int, ...] | None]]] = []
+    for path in spec.columns:
+        outputs = _sizes(model, path)[0]
+        options.append([(path, parts) for parts in _splits(outputs, inner, alone=len(spec.columns) == 1)])
+    if len(options) > 1 and max(len(option) for option in options) > 1:
+        # Layers of equal sizes are cut alike.
+        count = max(len(option) for option in options)
+        for choice in range(count):
+            yield dict(option[min(choice, len(option) - 1)] for option in options)
+        return
+    for combination in itertools.product(*options):
+        yield dict(combination)
+
+
+def _splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | None]:
+    """How a layer with that many outputs may be fused, where rows take ``inner`` inputs."""
+    found: list[tuple[int, ...] | None] = []
+    if alone and outputs > inner:
+        rest = outputs - inner
+        if outputs % inner == 0:
+            found.append((inner,) * (outputs // inner))
+        if rest % 2 == 0:
+            found.append((inner, rest // 2, rest // 2))  # queries, fewer keys and values
+    elif outputs == 2 * inner:
+        found.append((inner, inner))
+    return list(dict.fromkeys([*found, None]))
+
+
+def _attribute_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
+    widths = {size for path in (*spec.columns, *spec.rows) for size in _sizes(model, path)}
+    widths |= {size // parts for size in widths for parts in (2, 3) if size % parts == 0}
+    for of_settings in (False, True):
+        numbers = _numbers(model, spec, degree, of_settings=of_settings)
+        heads = tuple(path for path, _ in numbers if _counts_heads(path))
+        wide = tuple(path for path, value in numbers if value in widths and path not in heads)
+        groups: list[tuple[str, ...]] = [(), heads, (*heads, *wide), wide]
+        both = (*heads, *wide)
+        if len(both) <= _MOST_SUBSETS:
+            groups += [s for n in range(1, len(both) + 1) for s in itertools.combinations(both, n)]
+        seen: set[frozenset[str]] = set() if not of_settings else {frozenset()}
+        for group in groups:
+            if frozenset(group) not in seen:
+                seen.add(frozenset(group))
+                yield group
+
+
+def _counts_heads(path: str) -> bool:
+    name = path.rpartition(".")[2].lower()
+    if name in ("h", "n_h", "nh", "nhead", "n_head", "heads"):
+        return True
+    return "head" in name and not any(
+        word in name for word in ("dim", "size", "width", "group", "idx", "index")
+    )
+
+
+def _numbers(model: nn.Module, spec: RegionSpec, degree: int, *, of_settings: bool) -> list[tuple[str, int]]:
+    """Numbers that the degree divides, in the modules around the layers of the region."""
+    layers = {*spec.columns, *spec.rows}
+    parent = common_parent(tuple(layers))
+    home = model.get_submodule(parent)
+    found = []
+    for inner, module in home.named_modules():
+        path = ".".join(part for part in (parent, inner) if part)
+        if kind_of(module) is not None:
+            continue
+        for name, value in vars(module).items():
+            where = f"{path}.{name}" if path else name
+            if type(value) is int and not of_settings:
+                found.append((where, value))
+            elif of_settings and is_settings(value):
+                found += [(f"{where}.{n}", v) for n, v in vars(value).items() if type(v) is int]
+    return [
+        (path, value)
+        for path, value in found
+        if value > 1 and value % degree == 0 and not path.rpartition(".")[2].startswith("_")
+    ]

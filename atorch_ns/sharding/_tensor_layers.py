@@ -1,0 +1,181 @@
+"""Layers that compute with their rank's part of a weight.
+
+The parameters are DTensors on the tensor axis; activations are plain tensors. A layer keeps its class, its
+attributes and its parameter names: its class becomes a subclass that differs in ``forward`` alone.
+
+Legend: B batch, T tokens, I input features, O output features, V vocabulary, D model width, n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.sharding._tensor_attention import DividedAttention
+from atorch_ns.sharding._tensor_kinds import Kind
+from atorch_ns.sharding._tensor_region import Division, Region
+
+__all__ = ["as_divided", "attention_by_heads", "divided_dims"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _not_compiled(forward: F) -> F:
+    """A compiler breaks its graph around a divided layer. Inside one, torch's collectives in place and gradients of
+    DTensors' parts are lost without an error (torch 2.13)."""
+    return torch.compiler.disable(forward)  # type: ignore[no-any-return]
+
+
+class _Setting:
+    """What a divided layer needs to know.
+
+    Attributes:
+        kind: of the layer.
+        division: this rank's place.
+        region: the one that the layer begins or ends; ``None`` for embeddings and heads.
+    """
+
+    def __init__(self, kind: Kind, division: Division, region: Region | None) -> None:
+        self.kind = kind
+        self.division = division
+        self.region = region
+
+
+class _Column:
+    """[…, I] to this rank's [..., O / n]."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        entered = setting.division.enter(x) if setting.region is None else setting.region.enter(x)
+        out = setting.kind.compute(self, entered, _local(self.weight), _local_or_none(self.bias))
+        if setting.region is not None:
+            setting.region.inside(self.training, out.device)
+        return out
+
+
+class _Row:
+    """This rank's [..., I / n] to [..., O], summed over the ranks; the bias is added to the sum."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        if setting.region is not None:
+            setting.region.outside()
+        partial = setting.kind.compute(self, x, _local(self.weight), None)
+        out = setting.division.leave(partial) if setting.region is None else setting.region.leave(partial)
+        if self.bias is not None:
+            out = out + _local(self.bias).to(out.dtype)
+        if setting.region is not None:
+            setting.region.after_row(out.device)
+        return out
+
+
+class _GatheredColumn:
+    """[…, I] to the whole […, O], each rank computing O / n of it."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        entered = setting.division.enter(x)
+        out = setting.kind.compute(self, entered, _local(self.weight), _local_or_none(self.bias))
+        return setting.division.gather(out, -1)
+
+
+class _VocabularyRows:
+    """Ids […] to […, D], each rank looking up the ids of its V / n rows."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        weight = _local(self.weight)
+        rows = weight.size(0)
+        local = ids - setting.division.rank * rows
+        foreign = (local < 0) | (local >= rows)
+        padding = self.padding_idx
+        if padding is not None:
+            padding -= setting.division.rank * rows
+            padding = padding if 0 <= padding < rows else None
+        with _padding(self, padding):
+            out = setting.kind.compute(self, local.masked_fill(foreign, 0), weight, None)
+        return setting.division.leave(out.masked_fill(foreign.unsqueeze(-1), 0))
+
+
+class _padding:
+    """Sets ``padding_idx`` of an embedding for a while."""
+
+    def __init__(self, module: Any, value: int | None) -> None:
+        self._module, self._value, self._before = module, value, module.padding_idx
+
+    def __enter__(self) -> None:
+        self._module.padding_idx = self._value
+
+    def __exit__(self, *_: object) -> None:
+        self._module.padding_idx = self._before
+
+
+_CLASSES = {
+    "colwise": _Column,
+    "rowwise": _Row,
+    "colwise_gather_output": _GatheredColumn,
+    "embedding_rowwise": _VocabularyRows,
+}
+
+
+def as_divided(module: nn.Module, kind: Kind, style: str, division: Division, region: Region | None) -> None:
+    """Lets ``module``, whose parameters are divided, compute in ``style``; ``kind`` is what it was when whole."""
+    vars(module)["_tensor"] = _Setting(kind, division, region)
+    count = {"colwise": kind.counts[0], "colwise_gather_output": kind.counts[0], "rowwise": kind.counts[1]}
+    name = count.get(style)
+    if name and isinstance(getattr(module, name, None), int):
+        setattr(module, name, getattr(module, name) // division.degree)
+    whole: Any = type(module)
+    module.__class__ = _class(_CLASSES[style], whole)
+
+
+def attention_by_heads(module: nn.Module, division: Division) -> None:
+    """Lets an ``nn.MultiheadAttention``, whose parameters are divided, compute this rank's heads."""
+    assert isinstance(module, nn.MultiheadAttention)
+    region = Region(division, num_rows=1, random=module.dropout > 0)
+    region.watch(module)
+    vars(module)["_division"], vars(module)["_region"] = division, region
+    whole: Any = type(module)
+    module.__class__ = _class(DividedAttention, whole)
+
+
+@cache
+def _class(style: Any, whole: Any) -> Any:
+    """A subclass of ``whole`` that computes in ``style``; one for all layers, so that their classes are equal."""
+    name = f"{style.__name__.removeprefix('_')}{whole.__name__}"
+    body = {"whole_forward": whole.forward, "__doc__": f"{whole.__name__}: {style.__doc__}"}
+    return type(name, (style, whole), body)
+
+
+def divided_dims(style: str, kind: Kind) -> dict[str, int]:
+    """The dimension along which each parameter of a layer is divided; those not named stay whole."""
+    if style == "rowwise":
+        return {"weight": kind.in_dim}
+    return {"weight": kind.out_dim, "bias": 0}
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """This rank's part; gradients find their way to the parameter."""
+    local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
+
+
+def _local_or_none(parameter: Any) -> torch.Tensor | None:
+    return None if parameter is None else _local(parameter)

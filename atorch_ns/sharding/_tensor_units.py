@@ -1,0 +1,132 @@
+"""Units: modules that are copied, with small inputs, to try a layout on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.profile._batches import map_batch
+from atorch_ns.profile._real_values import RealValues
+from atorch_ns.profile._structure import copy_structure
+from atorch_ns.sharding._tensor_trace import LayerGraph, ModuleCall
+from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type
+
+__all__ = ["Unit", "unit_for"]
+
+
+class Unit:
+    """A module with the call that it is tried with.
+
+    Args:
+        path: of the module; empty for the model.
+        module: the module, on any device; it is not changed.
+        call: the first call of it that was traced.
+    """
+
+    def __init__(self, path: str, module: nn.Module, call: ModuleCall) -> None:
+        self.path = path
+        self.module = module
+        self._call = call
+
+    @contextmanager
+    def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+        """A copy and its inputs on fake tensors, inside the modes that they run in."""
+        with fake_tensor_mode(), torch.enable_grad(), _quiet():  # without gradients torch takes fused paths
+            copy = copy_structure(self.module, lambda _, tensor: _empty(tensor), {})
+            args, kwargs = self._inputs(_empty)
+            with RealValues():
+                yield copy.eval(), args, kwargs
+
+    def with_values(self, device: torch.device | str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """A copy with random weights, and random inputs, in fp32: equal on every call and every rank."""
+        generator = torch.Generator().manual_seed(7)
+
+        def parameter(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+            if kind != "parameter" and not tensor.is_meta:
+                return _as_float32(tensor.detach().clone()).to(device)
+            return _random(tensor, generator, kind).to(device)
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            value = (
+                _random(tensor, generator, "input") if _without_values(tensor) else tensor.detach().clone()
+            )
+            made = _as_float32(value.detach()).to(device)
+            return made.requires_grad_(tensor.requires_grad)
+
+        copy = copy_structure(self.module, parameter, {})
+        args, kwargs = self._inputs(given)
+        return copy.eval(), args, kwargs
+
+    def _inputs(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments on other tensors; what was one tensor stays one."""
+        made: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in made:
+                made[id(tensor)] = make(tensor)
+            return made[id(tensor)]
+
+        args = tuple(map_batch(once, _fresh(value)) for value in self._call.args)
+        kwargs = {name: map_batch(once, _fresh(value)) for name, value in self._call.kwargs.items()}
+        return args, kwargs
+
+
+def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
+    """The unit at ``path``, or at the innermost module around it that is called."""
+    while path not in graph.calls and path:
+        path = path.rpartition(".")[0]
+    return Unit(path, model.get_submodule(path), graph.calls[path])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what its fake kernels refuse; here that is an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _fresh(value: Any) -> Any:
+    """A cache of keys and values has been filled by the traced call; the unit runs without."""
+    return None if "Cache" in type(value).__name__ else value
+
+
+def _without_values(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, fake_tensor_type())
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of that shape; integers and truth values that are known stay."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return _zeros(tensor) if _without_values(tensor) else tensor.to("cpu")
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Ids that every table has; truth values that mask nothing out."""
+    fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
+    return fill(tensor.shape, dtype=tensor.dtype)
+
+
+def _random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:
+    """Values that keep activations of about one size."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return _zeros(tensor)
+    shape = tuple(tensor.shape)
+    if kind in ("parameter", "input") and len(shape) > 1:
+        scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0
+        return torch.randn(shape, generator=generator) * scale
+    return torch.rand(shape, generator=generator) + 0.5
+
+
+def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -1,0 +1,256 @@
+"""Deciding a pipeline before anything is changed: schedule, micro-batches, cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from atorch_ns.errors import BatchSizeError, InputError
+from atorch_ns.job import Job, is_on_meta
+from atorch_ns.pipeline import (
+    SCHEDULES,
+    BlockCosts,
+    CallGraph,
+    CallTracer,
+    HowToRun,
+    ScheduleChoice,
+    ScheduleInfo,
+    Signature,
+    choose_schedule,
+    custom_cuts,
+    find_units,
+    get_schedule,
+    parameter_cuts,
+    refused_cuts,
+    signature,
+    trace_really,
+    uniform_cuts,
+    uniform_floor_cuts,
+)
+from atorch_ns.profile import NamedModule
+from opt_lib._pipeline_costs import block_paths, call_costs, known_hardware, parameter_bytes
+from opt_lib._pipeline_sample import local_batch_size, sample_micro_batch
+
+__all__ = ["CutRequest", "PipelinePlan", "plan_pipeline"]
+
+SplitMethod = Literal["auto", "uniform", "uniform_floor", "parameters", "custom"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRequest:
+    """What the user asks of a pipeline; the fields of ``pipeline_parallel``'s config.
+
+    Attributes:
+        schedule: its name, or ``"auto"``.
+        stages_per_rank: ``None`` for the schedule's usual number.
+        num_micro_batches: ``None`` for what fits.
+        split_method: how cuts are found where ``split_points`` and ``custom_partition`` are empty.
+        split_points: names of modules that begin a stage.
+        custom_partition: the first unit of every stage.
+        memory_limit_bytes: of a rank; ``None`` for that of its device where it is known.
+    """
+
+    schedule: str = "1F1B"
+    stages_per_rank: int | None = None
+    num_micro_batches: int | None = None
+    split_method: SplitMethod = "auto"
+    split_points: tuple[str, ...] = ()
+    custom_partition: tuple[int, ...] = ()
+    memory_limit_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A pipeline, decided.
+
+    Attributes:
+        info: the schedule.
+        stages_per_rank: stages on each rank.
+        num_micro_batches: parts of a batch.
+        cuts: calls before which the model is cut.
+        units: the modules that stages are made of.
+        graph: a pass of one micro-batch.
+        traced_with: shapes of that micro-batch.
+        tracer: traces more of them; ``None`` for a model that had to be run really.
+        choice: how the schedule was chosen, where it was.
+        refused: where the model cannot be cut, and why.
+    """
+
+    info: ScheduleInfo
+    stages_per_rank: int
+    num_micro_batches: int
+    cuts: tuple[int, ...]
+    units: tuple[NamedModule, ...]
+    graph: CallGraph
+    traced_with: Signature
+    tracer: CallTracer | None
+    choice: ScheduleChoice | None
+    refused: dict[int, str]
+
+    def rank_of(self, num_ranks: int) -> tuple[int, ...]:
+        """The rank along the pipeline of every stage."""
+        return tuple(self.info.rank_of(stage, num_ranks) for stage in range(len(self.cuts) + 1))
+
+
+def plan_pipeline(job: Job, request: CutRequest) -> PipelinePlan:
+    """Decides a pipeline for the job's model and mesh, alike on every rank.
+
+    Raises:
+        InputError: naming the numbers and the choices.
+    """
+    assert job.mesh is not None
+    num_ranks = job.mesh.size("pipeline")
+    info = get_schedule(request.schedule if request.schedule != "auto" else "1F1B")
+    on_rank = request.stages_per_rank or info.usual_stages
+    num = _num_micro_batches(job, request, info, num_ranks, on_rank)
+    units = find_units(job.module, at_least=num_ranks * on_rank, starts=request.split_points)
+    batch = sample_micro_batch(job, num)
+    tracer, graph = _trace(job, units, batch)
+    refused = refused_cuts(graph)
+    costs = call_costs(
+        graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=block_paths(job.module)
+    )
+    _check_count(graph, num_ranks, 1 if request.schedule == "auto" else on_rank, info)
+    known = _cuts(request, graph, units, num_ranks * on_rank, refused)
+    choice = None
+    if known is None or request.schedule == "auto":
+        try:
+            choice = _choose(job, request, costs, known, num_ranks, num, info, on_rank)
+        except InputError as error:
+            raise InputError(f"{error}{_where_not(graph, refused)}") from error
+        info, on_rank, known = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
+    return PipelinePlan(
+        info=info,
+        stages_per_rank=on_rank,
+        num_micro_batches=num,
+        cuts=tuple(known),
+        units=tuple(units),
+        graph=graph,
+        traced_with=signature(batch),
+        tracer=tracer,
+        choice=choice,
+        refused=refused,
+    )
+
+
+def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTracer | None, CallGraph]:
+    how = HowToRun(model_input_format=job.inputs.model_input_format, loss_func=job.inputs.loss_func)
+    tracer = CallTracer(job.module, units, job.device)
+    try:
+        return tracer, tracer.trace(batch, how)
+    except InputError:
+        if is_on_meta(job.module):
+            raise
+        job.module.to(job.device)
+        return None, trace_really(job.module, units, batch, how, job.device)
+
+
+def _num_micro_batches(
+    job: Job, request: CutRequest, info: ScheduleInfo, num_ranks: int, on_rank: int
+) -> int:
+    """The user's number, else the least that keeps the bubble below a fifth, else the most that the batch allows."""
+    asked = request.num_micro_batches
+    if asked is None and job.inputs.gradient_accumulation_steps > 1:
+        asked = job.inputs.gradient_accumulation_steps
+    size = local_batch_size(job)
+    if asked is not None:
+        info.check(num_ranks, asked, on_rank)
+        return asked
+    if size is None:
+        return info.near_micro_batches(num_ranks, 4 * num_ranks - 1, on_rank)[-2]
+    parts = [part for part in range(1, size + 1) if size % part == 0]
+    legal = [part for part in parts if not info.problem(num_ranks, part, on_rank)]
+    if not legal:
+        raise BatchSizeError(
+            f"a batch of {size} rows per data rank splits into {', '.join(map(str, parts))} micro-batches, and "
+            f"{info.problem(num_ranks, parts[-1], on_rank)} Use a larger batch_size, or schedule='GPipe', which runs "
+            "any number."
+        )
+    return next((part for part in legal if part >= 4 * num_ranks), legal[-1])
+
+
+def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo) -> None:
+    num_stages = num_ranks * on_rank
+    if len(graph.calls) < num_stages:
+        names = ", ".join(graph.paths[:8]) + (", …" if len(graph.paths) > 8 else "")
+        raise InputError(
+            f"pipeline={num_ranks} with {on_rank} stage(s) per rank ({info.name}) makes {num_stages} stages, but the "
+            f"model has {len(graph.calls)} units to make them of: {names}. Use pipeline={len(graph.calls) // on_rank} "
+            "or less, or name modules inside them in split_points."
+        )
+
+
+def _cuts(
+    request: CutRequest,
+    graph: CallGraph,
+    units: Sequence[NamedModule],
+    num_stages: int,
+    refused: Mapping[int, str],
+) -> tuple[int, ...] | None:
+    """Cuts that do not depend on time; ``None`` to look for the fastest."""
+    num = len(graph.calls)
+    points = request.split_points or request.custom_partition
+    if request.schedule == "auto" and points:
+        num_stages = len(request.split_points) + 1 if request.split_points else len(points) - 1
+    if points:
+        where = _positions(request.split_points, graph) if request.split_points else request.custom_partition
+        return custom_cuts(where, num, num_stages, refused=refused)
+    allowed = [cut for cut in range(1, num) if cut not in refused]
+    try:
+        if request.split_method == "uniform":
+            return uniform_cuts(num, num_stages, allowed_cuts=allowed)
+        if request.split_method == "uniform_floor":
+            return uniform_floor_cuts(num, num_stages, allowed_cuts=allowed)
+        if request.split_method == "parameters":
+            return parameter_cuts(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
+    except InputError as error:
+        raise InputError(f"{error}{_where_not(graph, refused)}") from error
+    return None
+
+
+def _where_not(graph: CallGraph, refused: Mapping[int, str]) -> str:
+    if not refused:
+        return ""
+    cut, reason = next(iter(refused.items()))
+    return (
+        f" The model cannot be cut in {len(refused)} place(s), such as before {graph.paths[cut]}: "
+        f"{reason.rstrip('.')}."
+    )
+
+
+def _positions(points: Sequence[str], graph: CallGraph) -> list[int]:
+    found = []
+    for point in points:
+        inside = [i for i, path in enumerate(graph.paths) if path == point or path.startswith(f"{point}.")]
+        if not inside:
+            raise InputError(f"split_points names {point!r}, which the model does not call.")
+        found.append(inside[0])
+    return found
+
+
+def _choose(
+    job: Job,
+    request: CutRequest,
+    costs: BlockCosts,
+    cuts: Sequence[int] | None,
+    num_ranks: int,
+    num: int,
+    info: ScheduleInfo,
+    on_rank: int,
+) -> ScheduleChoice:
+    """The fastest cut, and with it the fastest schedule where none is named, that fits the memory."""
+    whole = job.plan.compiled or job.plan.recompute == "selective"  # these cannot split the backward pass
+    schedules = [one for one in SCHEDULES if not (whole and one.splits_backward)]
+    numbers: tuple[int, ...] = (request.stages_per_rank,) if request.stages_per_rank else (1, 2)
+    if request.schedule != "auto":
+        schedules, numbers = [info], (on_rank,)
+    options: dict[str, Any] = {"schedules": schedules, "stages_per_rank": numbers, "cuts": cuts}
+    limit = request.memory_limit_bytes
+    if limit is not None:
+        return choose_schedule(costs, num_ranks, num, limit_bytes=limit, **options)
+    memory = known_hardware(job.cluster).device.memory_bytes
+    try:
+        return choose_schedule(costs, num_ranks, num, limit_bytes=float(memory), **options)
+    except InputError:  # the bytes are an estimate, and nobody asked for a limit
+        return choose_schedule(costs, num_ranks, num, **options)

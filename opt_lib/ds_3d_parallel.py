@@ -1,0 +1,166 @@
+"""ds_3d_parallel: the stages of a pipeline are run by DeepSpeed's pipeline engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, Literal, final
+
+from pydantic import Field, field_validator
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Conflict, Method, MethodConfig, Phase
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan
+from opt_lib import _deepspeed
+from opt_lib._ds_pipeline import run_by_deepspeed
+from opt_lib._pipeline_cut import cut_pipeline
+from opt_lib._pipeline_plan import CutRequest
+
+__all__ = ["Ds3dParallel", "Ds3dParallelConfig"]
+
+_OWNED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "train_batch_size": "the batch size in dataloader_args decides",
+        "train_micro_batch_size_per_gpu": "the batch size and num_micro_batches decide",
+        "gradient_accumulation_steps": "use num_micro_batches",
+        "gradient_clipping": "use max_grad_norm of auto_accelerate, or clip_grad_norm_ of its result",
+        "optimizer": "use optim_func and optim_args of auto_accelerate",
+        "scheduler": "use lr_scheduler_cls and lr_scheduler_args of auto_accelerate",
+        "fp16": "use the method amp_native or half",
+        "bf16": "use the method amp_native or half",
+        "torch_autocast": "use the method amp_native",
+        "pipeline": "activations travel as they are; use the method checkpoint to recompute them",
+        "activation_checkpointing": "use the method checkpoint",
+        "tensor_parallel": "use a tensor axis in parallel_mode",
+    }
+)
+"""Keys of DeepSpeed's configuration that others decide, and who does."""
+
+_WHY_PIPELINE = (
+    "DeepSpeed's engine runs the stages of a pipeline, and the mesh has no pipeline axis larger than 1. Add one, "
+    "as in ('parallel_mode', ([('pipeline', 2)], None)), or use zero1 with use_ds_zero."
+)
+_WHY_NO_EXPERTS = (
+    "DeepSpeed's engine averages every gradient over all data ranks, and experts that are divided are held by a "
+    "part of them. Use pipeline_parallel, which composes with an expert axis."
+)
+_WHY_PLAIN = (
+    "DeepSpeed's ZeRO cuts plain parameters that every rank of a stage holds whole, and an axis tensor or sequence "
+    "larger than 1 divides them or their gradients. Use zero_stage 0, or pipeline_parallel with zero2 or fsdp."
+)
+_WHY_FP32 = (
+    "DeepSpeed's ZeRO keeps the fp32 copies of half-precision weights itself and leaves the optimizer's steps to "
+    "none but its own. Use zero_stage 0, or amp_native with bf16."
+)
+_WHY_NO_SCALE = "DeepSpeed's ZeRO scales fp16 losses by a scheme of its own. Use bf16, or zero_stage 0."
+
+
+class Ds3dParallelConfig(MethodConfig):
+    """How the model is cut, and DeepSpeed's own settings."""
+
+    num_micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Parts that the batch of a data rank is split into; null for gradient_accumulation_steps, or "
+        "for what fits the batch where that is 1.",
+    )
+    split_points: tuple[str, ...] = Field(
+        default=(), description="Names of the modules that begin a stage; empty to let split_method decide."
+    )
+    split_method: Literal["auto", "uniform", "parameters"] = Field(
+        default="auto",
+        description="How the cuts are found: by estimated time, by number of blocks, or by number of parameters.",
+    )
+    zero_stage: Literal[0, 1] = Field(
+        default=0,
+        description="1 shards optimizer states over the data ranks. DeepSpeed runs no higher stage in a pipeline.",
+    )
+    ds_config: dict[str, Any] = Field(
+        default_factory=dict, description="More of DeepSpeed's configuration, by the keys of its file."
+    )
+
+    @field_validator("ds_config")
+    @classmethod
+    def _leave_what_others_decide(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = [f"{key}: {_OWNED[key]}" for key in value if key in _OWNED]
+        if taken:
+            raise ValueError("these keys are decided elsewhere: " + "; ".join(taken))
+        zero = value.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            raise ValueError(
+                "zero_optimization is a mapping of DeepSpeed's keys, and its stage is zero_stage"
+            )
+        if "stage" in zero:
+            raise ValueError("zero_optimization.stage is decided by zero_stage")
+        return value
+
+
+@final
+class Ds3dParallel(Method[Ds3dParallelConfig]):
+    """Runs a pipeline by DeepSpeed's engine, with data parallelism or ZeRO 1 and divided layers inside."""
+
+    name = "ds_3d_parallel"
+    aliases = ("deepspeed_3d_parallel",)
+    phase = Phase.CUT
+    Config = Ds3dParallelConfig
+    provides = ("axis:pipeline", "gradient_sync")
+    conflicts = (
+        Conflict("parallel_mode", _WHY_PIPELINE, when=lambda _, mesh: _size(mesh, "pipeline") == 1),
+        Conflict("parallel_mode", _WHY_NO_EXPERTS, when=lambda _, mesh: _size(mesh, "expert") > 1),
+        Conflict(
+            "parallel_mode",
+            _WHY_PLAIN,
+            when=lambda mine, mesh: (
+                mine.zero_stage > 0 and max(_size(mesh, "tensor"), _size(mesh, "sequence")) > 1
+            ),
+        ),
+        Conflict("half", _WHY_FP32, when=lambda mine, _: mine.zero_stage > 0),
+        Conflict(
+            "amp_native", _WHY_NO_SCALE, when=lambda mine, amp: mine.zero_stage > 0 and amp.dtype == "float16"
+        ),
+    )
+    variants = MappingProxyType({"ZeRO 1": {"zero_stage": 1}})
+    needs_process_group = True
+
+    def roles(self, config: Ds3dParallelConfig) -> tuple[str, ...]:
+        """With ZeRO it also shards the optimizer."""
+        return (*self.provides, "optimizer_sharding") if config.zero_stage else self.provides
+
+    def check(self, config: Ds3dParallelConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """DeepSpeed must be there."""
+        return _deepspeed.check(self.name, cluster)
+
+    def plan(self, plan: Plan, config: Ds3dParallelConfig) -> Plan:
+        """One forward, one backward over the stages; gradients are averaged."""
+        if config.zero_stage:
+            plan = _deepspeed.plan(plan)
+        return replace(
+            plan,
+            gradient_sync="all_reduce",
+            schedule="1F1B",
+            stages_per_rank=1,
+            split_method=config.split_method if not config.split_points else "custom",
+            split_points=config.split_points,
+            num_micro_batches=config.num_micro_batches or plan.num_micro_batches,
+        )
+
+    def apply(self, job: Job, config: Ds3dParallelConfig) -> None:
+        """Cuts the model and leaves the rest to the engine; collective."""
+        request = CutRequest(
+            num_micro_batches=config.num_micro_batches,
+            split_method=config.split_method,
+            split_points=config.split_points,
+        )
+        cut = cut_pipeline(job, self.name, request)
+        job.place()
+        run_by_deepspeed(job, cut.stage_set, zero_stage=config.zero_stage, settings=config.ds_config)
+        job.explain(self.name, f"run by DeepSpeed's pipeline engine, ZeRO stage {config.zero_stage}")
+
+
+def _size(mesh: Any, axis: str) -> int:
+    size: int = dict(mesh.axes).get(axis, 1)
+    return size

@@ -1,0 +1,154 @@
+"""expert_parallel: divides the experts of mixture-of-experts models over the expert axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, final
+
+from pydantic import Field
+
+from atorch_ns.cluster import Cluster, agree
+from atorch_ns.errors import InputError, Problem
+from atorch_ns.job import Job, is_on_meta
+from atorch_ns.method import Conflict, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.profile import Profile
+from atorch_ns.sharding import (
+    FoundExperts,
+    GlobalBalance,
+    UnfitExperts,
+    divide_experts,
+    find_experts,
+    why_not_dividable,
+)
+from atorch_ns.strategy import Plan
+from opt_lib._selectors import unmatched_problem
+
+__all__ = ["ExpertParallel", "ExpertParallelConfig"]
+
+_WHY_NOT_VERSION_1 = "version 1 flattens parameters, and those of experts are already divided; use version 2."
+_WHY_NOT_ZERO1 = "zero1 sends updated parameters to all ranks, and ranks along the expert axis hold different ones; use zero2."
+
+
+class ExpertParallelConfig(MethodConfig):
+    """Which modules hold experts, and what their router is balanced over. A tuple is shorthand for ``experts``."""
+
+    experts: ModuleSelectors | None = Field(
+        default=None, description="Modules that hold experts, by class or name; null for all that are found."
+    )
+    balance: Literal["auto", "global", "rank"] = Field(
+        default="auto",
+        description="Over which tokens the model's auxiliary loss balances the router: those of all ranks, as one "
+        "process does (global; an error if the model's loss does not allow it), each rank's own (rank), or global "
+        "where possible (auto).",
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """``("MixtralExperts",)``."""
+        return {"experts": value}
+
+
+@final
+class ExpertParallel(Method[ExpertParallelConfig]):
+    """Divides the experts of mixture-of-experts models over the expert axis.
+
+    Tokens travel to the ranks that hold their experts and back; none is dropped. Ranks along the axis see
+    different data. Experts are whole within the tensor axis: its ranks compute the same tokens alike.
+    """
+
+    name = "expert_parallel"
+    phase = Phase.SHARD_EXPERTS
+    Config = ExpertParallelConfig
+    provides = ("axis:expert",)
+    default_for = "axis:expert"
+    conflicts = (
+        Conflict("fsdp", _WHY_NOT_VERSION_1, when=lambda _, theirs: theirs.version == 1),
+        Conflict("zero2", _WHY_NOT_VERSION_1, when=lambda _, theirs: theirs.version == 1),
+        Conflict("zero1", _WHY_NOT_ZERO1),
+    )
+    needs_process_group = True
+
+    def check(self, config: ExpertParallelConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """The selected modules must exist."""
+        return [] if profile is None else unmatched_problem(self.name, "experts", config.experts, profile)
+
+    def plan(self, plan: Plan, config: ExpertParallelConfig) -> Plan:
+        """Which experts are divided."""
+        return replace(plan, experts=config.experts)
+
+    def apply(self, job: Job, config: ExpertParallelConfig) -> None:
+        """Divides the experts; collective."""
+        assert job.mesh is not None
+        degree = job.mesh.size("expert")
+        if degree == 1:
+            job.explain(self.name, "the mesh has no expert axis larger than 1, so experts stay whole")
+            return
+        found, unfit = _agreed(job, "finding experts", lambda: _find(job, config))
+        tried: set[Any] = set()
+        for experts in found:
+            _divide(job, experts, tried)
+        job.experts = tuple(experts.module for experts in found)
+        if config.balance != "rank":
+            demanded = config.balance == "global"
+            GlobalBalance(job.module, job.mesh.data_group, demanded=demanded).attach()
+        sizes = sorted({experts.num_experts for experts in found})
+        text = (
+            f"{len(found)} module(s) of {', '.join(map(str, sizes))} experts, 1/{degree} of them on each rank"
+        )
+        job.explain(self.name, "; ".join([text, *(f"whole: {one}" for one in unfit)]))
+
+
+def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[FoundExperts], list[UnfitExperts]]:
+    """What is to be divided on this rank, and what looks like experts and stays whole.
+
+    Raises:
+        InputError: if there is nothing, something chosen does not fit, or the numbers do not divide.
+    """
+    assert job.mesh is not None
+    found, unfit = find_experts(job.module, config.experts)
+    held = {module for root in job.roots for module in root.modules()}
+    found = [experts for experts in found if experts.module in held]
+    if (unfit and config.experts is not None) or (not found and not job.stages):
+        reasons = (
+            "".join(f"\n  {one}" for one in unfit[:8]) or " No module takes tokens, indices and weights."
+        )
+        raise InputError(
+            f"expert_parallel finds no experts to divide in {job.model_class}.{reasons}\n"
+            "Name others in its key experts, or leave the expert axis out of parallel_mode."
+        )
+    degree = job.mesh.size("expert")
+    for experts in found:
+        if experts.num_experts % degree:
+            fitting = [str(d) for d in range(2, experts.num_experts + 1) if experts.num_experts % d == 0]
+            raise InputError(
+                f"expert={degree} does not divide the {experts.num_experts} experts of {experts}. Use one of "
+                f"{', '.join(fitting)} for expert in parallel_mode."
+            )
+    return found, unfit
+
+
+def _divide(job: Job, experts: FoundExperts, tried: set[Any]) -> None:
+    """Divides one module: another one is whole on this rank's device only after this one no longer is."""
+    assert job.mesh is not None
+    equal = is_on_meta(experts.module)
+    job.materialiser().materialise([experts.module])
+    experts.module.to(job.device)
+    kind = (type(experts.module), *(tuple(p.shape) for p in experts.module.parameters()))
+    if kind not in tried:
+        tried.add(kind)
+        _agreed(job, f"trying {experts}", lambda: _try(job, experts))
+    mesh = job.mesh.axis("expert")
+    divide_experts(experts, mesh, equal=equal)
+    job.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
+
+
+def _try(job: Job, experts: FoundExperts) -> None:
+    assert job.mesh is not None
+    reason = why_not_dividable(experts, job.mesh.size("expert"))
+    if reason is not None:
+        raise InputError(f"the experts of {experts} cannot be divided: {reason}.")
+
+
+def _agreed(job: Job, what: str, action: Any) -> Any:
+    return agree(action, what=what, distributed=job.cluster.distributed)

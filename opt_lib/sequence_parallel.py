@@ -1,0 +1,175 @@
+"""sequence_parallel: long samples are divided over the sequence axis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.cluster import Cluster, agree
+from atorch_ns.data import call_model, default_prepare_input
+from atorch_ns.errors import AtorchError, Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.profile import NamedModule, Profile
+from atorch_ns.sharding import SequenceRun, SequenceSettings
+from atorch_ns.strategy import Plan
+from opt_lib._sample_batch import sample_batch
+from opt_lib._selectors import unmatched_problem
+from opt_lib._sequence_blocks import block_kinds, block_runs, names_inside
+
+__all__ = ["SequenceParallel", "SequenceParallelConfig"]
+
+
+class SequenceParallelConfig(MethodConfig):
+    """How samples are divided, and which modules run on parts of them."""
+
+    kind: Literal["auto", "ulysses", "ring"] = Field(
+        default="auto",
+        description="How attention sees other ranks' positions: ulysses exchanges heads for positions, ring "
+        "sends keys and values around; auto takes ulysses where the heads divide.",
+    )
+    sequence_dim: int = Field(default=1, ge=0, description="The dimension of positions in hidden states.")
+    blocks: ModuleSelectors | None = Field(
+        default=None,
+        description="Modules that run on a part of the sequence, by class or name; null for the repeated blocks.",
+    )
+    balanced: Flag = Field(
+        default=True,
+        description="Under a causal mask, give each rank of a ring an early and a late piece: equal work.",
+    )
+
+
+@final
+class SequenceParallel(Method[SequenceParallelConfig]):
+    """Divides long samples over the sequence axis."""
+
+    name = "sequence_parallel"
+    aliases = ("context_parallel",)
+    phase = Phase.SHARD_LAYERS
+    Config = SequenceParallelConfig
+    provides = ("axis:sequence",)
+    default_for = "axis:sequence"
+    variants = MappingProxyType({"ring": {"kind": "ring"}})
+    needs_process_group = True
+
+    def check(
+        self, config: SequenceParallelConfig, cluster: Cluster, profile: Profile | None
+    ) -> list[Problem]:
+        """There must be blocks, and those that are named must exist."""
+        if profile is None:
+            return []
+        if config.blocks is None and not profile.blocks:
+            return [
+                Problem(
+                    message="the model repeats no block, so say which modules run on parts of the sequence",
+                    method=self.name,
+                    key="blocks",
+                    accepted=", ".join(profile.own_class_names()),
+                )
+            ]
+        return unmatched_problem(self.name, "blocks", config.blocks, profile)
+
+    def plan(self, plan: Plan, config: SequenceParallelConfig) -> Plan:
+        """Blocks see parts of samples; ``auto`` is taken to be Ulysses, which it is where heads divide."""
+        exchange: Literal["ulysses", "ring"] = "ring" if config.kind == "ring" else "ulysses"
+        return replace(plan, sequence_exchange=exchange, sequence_blocks=config.blocks)
+
+    def apply(self, job: Job, config: SequenceParallelConfig) -> None:
+        """Surrounds the blocks; collective."""
+        assert job.mesh is not None
+        if job.mesh.size("sequence") == 1:
+            job.explain(self.name, "nothing is divided: parallel_mode has no axis sequence")
+            return
+        group = job.mesh.axis("sequence").get_group()
+        runs = agree(
+            lambda: block_runs(job, config.blocks), what="finding blocks to divide", distributed=True
+        )
+        _broadcast(job.module, group, job.device)
+        settings = SequenceSettings(
+            group=group,
+            device=job.device,
+            dim=config.sequence_dim,
+            kind=config.kind,
+            balanced=config.balanced,
+            head_share=_heads_to_come(job, runs),
+        )
+        attached = [SequenceRun(blocks, block_kinds(blocks), settings) for blocks in runs]
+        for run in attached:
+            run.attach()
+        job.sums.add(names_inside(runs), group)
+        _try_early(job)
+        _explain(job, self.name, config, attached)
+
+
+def _try_early(job: Job) -> None:
+    """One forward pass of two samples, so that what cannot be divided is known now; collective.
+
+    Where the model cannot run yet, its blocks are tested with the first batch.
+    """
+    devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
+    if job.stages or devices != {job.device.type}:
+        return
+    found: list[Any] = [_sample(job) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return
+    training = {module: module.training for module in job.module.modules()}
+    job.module.eval()
+    try:
+        with torch.no_grad():
+            batch = default_prepare_input(found[0], job.device)
+            call_model(job.module, batch, job.inputs.model_input_format)
+    except AtorchError:
+        raise
+    except Exception:  # what the user's model says to a batch is for the first step to show
+        return
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _sample(job: Job) -> Any:
+    try:
+        return sample_batch(job.inputs)
+    except Exception:  # as above
+        return None
+
+
+def _explain(job: Job, method: str, config: SequenceParallelConfig, runs: list[SequenceRun]) -> None:
+    assert job.mesh is not None
+    count = sum(len(run.blocks) for run in runs)
+    kinds = sorted({plan.kind for run in runs for plan in run.plans().values()})
+    attention = " and ".join(kinds) or f"{config.kind}, settled with the first batch"
+    job.explain(
+        method,
+        f"{count} block(s) on 1/{job.mesh.size('sequence')} of each sequence, attention by {attention}",
+    )
+
+
+def _heads_to_come(job: Job, runs: list[list[NamedModule]]) -> int:
+    """Over how many ranks a method after this one will divide the heads."""
+    assert job.mesh is not None
+    parameters = (p for blocks in runs for block in blocks for p in block.module.parameters())
+    return 1 if any(isinstance(parameter, DTensor) for parameter in parameters) else job.mesh.size("tensor")
+
+
+@torch.no_grad()
+def _broadcast(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives all ranks of the group the values of its first."""
+    source = dist.get_process_group_ranks(group)[0]
+    for tensor in (*module.parameters(), *module.buffers()):
+        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+        if data.is_meta:
+            continue
+        sent = data.to(device).contiguous()
+        dist.broadcast(sent, src=source, group=group)
+        is_expanded = any(s == 0 and n > 1 for s, n in zip(data.stride(), data.shape, strict=True))
+        if sent is not data and not is_expanded:
+            data.copy_(sent)

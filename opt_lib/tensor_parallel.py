@@ -1,0 +1,174 @@
+"""tensor_parallel: divides layers over the tensor axis, as Megatron-LM does."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns.cluster import agree
+from atorch_ns.data import call_model
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job
+from atorch_ns.method import Method, Phase
+from atorch_ns.sharding import (
+    ChosenPlan,
+    Division,
+    LayerGraph,
+    RegionSpec,
+    StreamSpec,
+    choose_plan,
+    divide,
+    parameter_dims,
+    trace_layers,
+)
+from atorch_ns.torch_compat import plain_name
+from opt_lib._sample_batch import sample_batch
+from opt_lib._shard_parts import broadcast_from_first
+from opt_lib._tensor_config import TensorParallelConfig, users_plan
+
+__all__ = ["TensorParallel", "TensorParallelConfig"]
+
+
+@final
+class TensorParallel(Method[TensorParallelConfig]):
+    """Divides layers over the tensor axis, as Megatron-LM does."""
+
+    name = "tensor_parallel"
+    phase = Phase.SHARD_LAYERS
+    Config = TensorParallelConfig
+    provides = ("axis:tensor",)
+    default_for = "axis:tensor"
+    needs_process_group = True
+
+    def apply(self, job: Job, config: TensorParallelConfig) -> None:
+        """Chooses a plan, tests it and divides the layers in place; collective."""
+        assert job.mesh is not None
+        if job.mesh.size("tensor") == 1:
+            job.explain(self.name, "the tensor axis has one rank, so nothing is divided")
+            return
+        division = Division(job.mesh.axis("tensor"))
+        model = job.module if job.uncut is None else job.uncut
+        graph = _traced(job, model, division.degree)
+        chosen = choose_plan(
+            model,
+            division,
+            graph,
+            plan=users_plan(config, model),
+            source=config.source,
+            sequence_dim=config.sequence_dim if config.sequence else None,
+            really=config.self_test and dist.get_backend(division.group) != "fake",
+        )
+        _divide(job, _of_this_rank(chosen, job.module), division)
+        job.worked_out[self.name] = chosen.plan.as_config()
+        self._explain(job, chosen, config)
+
+    def _explain(self, job: Job, chosen: ChosenPlan, config: TensorParallelConfig) -> None:
+        where = {"user": "the plan given", "model": "the model's own plan", "found": "found"}
+        job.explain(self.name, f"{where[chosen.plan.where]}: {chosen.plan.describe()}")
+        for note in chosen.notes:
+            job.explain(self.name, note)
+        if chosen.stream is not None:
+            job.explain(self.name, "the sequence is divided between divided layers")
+        if not config.self_test:
+            job.explain(self.name, "not tested, since self_test=False")
+        left = [path for path in chosen.plan.left if path not in chosen.layout.layers]
+        if left:
+            shown = [f"{path} ({chosen.plan.left[path]})" for path in left[:6]]
+            more = f" and {len(left) - 6} more" if len(left) > 6 else ""
+            job.explain(self.name, f"whole on every rank: {', '.join(shown)}{more}")
+
+
+def _traced(job: Job, model: nn.Module, degree: int) -> LayerGraph:
+    """How the layers of the whole model are connected, from the batch of the first rank; collective.
+
+    Raises:
+        InputError: if there is no batch to run it on, or it cannot be run on one.
+    """
+    text = agree(lambda: _pickled(sample_batch(job.inputs)), what="taking a sample batch", distributed=True)
+    held = [text]
+    dist.broadcast_object_list(held, src=0)
+    return agree(lambda: _graph(job, model, held[0], degree), what="tracing the layers", distributed=True)
+
+
+def _pickled(batch: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(batch, buffer)
+    return buffer.getvalue()
+
+
+def _graph(job: Job, model: nn.Module, text: bytes, degree: int) -> LayerGraph:
+    batch = torch.load(io.BytesIO(text), weights_only=False)  # this job's first rank has written it
+    if batch is None:
+        raise InputError(
+            "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "
+            "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
+        )
+
+    def run(module: nn.Module, data: Any) -> Any:
+        return call_model(module, data, job.inputs.model_input_format)
+
+    try:
+        return trace_layers(model, batch, run, multiple_of=degree)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"tensor_parallel cannot run {job.model_class} on a sample batch to follow its layers: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _of_this_rank(chosen: ChosenPlan, module: nn.Module) -> ChosenPlan:
+    """What of a plan is in this rank's stage of the model."""
+    modules = {plain_name(path): found for path, found in module.named_modules()}
+    here = {path for path, found in modules.items() if next(found.parameters(), None) is not None}
+    layers = {
+        path: layer
+        for path, layer in chosen.layout.layers.items()
+        if path in here and parameter_dims(modules[path], layer)
+    }
+    names = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    stream = chosen.stream
+    if stream is not None:
+        chains = (tuple(path for path in chain if path in here) for chain in stream.chains)
+        stream = StreamSpec(tuple(filter(None, chains)), dim=stream.dim, tight=stream.tight)
+    return replace(
+        chosen,
+        layout=replace(
+            chosen.layout,
+            layers=layers,
+            attributes=tuple(name for name in chosen.layout.attributes if _holder(name, here)),
+        ),
+        regions=tuple(spec for spec in chosen.regions if _is_here(spec, here)),
+        stream=stream,
+        partial=chosen.partial & names,
+    )
+
+
+def _is_here(spec: RegionSpec, here: set[str]) -> bool:
+    return {*spec.columns, *spec.rows} <= here
+
+
+def _holder(attribute: str, here: Iterable[str]) -> bool:
+    parts = attribute.split(".")
+    return any(".".join(parts[:length]) in here for length in range(len(parts) - 1, 0, -1))
+
+
+def _divide(job: Job, chosen: ChosenPlan, division: Division) -> None:
+    """Divides the layers; all that stays whole gets the values of the group's first rank."""
+    assert job.mesh is not None
+    assert division.group is not None
+    done = divide(job.module, chosen.layout, division, chosen.regions, chosen.stream)
+    job.packings.update(done.packings)
+    job.sums.add(chosen.partial, division.group)
+    divided = set(done.names)
+    named = job.module.named_parameters(remove_duplicate=False)
+    whole = {id(p): p for name, p in named if plain_name(name) not in divided}
+    tensors = [t for t in (*whole.values(), *job.module.buffers()) if not t.is_meta]
+    broadcast_from_first(job, tensors, mesh=job.mesh.axis("tensor"))

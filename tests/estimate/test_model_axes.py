@@ -1,0 +1,254 @@
+"""Predictions for plans that divide the model: against what ranks really hold, and against what must hold."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
+from atorch_ns.estimate._memo import Memo
+from atorch_ns.estimate._memory import price_memory
+from atorch_ns.estimate._shards import Parameters
+from atorch_ns.estimate._stages import staged, stages_of
+from atorch_ns.estimate._states import kept_of, parameters_of, shares_of
+from atorch_ns.job import PeakMemory
+from atorch_ns.pipeline import StageCosts, actions, get_schedule, simulate
+from atorch_ns.profile import Profile, profile_model
+from atorch_ns.strategy import Plan
+from atorch_ns.testing.models import Case, get_case
+from atorch_ns.testing.parity import ADAMW
+from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.storages import measure_peak
+from atorch_ns.testing.workers import run_ranks
+from benchmarks._memory_cases import SIZED_CASES
+from benchmarks.estimate_memory import WORST_LIMIT, plan_of
+
+BATCH = 8
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def _mesh(**sizes: int) -> tuple[str, Any]:
+    return ("parallel_mode", (list(sizes.items()), None))
+
+
+PASSES = ("gradient_accumulation", 4)
+ON_TWO: list[list[Any]] = [
+    [_mesh(tensor=2)],
+    [_mesh(tensor=2), "checkpoint"],
+    [_mesh(pipeline=2), PASSES],
+    [_mesh(pipeline=2), "checkpoint"],
+]
+SCHEDULES: list[list[Any]] = [
+    [_mesh(pipeline=2), PASSES, ("pipeline_parallel", {"schedule": "GPipe"})],
+    [_mesh(pipeline=2), PASSES, ("pipeline_parallel", {"schedule": "Interleaved1F1B"})],
+]
+ON_FOUR: list[list[Any]] = [
+    [_mesh(tensor=2, data=2)],
+    [_mesh(tensor=2, data=2), "fsdp"],
+    [_mesh(data=2, pipeline=2), PASSES],
+    [_mesh(data=2, pipeline=2), "fsdp", PASSES],
+    [_mesh(tensor=2, pipeline=2), PASSES],
+]
+
+
+def _case(name: str) -> Case:
+    return next((one.case for one in SIZED_CASES if one.name == name), None) or get_case(name)
+
+
+def _profile(name: str) -> Profile:
+    case = _case(name)
+    return profile_model(
+        case.build(),
+        case.make_batch(BATCH, 0),
+        lambda model, batch: case.loss_func(batch, case.call(model, batch)),
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW),
+    )
+
+
+def _measured(name: str, strategies: Sequence[Any]) -> list[PeakMemory]:
+    """On one rank: what each strategy holds."""
+    case = _case(name)
+    found = []
+    for strategy in strategies:
+        num_data = dict(strategy[0][1][0]).get("data", 1)
+        rows = BATCH // num_data
+
+        def batches(rows: int = rows, num_data: int = num_data) -> Iterator[Any]:
+            for step in range(6):
+                yield case.make_batch(rows, 100 * step + dist.get_rank() % num_data)
+
+        def make(strategy: Any = strategy, rows: int = rows) -> Any:
+            sample = case.make_batch(rows, 0)
+            return accelerate_case(case, strategy, dataset=None, dataloader_args=None, sample_batch=sample)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(measure_peak(make, batches()))
+        gc.collect()
+    return found
+
+
+def _kept(plan: Plan, profile: Profile) -> set[tuple[int, ...]]:
+    """Bytes of states on every kind of rank."""
+    assert profile.trace is not None
+    memo = Memo()
+    _, sizes = PlanTable.of([plan]).sizes(0, Workload(global_batch=BATCH), memo)
+    parts, _ = staged(plan, profile.trace, sizes, memo)
+    counts = np.stack([np.broadcast_to(count, len(parts.sizes)) for count in parts.counts], axis=1)
+    base: Parameters = parameters_of(profile.trace, plan, tied=parts.is_cut)
+    own = base.part(parts.sizes.tensor, parts.sizes.expert, counts)
+    shares = shares_of(plan, own, profile.trace.optimizer, parts.sizes.data)
+    kept = kept_of(plan, own, shares, profile.trace.optimizer)
+    return set(zip(*(getattr(kept, name).astype(int).tolist() for name in STATES), strict=True))
+
+
+def _check(name: str, strategies: list[list[Any]], num_ranks: int) -> None:
+    _case(name).build()
+    ranks = run_ranks(_measured, num_ranks, args=(name, strategies), timeout_s=200)
+    profile = _profile(name)
+    assert profile.trace is not None
+    work = Workload(global_batch=BATCH, num_tokens=profile.trace.num_tokens)
+    for index, strategy in enumerate(strategies):
+        plan = plan_of(strategy, profile, num_ranks=num_ranks)
+        seen = [rank[index] for rank in ranks]
+        true = {tuple(getattr(one.states, state) for state in STATES) for one in seen}
+        assert _kept(plan, profile) == true, strategy
+        memory, *_ = price_memory(PlanTable.of([plan]), profile.trace, work)
+        peak = max(one.peak_bytes for one in seen)
+        assert abs(memory[0].sum() / peak - 1) <= WORST_LIMIT, (strategy, memory[0], peak)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["tied_llama", "llama, small"])
+def test_two_ranks_hold_what_was_predicted(name: str) -> None:
+    _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::2], 2)
+
+
+@pytest.mark.timeout(240)
+def test_four_ranks_hold_what_was_predicted() -> None:
+    _check("llama, small", ON_FOUR, 4)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Profile:
+    return _profile("llama, small")
+
+
+def _plan(**sizes: int) -> Plan:
+    sync = "all_reduce" if sizes.get("data", 1) > 1 else "none"
+    return Plan(axes=tuple(sizes.items()), gradient_sync=sync)  # type: ignore[arg-type]
+
+
+CLUSTER = Cluster.from_spec("8xH100-80GB, 2 nodes, ib400")
+
+
+def _times(profile: Profile, plan: Plan, batch: int = 64) -> TimeParts:
+    assert profile.trace is not None
+    work = Workload(global_batch=batch, num_tokens=profile.trace.num_tokens)
+    return price(PlanTable.of([plan]), profile, CLUSTER, work).estimate(0).time
+
+
+def test_what_a_tensor_axis_divides(llama: Profile) -> None:
+    """Of a block's matrices a t-th; norms are whole. Work is divided, and each row layer's results are summed."""
+    assert llama.trace is not None
+    one, two, four = (_times(llama, _plan(tensor=size)) for size in (1, 2, 4))
+    assert one.compute > two.compute > four.compute > one.compute / 4
+    assert one.exchange == 0 < two.exchange < four.exchange
+    (whole,), (half,) = _kept(_plan(tensor=1), llama), _kept(_plan(tensor=2), llama)
+    specs = [(spec, one.count) for one in llama.trace.segments for spec in one.parameters]
+    divided = sum(count * spec.num_elements for spec, count in specs if spec.tensor_dim is not None)
+    assert whole[0] - half[0] == 4 * divided // 2
+
+
+def test_slow_links_are_dearer_to_a_tensor_axis(llama: Profile) -> None:
+    """Inside a node or across."""
+    inside = _times(llama, Plan(axes=(("tensor", 8), ("data", 2)), gradient_sync="all_reduce"), 2**16)
+    across = _times(llama, Plan(axes=(("data", 2), ("tensor", 8)), gradient_sync="all_reduce"), 2**16)
+    assert across.exchange > 1.5 * inside.exchange
+
+
+def test_rows_are_priced_as_alone(llama: Profile) -> None:
+    plans = [
+        replace(_plan(**sizes), num_micro_batches=passes, recompute=recompute)
+        for sizes in (
+            {"data": 8},
+            {"tensor": 2, "data": 4},
+            {"tensor": 2, "data": 2, "pipeline": 2},
+            {"data": 2, "pipeline": 4},
+            {"sequence": 2, "data": 4},
+        )
+        for passes in (4, 8)
+        for recompute in ("none", "blocks")
+    ]
+    assert llama.trace is not None
+    work = Workload(global_batch=64, num_tokens=llama.trace.num_tokens)
+    together = price(PlanTable.of(plans), llama, CLUSTER, work)
+    for row, plan in enumerate(plans):
+        alone = price(PlanTable.of([plan]), llama, CLUSTER, work)
+        np.testing.assert_allclose(together.memory[row], alone.memory[0], rtol=1e-12)
+        np.testing.assert_allclose(together.time[row], alone.time[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_the_bubble_is_that_of_a_simulation(name: str, llama: Profile) -> None:
+    """Without sends, and with the host's part of the time left out."""
+    assert llama.trace is not None
+    plan = replace(_plan(pipeline=2), schedule=name, num_micro_batches=8)
+    stages = stages_of(plan, llama.trace, 2)
+    info = get_schedule(name)
+    v = info.usual_stages
+    timeline = simulate(actions(info, 2, 8, v), StageCosts.equal(2 * v), hides_sends=True)
+    found = _times(llama, plan)
+    share = found.bubble / (found.bubble + found.compute)
+    assert stages.counts.sum() == 6
+    assert share == pytest.approx(timeline.bubble_share, abs=0.06)
+
+
+def test_more_micro_batches_make_the_bubble_smaller(llama: Profile) -> None:
+    bubbles = [
+        _times(llama, replace(_plan(pipeline=4), num_micro_batches=count)).bubble for count in (4, 8, 16)
+    ]
+    assert bubbles[0] > bubbles[1] > bubbles[2] > 0
+
+
+def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile) -> None:
+    assert llama.trace is not None
+    of_1f1b = stages_of(_plan(pipeline=4), llama.trace, 4)
+    assert of_1f1b.live(8).tolist() == [4, 3, 2, 1]
+    assert of_1f1b.live(2).tolist() == [2, 2, 2, 1]
+    gpipe = stages_of(replace(_plan(pipeline=4), schedule="GPipe"), llama.trace, 4)
+    assert gpipe.live(8).tolist() == [8, 8, 8, 8]
+
+
+def test_a_sequence_axis_divides_blocks_and_sums_their_gradients(llama: Profile) -> None:
+    whole, half = _times(llama, _plan(tensor=1)), _times(llama, _plan(sequence=2))
+    assert half.compute < whole.compute
+    assert half.exchange > 0
+    assert half.reduce > 0
+    assert _kept(_plan(sequence=2), llama) == _kept(_plan(), llama)
+
+
+def test_experts_are_divided_and_tokens_travel() -> None:
+    profile = _profile("hf_mixtral")
+    assert profile.trace is not None
+    assert profile.trace.num_experts == 4
+    assert profile.trace.experts_per_token == 2
+    (whole,), (half,) = _kept(_plan(), profile), _kept(_plan(expert=2), profile)
+    experts = sum(
+        one.count * spec.num_elements
+        for one in profile.trace.segments
+        for spec in one.parameters
+        if spec.is_expert
+    )
+    assert experts > 0
+    assert whole[0] - half[0] == 4 * experts // 2
+    assert _times(profile, _plan(expert=2)).exchange > 0

@@ -1,0 +1,296 @@
+"""Training in a pipeline: equal to one process, within its memory, and never silent when something is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from atorch_ns.errors import AtorchError, BatchSizeError, InputError, RankError, StrategyError
+from atorch_ns.job import Materialiser, Result
+from atorch_ns.profile import repeated_blocks
+from atorch_ns.testing.models import get_case
+from atorch_ns.testing.parity import (
+    BF16_GLOBAL_BATCH,
+    Trajectory,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
+from atorch_ns.testing.runs import accelerate_case, accelerated_run, whole_parameters
+from atorch_ns.testing.workers import catch_ranks, run_ranks
+from tests.pipeline.odd_models import Dropouts, LooksAtValues, build, mean_loss
+
+Strategy = list[Any]
+TWO = ("parallel_mode", [("pipeline", 2)])
+TWO_BY_TWO = ("parallel_mode", [("pipeline", 2), ("data", 2)])
+
+
+def _runs(jobs: Sequence[tuple[str, Strategy, dict[str, Any]]]) -> list[Trajectory]:
+    return [accelerated_run(get_case(name), strategy, **options) for name, strategy, options in jobs]
+
+
+def _assert_parity(jobs: Sequence[tuple[str, Strategy, dict[str, Any]]], num_ranks: int) -> None:
+    references = {name: reference_run(get_case(name)) for name, _, _ in jobs}
+    by_rank = run_ranks(_runs, num_ranks, args=(jobs,), timeout_s=150)
+    for place, (name, strategy, _) in enumerate(jobs):
+        try:
+            assert_parity(compare(references[name], by_rank[0][place]))
+            assert_ranks_agree([trajectories[place] for trajectories in by_rank])
+        except AssertionError as error:
+            raise AssertionError(f"{name} with {strategy}: {error}") from None
+
+
+def _with(schedule: str, *others: Any, mesh: Any = TWO, **config: Any) -> Strategy:
+    return [mesh, ("pipeline_parallel", {"schedule": schedule, **config}), *others]
+
+
+def test_two_stages_train_as_one_process() -> None:
+    jobs: list[Any] = [
+        ("mlp", [TWO], {}),  # the method is added for the axis
+        ("tied_llama", _with("DualPipeV"), {}),
+        ("mlp", _with("auto"), {}),
+        ("hf_gpt2", _with("GPipe", "checkpoint"), {}),
+        ("encoder_decoder", _with("InterleavedZeroBubble"), {}),
+        ("hf_bert", _with("1F1B", split_points=["bert.encoder.layer.1"]), {}),
+        ("hf_vit", _with("LoopedBFS", num_micro_batches=2, split_method="parameters"), {}),
+    ]
+    _assert_parity(jobs, 2)
+
+
+def test_four_stages_and_two_by_two_train_as_one_process() -> None:
+    four = ("parallel_mode", [("pipeline", 4)])
+    jobs: list[Any] = [
+        ("encoder_decoder", _with("1F1B", mesh=four), {}),
+        ("tied_llama", _with("ZBVZeroBubble", "fsdp", "checkpoint", mesh=TWO_BY_TWO), {}),
+        ("encoder_decoder", _with("Interleaved1F1B", mesh=TWO_BY_TWO), {}),
+    ]
+    _assert_parity(jobs, 4)
+
+
+def test_bf16_is_that_of_one_process() -> None:
+    case, batch = get_case("tied_llama"), {"global_batch": BF16_GLOBAL_BATCH}
+    reference = reference_run(case, autocast_dtype=torch.bfloat16, **batch)
+    jobs = [
+        ("tied_llama", _with("1F1B", ("amp_native", {"dtype": "bf16"}), num_micro_batches=4), batch),
+        ("tied_llama", _with("ZBVZeroBubble", "half", "checkpoint", num_micro_batches=4), batch),
+    ]
+    amp, half = run_ranks(_runs, 2, args=(jobs,), timeout_s=120)[0]
+    assert compare(reference, amp).max_loss_error < 1e-3
+    assert compare(reference, half).max_loss_error < 3e-3
+
+
+def _clipped() -> tuple[float, float, dict[str, torch.Tensor]]:
+    result = accelerate_case(get_case("tied_llama"), [TWO], max_grad_norm=0.05)
+    losses = [float(result.train_step(batch)) for batch in result.dataloader]
+    assert result.train_step.grad_norm is not None
+    return losses[-1], float(result.train_step.grad_norm), whole_parameters(result)
+
+
+def test_clipping_counts_a_tied_weight_once() -> None:
+    reference = reference_run(get_case("tied_llama"), max_norm=0.05)
+    for loss, _, final in run_ranks(_clipped, 2, timeout_s=60):
+        assert loss == pytest.approx(reference.losses[-1], abs=1e-5)
+        actual = Trajectory(losses=reference.losses, initial=reference.initial, final=final)
+        assert_parity(compare(reference, actual))
+
+
+def _evaluated(schedule: str) -> tuple[float, float, bool]:
+    result = accelerate_case(get_case("tied_llama"), _with(schedule))
+    batch = next(iter(result.dataloader))
+    before = float(result.train_step.evaluate(batch))
+    return before, float(result.train_step(batch)), result.model.training
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_evaluation_gives_the_loss_of_the_step(schedule: str) -> None:
+    for evaluated, trained, training in run_ranks(_evaluated, 2, args=(schedule,), timeout_s=60):
+        assert evaluated == pytest.approx(trained, abs=1e-6)
+        assert training
+
+
+def _from_meta() -> tuple[int, dict[str, torch.Tensor], int]:
+    with torch.device("meta"):
+        model = get_case("hf_gpt2").build()
+    result = accelerate_case(get_case("hf_gpt2"), [TWO_BY_TWO, "fsdp"], model=model)
+    own = sum(parameter.numel() for parameter in result.model.parameters())
+    return result.job.seed, whole_parameters(result), own
+
+
+def test_a_model_on_meta_gets_the_values_of_the_whole_model() -> None:
+    outcomes = run_ranks(_from_meta, 4, timeout_s=60)
+    with torch.device("meta"):
+        model = get_case("hf_gpt2").build()
+    Materialiser(model, torch.device("cpu"), seed=outcomes[0][0]).materialise([model])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(outcomes[0][1][name], parameter), name
+
+
+class _LiveActivations:
+    """The most activations inside of this rank's blocks that are alive at one time, in micro-batches."""
+
+    def __init__(self, result: Result) -> None:
+        self.most = 0
+        self._blocks = [found.module for found in repeated_blocks(result.job.module)]
+        self._kept: list[StorageWeakRef] = []
+        for block in self._blocks:
+            block.mlp.gate_proj.register_forward_hook(self._note)  # which silu keeps for its backward pass
+
+    def _note(self, _: Any, __: Any, output: torch.Tensor) -> None:
+        self._kept.append(StorageWeakRef(output.untyped_storage()))
+        self._kept = [kept for kept in self._kept if not kept.expired()]
+        self.most = max(self.most, -(-len(self._kept) // len(self._blocks)))
+
+
+def _live(schedules: Sequence[str], num_micro_batches: int) -> list[int]:
+    found = []
+    for schedule in schedules:
+        strategy = [
+            ("parallel_mode", [("pipeline", dist.get_world_size())]),
+            ("pipeline_parallel", {"schedule": schedule, "num_micro_batches": num_micro_batches}),
+        ]
+        result = accelerate_case(get_case("tied_llama"), strategy, global_batch=num_micro_batches)
+        live = _LiveActivations(result)
+        for batch in result.dataloader:
+            result.train_step(batch)
+        found.append(live.most)
+    return found
+
+
+def test_1f1b_holds_as_many_micro_batches_as_its_stage_is_deep() -> None:
+    by_rank = run_ranks(_live, 3, args=(["1F1B", "GPipe"], 8), timeout_s=90)
+    assert by_rank == [[3, 8], [2, 8], [1, 8]]
+
+
+def _dropouts(user_seed: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(user_seed + dist.get_rank())
+    case = get_case("tied_llama")
+    runs = []
+    for schedule in ("1F1B", "Interleaved1F1B"):
+        torch.manual_seed(user_seed)
+        result = accelerate_case(
+            case,
+            _with(schedule, "checkpoint"),
+            model=build(Dropouts),
+            dataset=[torch.arange(6) % 5 + row % 3 for row in range(40)],
+            loss_func=mean_loss,
+        )
+        runs.append(([float(result.train_step(batch)) for batch in result.dataloader], result))
+    return runs[0][0], runs[1][0], whole_parameters(runs[0][1])
+
+
+def test_dropout_masks_agree_on_all_stages_and_schedules() -> None:
+    by_rank = run_ranks(_dropouts, 2, args=(3,), timeout_s=60)
+    assert by_rank[0][0] == by_rank[1][0]
+    # Cut in two or in four, the masks are the same, since each call draws its own.
+    assert by_rank[0][0][0] == pytest.approx(by_rank[0][1][0], abs=1e-6)
+    assert len(set(by_rank[0][0])) == len(by_rank[0][0])
+
+
+def _refused(attempts: Sequence[tuple[str, Strategy, dict[str, Any]]]) -> list[str]:
+    texts = []
+    for name, strategy, options in attempts:
+        try:
+            result = accelerate_case(get_case(name), strategy, **options)
+            result.train_step(next(iter(result.dataloader)))
+        except AtorchError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        else:
+            texts.append("nothing was refused")
+    return texts
+
+
+def test_bad_input_is_named_on_every_rank() -> None:
+    model_that_looks = {"model": build(LooksAtValues), "loss_func": mean_loss}
+    data = {"dataset": [torch.arange(6) % 5 for _ in range(16)]}
+    attempts: list[Any] = [
+        (
+            "hf_vit",
+            [
+                ("parallel_mode", [("pipeline", 2)]),
+                (
+                    "pipeline_parallel",
+                    {
+                        "schedule": "1F1B",
+                        "stages_per_rank": 1,
+                        "split_method": "custom",
+                        "custom_partition": [0, 9, 5],
+                    },
+                ),
+            ],
+            {},
+        ),
+        ("hf_bert", _with("Interleaved1F1B", stages_per_rank=4, num_micro_batches=2), {}),
+        ("mlp", _with("1F1B", num_micro_batches=1), {}),
+        ("mlp", _with("GPipe", num_micro_batches=3), {}),
+        ("mlp", _with("DualPipeV"), {"global_batch": 2}),
+        ("mlp", _with("1F1B", split_points=["blocks.9"]), {}),
+        ("mlp", _with("1F1B", split_points=["blocks.1", "blocks.2"]), {}),
+        ("tied_llama", _with("1F1B", split_points=["blocks.2"]), {**model_that_looks, **data}),
+        ("mlp", _with("1F1B", "checkpoint"), {"dataset": None, "dataloader_args": None}),
+    ]
+    wanted = [
+        "cut 9 is outside of the model, whose 5 blocks",
+        "makes 8 stages, but the model has 4 units",
+        "1F1B needs at least as many micro-batches as stages",
+        "8 rows per rank cannot be split into 3",
+        "a batch of 2 rows",
+        "no module 'blocks.9'",
+        "2 stages have 1 cuts",
+        "goes on according to it",
+        "Pass dataset, or sample_batch",
+    ]
+    for texts in run_ranks(_refused, 2, args=(attempts,), timeout_s=90):
+        for text, part in zip(texts, wanted, strict=True):
+            assert part in text
+
+
+def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
+    (text,) = _refused([("mlp", _with("1F2B"), {})])
+    assert "1F2B" in text
+    assert "Interleaved1F1B" in text
+
+
+def _dies() -> float:
+    case = get_case("mlp")
+    calls = []
+
+    def loss(batch: Any, output: Any) -> torch.Tensor:
+        calls.append(1)
+        if dist.is_initialized() and dist.get_rank() == 2 and len(calls) > 9:
+            os._exit(7)
+        return case.loss_func(batch, output)
+
+    result = accelerate_case(
+        case,
+        [("parallel_mode", [("pipeline", 3)]), ("pipeline_parallel", {"num_micro_batches": 4})],
+        loss_func=loss,
+    )
+    return [float(result.train_step(batch)) for batch in result.dataloader][-1]
+
+
+def test_a_rank_that_dies_ends_the_step_on_all() -> None:
+    outcomes = catch_ranks(_dies, 3, timeout_s=60)
+    assert [outcome.status for outcome in outcomes] == ["raised", "raised", "died"]
+    assert max(outcome.seconds for outcome in outcomes) < 45
+
+
+def _other_cuts() -> str:
+    points = ["blocks.1"] if dist.get_rank() == 0 else ["blocks.2"]
+    try:
+        accelerate_case(get_case("mlp"), _with("1F1B", split_points=points))
+    except (RankError, StrategyError, InputError, BatchSizeError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_cut_differently_stop() -> None:
+    for text in run_ranks(_other_cuts, 2, timeout_s=60):
+        assert "blocks.1" in text
+        assert "blocks.2" in text

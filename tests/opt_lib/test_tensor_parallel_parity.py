@@ -1,0 +1,66 @@
+"""Tensor parallelism trains what one process trains, alone and with what composes on top."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atorch_ns.testing.models import CASES
+from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, compare, reference_run
+from atorch_ns.testing.workers import run_ranks
+from tests.opt_lib.tensor_cases import NAMES, SEQUENCE, TENSOR, by_hand, check, trajectories
+from tests.sharding.tensor_models import FusedParts, WithNorms
+
+
+class TestParity:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_two_ranks(self, name: str) -> None:
+        strategies = {
+            "alone": [TENSOR],
+            "found, with checkpoint": [TENSOR, ("tensor_parallel", {"source": "found"}), "checkpoint"],
+        }
+        if name != "mlp":
+            strategies["with its sequence divided"] = [TENSOR, SEQUENCE, "checkpoint"]
+        check(CASES[name], 2, strategies)
+
+    @pytest.mark.parametrize("name", ["mlp", "tied_llama", "hf_gpt2", "hf_bert", "encoder_decoder"])
+    def test_four_ranks(self, name: str) -> None:
+        strategies = {
+            "tensor 4": [("parallel_mode", [("tensor", 4)])],
+            "with fsdp": [("parallel_mode", [("tensor", 2), ("zero", 2)]), "fsdp", "checkpoint"],
+            "with ddp": [("parallel_mode", [("tensor", 2), ("data", 2)])],
+        }
+        check(CASES[name], 4, strategies)
+
+    def test_norms_inside_attention_and_clipping(self) -> None:
+        check(
+            by_hand(WithNorms, tied=True),
+            2,
+            {"plain": [TENSOR], "pieces": [TENSOR, SEQUENCE]},
+            max_grad_norm=0.1,
+        )
+
+    def test_micro_batches(self) -> None:
+        strategies = {"pieces": [TENSOR, SEQUENCE], "plain": [TENSOR]}
+        check(by_hand(FusedParts), 2, strategies, gradient_accumulation_steps=2)
+
+    def test_compiled_blocks(self) -> None:
+        """torch's collectives in place lose gradients in a compiled graph and say nothing."""
+        compiled = ("compile", {"backend": "aot_eager"})
+        strategies = {
+            "plain": [TENSOR, compiled],
+            "pieces, recomputed": [TENSOR, SEQUENCE, compiled, "checkpoint"],
+        }
+        check(by_hand(WithNorms, tied=True), 2, strategies)
+
+    def test_stages_of_a_pipeline(self) -> None:
+        mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
+        check(CASES["tied_llama"], 4, {"plain": [mesh], "pieces": [mesh, SEQUENCE]})
+
+    @pytest.mark.parametrize("name", ["tied_llama", "hf_gpt2"])
+    def test_autocast(self, name: str) -> None:
+        reference = reference_run(CASES[name], global_batch=BF16_GLOBAL_BATCH, autocast_dtype=torch.bfloat16)
+        arguments = {"global_batch": BF16_GLOBAL_BATCH}
+        strategies = {"amp": [TENSOR, "amp_native"]}
+        runs = run_ranks(trajectories, 2, args=(CASES[name], strategies, arguments), timeout_s=100)
+        assert compare(runs[0]["amp"], reference).max_loss_error < 1e-3
