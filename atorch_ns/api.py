@@ -234,7 +234,7 @@ def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: St
 
 def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
     """What is known by now."""
-    report = TrainingReport(applied=result.applied, search=outcome)
+    report = TrainingReport(applied=result.applied, search=outcome, pipeline=result.job.pipeline)
     seconds = result.train_step.times.seconds
     return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     import torch
     from torch import nn
@@ -31,6 +32,17 @@ def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]
     from torch.distributed._composable.replicate_with_fsdp import replicate as implementation
 
     implementation(module, mesh=mesh, ignored_params=ignored)
+
+
+def group_timeout(device: torch.device) -> timedelta | None:
+    """How long collectives of the job's process group wait (``_get_backend(device).options._timeout``); ``None`` for a
+    backend that does not say, which leaves torch's default."""
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:

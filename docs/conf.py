@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -44,9 +43,12 @@ def describe_fields(app: Sphinx, what: str, name: str, thing: Any, options: Any,
         return
     lines.append("")
     for key, field in thing.model_fields.items():
-        required = field.default is PydanticUndefined
-        default = "Required." if required else f"Default: ``{field.default!r}``."
-        lines.append(f":ivar {key}: {field.description or ''} {default}")
+        required = field.is_required()
+        default = (
+            "Required." if required else f"Default: ``{field.get_default(call_default_factory=True)!r}``."
+        )
+        text = (field.description or "").replace("*", "\\*")  # a pattern, no emphasis
+        lines.append(f":ivar {key}: {text} {default}")
     lines.append("")
 
 

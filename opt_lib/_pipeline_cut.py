@@ -25,6 +25,8 @@ from atorch_ns.pipeline import (
     signature,
     without_memory,
 )
+from opt_lib._pipeline_batches import splitter
+from opt_lib._pipeline_checks import make_weights_equal
 from opt_lib._pipeline_plan import CutRequest, PipelinePlan, plan_pipeline
 from opt_lib._pipeline_shared import share_parameters
 
@@ -67,6 +69,7 @@ def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
         distributed=job.cluster.distributed,
     )
     plan = _as_first_rank(plan)
+    make_weights_equal(job, method)
     num_ranks = job.mesh.size("pipeline")
     rank_of = plan.rank_of(num_ranks)
     division = divide_parameters(job.module, plan.units, plan.graph, plan.cuts, rank_of)
@@ -85,7 +88,9 @@ def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
         ),
     )
     job.stages = stages
+    job.pipeline = plan.step
     job.num_micro_batches = plan.num_micro_batches
+    job.split = splitter(plan, num_ranks)
     job.plan = replace(
         job.plan,
         schedule=plan.info.name,
@@ -175,6 +180,23 @@ def _explain(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shar
     )
     if num_shared:
         text += f"; {num_shared} parameter(s) shared by stages"
+    if job.kept_whole and job.num_data_ranks > 1:
+        text += (
+            f"; {len(job.kept_whole)} of them whole on every data rank, since two stages of a rank use them"
+        )
     job.explain(method, text)
+    if plan.choice is not None and len(plan.choice.candidates) > 1:
+        weighed = [one for one in plan.choice.candidates if not one.problem][:3]
+        shown = ", ".join(
+            f"{one.schedule.name} {one.step_seconds * 1e3:.3g} ms with {one.bubble_share:.0%} idle"
+            for one in weighed
+        )
+        job.explain(method, f"the fastest by simulation (predicted): {shown}")
+    if plan.refused:
+        cut, reason = next(iter(plan.refused.items()))
+        job.explain(
+            method,
+            f"cannot be cut in {len(plan.refused)} place(s), as before {plan.graph.paths[cut]}: {reason}",
+        )
     if plan.info.note:
         job.explain(method, plan.info.note)

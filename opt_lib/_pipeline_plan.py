@@ -14,6 +14,7 @@ from atorch_ns.pipeline import (
     CallGraph,
     CallTracer,
     HowToRun,
+    PipelineStep,
     ScheduleChoice,
     ScheduleInfo,
     Signature,
@@ -29,6 +30,7 @@ from atorch_ns.pipeline import (
     uniform_floor_cuts,
 )
 from atorch_ns.profile import NamedModule
+from opt_lib._pipeline_batches import asked_micro_batches, fitting_micro_batches, number_problem
 from opt_lib._pipeline_costs import block_paths, call_costs, known_hardware, parameter_bytes
 from opt_lib._pipeline_sample import local_batch_size, sample_micro_batch
 
@@ -68,25 +70,40 @@ class PipelinePlan:
         info: the schedule.
         stages_per_rank: stages on each rank.
         num_micro_batches: parts of a batch.
+        num_is_asked: whether the user gave that number.
         cuts: calls before which the model is cut.
         units: the modules that stages are made of.
         graph: a pass of one micro-batch.
         traced_with: shapes of that micro-batch.
         tracer: traces more of them; ``None`` for a model that had to be run really.
-        choice: how the schedule was chosen, where it was.
+        costs: of the calls.
+        choice: how cuts were chosen by time, where they were.
         refused: where the model cannot be cut, and why.
     """
 
     info: ScheduleInfo
     stages_per_rank: int
     num_micro_batches: int
+    num_is_asked: bool
     cuts: tuple[int, ...]
     units: tuple[NamedModule, ...]
     graph: CallGraph
     traced_with: Signature
     tracer: CallTracer | None
+    costs: BlockCosts
     choice: ScheduleChoice | None
     refused: dict[int, str]
+
+    @property
+    def step(self) -> PipelineStep:
+        """What can be simulated for its timeline."""
+        return PipelineStep(
+            schedule=self.info.name,
+            num_ranks=(len(self.cuts) + 1) // self.stages_per_rank,
+            num_micro_batches=self.num_micro_batches,
+            stages_per_rank=self.stages_per_rank,
+            costs=self.costs.stages(self.cuts),
+        )
 
     def rank_of(self, num_ranks: int) -> tuple[int, ...]:
         """The rank along the pipeline of every stage."""
@@ -124,11 +141,13 @@ def plan_pipeline(job: Job, request: CutRequest) -> PipelinePlan:
         info=info,
         stages_per_rank=on_rank,
         num_micro_batches=num,
+        num_is_asked=asked_micro_batches(job, request) is not None,
         cuts=tuple(known),
         units=tuple(units),
         graph=graph,
         traced_with=signature(batch),
         tracer=tracer,
+        costs=costs,
         choice=choice,
         refused=refused,
     )
@@ -149,25 +168,17 @@ def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTrac
 def _num_micro_batches(
     job: Job, request: CutRequest, info: ScheduleInfo, num_ranks: int, on_rank: int
 ) -> int:
-    """The user's number, else the least that keeps the bubble below a fifth, else the most that the batch allows."""
-    asked = request.num_micro_batches
-    if asked is None and job.inputs.gradient_accumulation_steps > 1:
-        asked = job.inputs.gradient_accumulation_steps
+    """The user's number, else what :func:`fitting_micro_batches` finds for the loader's batches."""
+    asked = asked_micro_batches(job, request)
     size = local_batch_size(job)
     if asked is not None:
+        if info.problem(num_ranks, asked, on_rank) and size is not None:
+            raise BatchSizeError(number_problem(info, num_ranks, on_rank, asked, size))
         info.check(num_ranks, asked, on_rank)
         return asked
     if size is None:
-        return info.near_micro_batches(num_ranks, 4 * num_ranks - 1, on_rank)[-2]
-    parts = [part for part in range(1, size + 1) if size % part == 0]
-    legal = [part for part in parts if not info.problem(num_ranks, part, on_rank)]
-    if not legal:
-        raise BatchSizeError(
-            f"a batch of {size} rows per data rank splits into {', '.join(map(str, parts))} micro-batches, and "
-            f"{info.problem(num_ranks, parts[-1], on_rank)} Use a larger batch_size, or schedule='GPipe', which runs "
-            "any number."
-        )
-    return next((part for part in legal if part >= 4 * num_ranks), legal[-1])
+        return info.near_micro_batches(num_ranks, 2 * num_ranks * on_rank + 1, on_rank)[-3]
+    return fitting_micro_batches(info, num_ranks, on_rank, size)
 
 
 def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo) -> None:
@@ -195,6 +206,16 @@ def _cuts(
         num_stages = len(request.split_points) + 1 if request.split_points else len(points) - 1
     if points:
         where = _positions(request.split_points, graph) if request.split_points else request.custom_partition
+        if request.split_points and len(where) != num_stages - 1:
+            raise InputError(
+                f"split_points names {len(where)} module(s) ({', '.join(request.split_points)}), but {num_stages} "
+                f"stages need {num_stages - 1}: one for each but the first. They can be {_names(graph)}."
+            )
+        if request.split_points and list(where) != sorted(set(where)):
+            raise InputError(
+                f"split_points are to be named once each, in the order in which the model calls them; they are "
+                f"{', '.join(request.split_points)}, and the model calls {_names(graph)}."
+            )
         return custom_cuts(where, num, num_stages, refused=refused)
     allowed = [cut for cut in range(1, num) if cut not in refused]
     try:
@@ -224,9 +245,21 @@ def _positions(points: Sequence[str], graph: CallGraph) -> list[int]:
     for point in points:
         inside = [i for i, path in enumerate(graph.paths) if path == point or path.startswith(f"{point}.")]
         if not inside:
-            raise InputError(f"split_points names {point!r}, which the model does not call.")
+            raise InputError(
+                f"split_points names {point!r}, which the model does not call. Stages can begin at {_names(graph)}."
+            )
+        if inside[0] == 0:
+            raise InputError(
+                f"split_points names {point!r}, but it begins the model already: the first stage needs no name. "
+                f"Name the modules that begin the other stages, of {_names(graph)}."
+            )
         found.append(inside[0])
     return found
+
+
+def _names(graph: CallGraph) -> str:
+    """The units that a stage after the first can begin with."""
+    return ", ".join(dict.fromkeys(graph.paths[1:25])) + (", …" if len(graph.paths) > 25 else "")
 
 
 def _choose(

@@ -10,8 +10,9 @@ from torch import nn
 
 from atorch_ns.job import Job
 from atorch_ns.pipeline import Division
+from atorch_ns.torch_compat import group_timeout
 
-__all__ = ["all_names", "share_parameters"]
+__all__ = ["all_names", "pipeline_groups", "share_parameters"]
 
 
 def all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -33,7 +34,7 @@ def share_parameters(job: Job, division: Division) -> None:
     rank = job.mesh.axis("pipeline").get_local_rank()
     names = all_names(job.module)
     parameters = dict(job.module.named_parameters())
-    groups = _groups(job, sorted({division.ranks_holding(name) for name in division.shared}))
+    groups = pipeline_groups(job, sorted({division.ranks_holding(name) for name in division.shared}))
     materialiser = job.materialiser()
     for name in division.shared:
         holders = division.ranks_holding(name)
@@ -62,7 +63,7 @@ def _broadcast(parameter: torch.Tensor, group: dist.ProcessGroup, device: torch.
         parameter.data.copy_(value)
 
 
-def _groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """This rank's group for each set of places along the pipeline. Every rank makes the groups of all pipelines."""
     assert job.mesh is not None
     mesh = job.mesh.device_mesh
@@ -70,10 +71,11 @@ def _groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
     dim = names.index("pipeline")
     lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    timeout = group_timeout(job.device)
     for places in wanted:
         for line in lines:
             ranks = [line[place] for place in places]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 found[places] = group

@@ -1,4 +1,4 @@
-"""The blocks of a model that run on parts of the sequence, and which of them are called one after another."""
+"""The blocks of a model that run on parts of the sequence, and which of them are neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["block_kinds", "block_runs", "names_inside"]
 
 
 def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModule]]:
-    """The blocks that are called one after another: neighbours in a container, and on one stage."""
+    """The blocks, in lists of those that may be called one after another: neighbours in a container and on a stage."""
     if selectors is None:
         blocks = repeated_blocks(job.module)
     else:
@@ -27,7 +27,6 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
             f"{selectors or 'the repeated blocks'} matches nothing in {job.model_class}. Name in blocks the "
             "modules that take and return hidden states."
         )
-    _refuse_shared(job.module, blocks)
     runs: list[list[NamedModule]] = []
     for root in job.roots:
         held = {id(module) for module in root.modules()}
@@ -63,21 +62,6 @@ def _follows(model: nn.Module, before: NamedModule, block: NamedModule) -> bool:
     return names.index(name) == names.index(other_name) + 1
 
 
-def _refuse_shared(model: nn.Module, blocks: Sequence[NamedModule]) -> None:
-    """A weight that is used on parts and on the whole would get a wrong gradient."""
-    inside = {id(module) for block in blocks for module in block.module.modules()}
-    parts = {id(p): block.name for block in blocks for p in block.module.parameters()}
-    for name, module in model.named_modules():
-        if id(module) in inside:
-            continue
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in parts:
-                raise InputError(
-                    f"{parts[id(parameter)]} shares a weight with {name or 'the model itself'}, which is outside the "
-                    "blocks that run on parts of the sequence. Name in blocks modules that share none."
-                )
-
-
 def block_kinds(blocks: Sequence[NamedModule]) -> list[str]:
     """For each block a text that is equal for blocks that compute alike."""
     return [
@@ -90,7 +74,7 @@ def block_kinds(blocks: Sequence[NamedModule]) -> list[str]:
 
 
 def names_inside(runs: list[list[NamedModule]]) -> set[str]:
-    """The parameters of which each rank has the gradient of its own positions."""
+    """The parameters whose gradient is the mean over the ranks."""
     return {
         plain_name(f"{block.name}.{name}")
         for blocks in runs

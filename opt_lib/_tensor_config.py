@@ -47,6 +47,11 @@ class TensorParallelConfig(MethodConfig):
         description="Compare each distinct block, divided and whole, on a small input before use. Without it a plan "
         "that reshapes heads wrongly trains wrongly and says nothing.",
     )
+    undivided: Literal["error", "keep"] = Field(
+        default="error",
+        description="What becomes of attention whose heads, or heads of keys and values, the degree does not divide: "
+        "an error that names degrees that would work, or it is kept whole on every rank.",
+    )
     col_para_list: tuple[str, ...] = Field(default=(), description="As in Merak: layers that are colwise.")
     row_para_list: tuple[str, ...] = Field(default=(), description="As in Merak: layers that are rowwise.")
     tp_attr_list: tuple[str, ...] = Field(default=(), description="As in Merak: attributes.")
@@ -78,7 +83,7 @@ def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | N
     """The plan that a config spells out; ``None`` if it leaves the plan open.
 
     Raises:
-        InputError: if attributes or parts are given without any layer.
+        InputError: if attributes or parts are given without any layer, or a dimension does not exist.
     """
     styles = {**_by_ratio(config, model), **_by_weight(config, model)}
     styles |= dict.fromkeys(config.col_para_list, "colwise")
@@ -113,6 +118,11 @@ def _by_weight(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]
     modules: Mapping[str, Any] = dict(model.named_modules())
     for name, dim in config.weight_change_list:
         layer = name.removesuffix(".weight")
+        if not -2 <= dim <= 1:
+            raise InputError(
+                f"weight_change_list of tensor_parallel names dimension {dim} of {name}, and weights of layers have "
+                "two: use 0 or 1."
+            )
         for path, module in modules.items():
             kind = kind_of(module)
             if kind is not None and (path == layer or path.endswith(f".{layer}")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, final
 
@@ -85,9 +85,9 @@ class ExpertParallel(Method[ExpertParallelConfig]):
             job.explain(self.name, "the mesh has no expert axis larger than 1, so experts stay whole")
             return
         found, unfit = _agreed(job, "finding experts", lambda: _find(job, config))
-        tried: set[Any] = set()
+        _agreed(job, "trying experts on a small input", lambda: _try(job, found))
         for experts in found:
-            _divide(job, experts, tried)
+            _divide(job, experts)
         job.experts = tuple(experts.module for experts in found)
         if config.balance != "rank":
             demanded = config.balance == "global"
@@ -128,26 +128,39 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[FoundExperts], l
     return found, unfit
 
 
-def _divide(job: Job, experts: FoundExperts, tried: set[Any]) -> None:
+def _try(job: Job, found: Iterable[FoundExperts]) -> None:
+    """Tries one module of each kind; a stage of a pipeline may have none.
+
+    Raises:
+        InputError: naming the first whose parts do not give what the whole gives.
+    """
+    assert job.mesh is not None
+    tried: set[Any] = set()
+    for experts in found:
+        kind = (type(experts.module), *(tuple(p.shape) for p in experts.module.parameters()))
+        if kind in tried:
+            continue
+        tried.add(kind)
+        _place(job, experts)
+        reason = why_not_dividable(experts, job.mesh.size("expert"))
+        if reason is not None:
+            raise InputError(f"the experts of {experts} cannot be divided: {reason}.")
+
+
+def _divide(job: Job, experts: FoundExperts) -> None:
     """Divides one module: another one is whole on this rank's device only after this one no longer is."""
     assert job.mesh is not None
-    equal = is_on_meta(experts.module)
-    job.materialiser().materialise([experts.module])
-    experts.module.to(job.device)
-    kind = (type(experts.module), *(tuple(p.shape) for p in experts.module.parameters()))
-    if kind not in tried:
-        tried.add(kind)
-        _agreed(job, f"trying {experts}", lambda: _try(job, experts))
     mesh = job.mesh.axis("expert")
-    divide_experts(experts, mesh, equal=equal)
+    divide_experts(experts, mesh, equal=_place(job, experts))
     job.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
 
 
-def _try(job: Job, experts: FoundExperts) -> None:
-    assert job.mesh is not None
-    reason = why_not_dividable(experts, job.mesh.size("expert"))
-    if reason is not None:
-        raise InputError(f"the experts of {experts} cannot be divided: {reason}.")
+def _place(job: Job, experts: FoundExperts) -> bool:
+    """Gives the module memory on this rank's device; whether its values are then the same on every rank."""
+    equal = is_on_meta(experts.module)
+    job.materialiser().materialise([experts.module])
+    experts.module.to(job.device)
+    return equal
 
 
 def _agreed(job: Job, what: str, action: Any) -> Any:

@@ -16,8 +16,10 @@ from atorch_ns.job import BatchRunner, Job, first_loss
 from atorch_ns.method import Method, MethodConfig, Need, Phase
 from atorch_ns.pipeline import PipelineRunner, get_schedule
 from atorch_ns.strategy import Plan
+from opt_lib._pipeline_checks import OutputsAlone
 from opt_lib._pipeline_cut import CutPipeline, cut_pipeline
 from opt_lib._pipeline_plan import CutRequest
+from opt_lib._pipeline_shared import pipeline_groups
 
 __all__ = ["PipelineParallel", "PipelineParallelConfig"]
 
@@ -111,17 +113,21 @@ class PipelineParallel(Method[PipelineParallelConfig]):
 
 
 def _runner(cut: CutPipeline, job: Job, loss_func: Any) -> BatchRunner:
-    assert job.stage_group is not None
+    assert job.mesh is not None
+    places = tuple(range(job.mesh.size("pipeline")))
+    group = pipeline_groups(job, [places]).pop(places)
+
+    watched = OutputsAlone.once(job.module, loss_func)
 
     def loss_of(batch: Any, output: Any) -> torch.Tensor:
-        return first_loss(loss_func(batch, output)).reshape(())
+        return first_loss(watched(batch, output)).reshape(())
 
     # Compiled blocks and selective recomputation compute the gradients of inputs and weights at once, and only once.
     whole = job.plan.compiled or job.plan.recompute == "selective"
     return PipelineRunner(
         cut.stage_set,
         cut.plan.info,
-        group=job.stage_group,
+        group=group,
         device=job.device,
         loss_of=loss_of,
         whole_backward=whole,

@@ -18,7 +18,7 @@ from atorch_ns.errors import AtorchError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile
-from atorch_ns.sharding import SequenceRun, SequenceSettings
+from atorch_ns.sharding import SequenceRun, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
 from opt_lib._sample_batch import sample_batch
 from opt_lib._selectors import unmatched_problem
@@ -103,36 +103,44 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         attached = [SequenceRun(blocks, block_kinds(blocks), settings) for blocks in runs]
         for run in attached:
             run.attach()
-        job.sums.add(names_inside(runs), group)
-        _try_early(job)
+        job.sums.add(names_inside(runs), group, mean=True)
+        if job.stages:
+            job.explain(self.name, "in a pipeline every block gathers what it gives")
+        elif not _join_early(job, attached, settings):
+            join_at_first_call(
+                job.module,
+                attached,
+                settings,
+                lambda: job.explain(self.name, _joined(attached)),
+            )
         _explain(job, self.name, config, attached)
 
 
-def _try_early(job: Job) -> None:
-    """One forward pass of two samples, so that what cannot be divided is known now; collective.
+def _join_early(job: Job, runs: list[SequenceRun], settings: SequenceSettings) -> bool:
+    """Joins blocks by a pass of two samples, so that what cannot be divided is known now; collective.
 
-    Where the model cannot run yet, its blocks are tested with the first batch.
+    Where the model cannot run yet, ``False``: blocks are tested and joined with the first batch.
     """
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
-    if job.stages or devices != {job.device.type}:
-        return
+    if devices != {job.device.type}:
+        return False
     found: list[Any] = [_sample(job) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
     if found[0] is None:
-        return
-    training = {module: module.training for module in job.module.modules()}
-    job.module.eval()
+        return False
     try:
-        with torch.no_grad():
-            batch = default_prepare_input(found[0], job.device)
-            call_model(job.module, batch, job.inputs.model_input_format)
+        batch = default_prepare_input(found[0], job.device)
+        join_blocks(
+            job.module,
+            runs,
+            settings,
+            lambda: call_model(job.module, batch, job.inputs.model_input_format),
+        )
     except AtorchError:
         raise
     except Exception:  # what the user's model says to a batch is for the first step to show
-        return
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+        return False
+    return True
 
 
 def _sample(job: Job) -> Any:
@@ -151,6 +159,13 @@ def _explain(job: Job, method: str, config: SequenceParallelConfig, runs: list[S
         method,
         f"{count} block(s) on 1/{job.mesh.size('sequence')} of each sequence, attention by {attention}",
     )
+    if kinds and not job.stages:
+        job.explain(method, _joined(runs))
+
+
+def _joined(runs: list[SequenceRun]) -> str:
+    num = sum(run.num_joined for run in runs)
+    return f"hidden states stay divided after {num} block(s); the code after the others sees them whole"
 
 
 def _heads_to_come(job: Job, runs: list[list[NamedModule]]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -27,6 +28,7 @@ from atorch_ns.sharding import (
     parameter_dims,
     trace_layers,
 )
+from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import plain_name
 from opt_lib._sample_batch import sample_batch
 from opt_lib._shard_parts import broadcast_from_first
@@ -46,6 +48,10 @@ class TensorParallel(Method[TensorParallelConfig]):
     default_for = "axis:tensor"
     needs_process_group = True
 
+    def plan(self, plan: Plan, config: TensorParallelConfig) -> Plan:
+        """Whether the residual stream is divided too."""
+        return replace(plan, tensor_sequence=config.sequence)
+
     def apply(self, job: Job, config: TensorParallelConfig) -> None:
         """Chooses a plan, tests it and divides the layers in place; collective."""
         assert job.mesh is not None
@@ -54,7 +60,7 @@ class TensorParallel(Method[TensorParallelConfig]):
             return
         division = Division(job.mesh.axis("tensor"))
         model = job.module if job.uncut is None else job.uncut
-        graph = _traced(job, model, division.degree)
+        graph = _traced(job, model, division.degree, runs=config.sequence)
         chosen = choose_plan(
             model,
             division,
@@ -62,9 +68,10 @@ class TensorParallel(Method[TensorParallelConfig]):
             plan=users_plan(config, model),
             source=config.source,
             sequence_dim=config.sequence_dim if config.sequence else None,
+            undivided=config.undivided,
             really=config.self_test and dist.get_backend(division.group) != "fake",
         )
-        _divide(job, _of_this_rank(chosen, job.module), division)
+        _divide(job, _of_this_rank(chosen, job.module, job.stages), division)
         job.worked_out[self.name] = chosen.plan.as_config()
         self._explain(job, chosen, config)
 
@@ -75,6 +82,11 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.explain(self.name, note)
         if chosen.stream is not None:
             job.explain(self.name, "the sequence is divided between divided layers")
+            if len(chosen.stream.chains) > 1:
+                runs = ", ".join(_ends(chain) for chain in chosen.stream.chains[:6])
+                job.explain(
+                    self.name, f"it is whole between runs of blocks, where other code may see it: {runs}"
+                )
         if not config.self_test:
             job.explain(self.name, "not tested, since self_test=False")
         left = [path for path in chosen.plan.left if path not in chosen.layout.layers]
@@ -84,7 +96,11 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.explain(self.name, f"whole on every rank: {', '.join(shown)}{more}")
 
 
-def _traced(job: Job, model: nn.Module, degree: int) -> LayerGraph:
+def _ends(chain: Sequence[str]) -> str:
+    return chain[0] if len(chain) == 1 else f"{chain[0]} to {chain[-1]}"
+
+
+def _traced(job: Job, model: nn.Module, degree: int, *, runs: bool) -> LayerGraph:
     """How the layers of the whole model are connected, from the batch of the first rank; collective.
 
     Raises:
@@ -93,7 +109,9 @@ def _traced(job: Job, model: nn.Module, degree: int) -> LayerGraph:
     text = agree(lambda: _pickled(sample_batch(job.inputs)), what="taking a sample batch", distributed=True)
     held = [text]
     dist.broadcast_object_list(held, src=0)
-    return agree(lambda: _graph(job, model, held[0], degree), what="tracing the layers", distributed=True)
+    return agree(
+        lambda: _graph(job, model, held[0], degree, runs=runs), what="tracing the layers", distributed=True
+    )
 
 
 def _pickled(batch: Any) -> bytes:
@@ -102,7 +120,7 @@ def _pickled(batch: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _graph(job: Job, model: nn.Module, text: bytes, degree: int) -> LayerGraph:
+def _graph(job: Job, model: nn.Module, text: bytes, degree: int, *, runs: bool) -> LayerGraph:
     batch = torch.load(io.BytesIO(text), weights_only=False)  # this job's first rank has written it
     if batch is None:
         raise InputError(
@@ -114,7 +132,8 @@ def _graph(job: Job, model: nn.Module, text: bytes, degree: int) -> LayerGraph:
         return call_model(module, data, job.inputs.model_input_format)
 
     try:
-        return trace_layers(model, batch, run, multiple_of=degree)
+        loss = job.inputs.loss_func
+        return trace_layers(model, batch, run, multiple_of=degree, runs=runs, loss=loss)
     except InputError:
         raise
     except Exception as error:
@@ -124,7 +143,7 @@ def _graph(job: Job, model: nn.Module, text: bytes, degree: int) -> LayerGraph:
         ) from error
 
 
-def _of_this_rank(chosen: ChosenPlan, module: nn.Module) -> ChosenPlan:
+def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Module]) -> ChosenPlan:
     """What of a plan is in this rank's stage of the model."""
     modules = {plain_name(path): found for path, found in module.named_modules()}
     here = {path for path, found in modules.items() if next(found.parameters(), None) is not None}
@@ -136,8 +155,10 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module) -> ChosenPlan:
     names = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     stream = chosen.stream
     if stream is not None:
-        chains = (tuple(path for path in chain if path in here) for chain in stream.chains)
-        stream = StreamSpec(tuple(filter(None, chains)), dim=stream.dim, tight=stream.tight)
+        stage_of = {id(found): number for number, stage in enumerate(stages) for found in stage.modules()}
+        homes = {path: stage_of.get(id(found), -1) for path, found in modules.items() if path in here}
+        chains = tuple(part for chain in stream.chains for part in _by_home(chain, homes))
+        stream = StreamSpec(chains, dim=stream.dim, tight=stream.tight)
     return replace(
         chosen,
         layout=replace(
@@ -149,6 +170,12 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module) -> ChosenPlan:
         stream=stream,
         partial=chosen.partial & names,
     )
+
+
+def _by_home(chain: Sequence[str], homes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The parts of a chain that this rank calls one after the other: a stage hands on whole hidden states."""
+    parts = itertools.groupby(chain, homes.get)
+    return [tuple(part) for home, part in parts if home is not None]
 
 
 def _is_here(spec: RegionSpec, here: set[str]) -> bool:

@@ -27,6 +27,7 @@ from atorch_ns.torch_compat import (
     flatten_mesh,
     found_inf_tensors,
     fsdp1_parts,
+    group_timeout,
     hybrid_shard_zero2,
     in_backward,
     is_strided_shard,
@@ -255,3 +256,16 @@ def test_attention_on_the_cpu_tells_the_sum_of_exponentials() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_attention_on_a_gpu_tells_the_sum_of_exponentials() -> None:
     _check_kernel(CudaFlashAttention(), "cuda", torch.bfloat16, 6e-2)
+
+
+def _timeouts() -> float:
+    group = dist.new_group([0], timeout=group_timeout(torch.device("cpu")))
+    dist.barrier(group=group)
+    found = group_timeout(torch.device("cpu"))
+    assert found is not None
+    return found.total_seconds()
+
+
+def test_the_timeout_of_the_process_group() -> None:
+    first, second = (run_ranks(_timeouts, 1, timeout_s=seconds)[0] for seconds in (30.0, 50.0))
+    assert second - first == 20.0

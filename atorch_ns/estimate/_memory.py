@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from atorch_ns.estimate._activations import Activations, SegmentBytes
+from atorch_ns.estimate._activations import Activations
 from atorch_ns.estimate._estimate import MemoryParts, Workload
 from atorch_ns.estimate._memo import Memo
 from atorch_ns.estimate._moments import Kind, Moment, moment_names
 from atorch_ns.estimate._owned import flattened_moments, owned_moments
 from atorch_ns.estimate._parts import Parts
 from atorch_ns.estimate._replicated import replicated_moments
+from atorch_ns.estimate._segment_bytes import SegmentBytes
 from atorch_ns.estimate._sharded import sharded_moments
 from atorch_ns.estimate._shards import Parameters
 from atorch_ns.estimate._stages import staged

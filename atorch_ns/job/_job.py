@@ -22,6 +22,7 @@ from atorch_ns.job._parameter_states import ParameterStates
 from atorch_ns.job._randomness import SharedRandomness
 from atorch_ns.job._runner import MakeRunner
 from atorch_ns.job._states import MakeStates, parameter_names
+from atorch_ns.pipeline import PipelineStep
 from atorch_ns.profile._structure import copy_structure
 from atorch_ns.strategy import Plan
 
@@ -73,6 +74,7 @@ class Job:
         tied: for each parameter that has several names, the other names by the first one.
         placed: whether a method has put the model on its device.
         num_micro_batches: parts that ``train_step`` splits a batch into.
+        split: splits a batch instead, where the number depends on its rows.
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
         autocast: autocast around the step, if any.
@@ -95,6 +97,7 @@ class Job:
         elsewhere: names of parameters that another rank counts in norms of gradients.
         kept_whole: names of parameters that methods of data parallelism leave alone, since several stages of a rank
             use them; :attr:`sums` averages their gradients.
+        pipeline: the schedule and the predicted costs of its stages, for the report; ``None`` without a pipeline.
         uncut: the structure of the whole model, its parameters without memory, from before it was cut into
             stages; ``None`` where it is in one piece.
         worked_out: settings that methods have found for themselves, by method, as its config would say them.
@@ -117,6 +120,7 @@ class Job:
     mesh: Mesh | None = None
     placed: bool = False
     num_micro_batches: int = 1
+    split: Callable[[Any], list[Any]] | None = None
     skip_sync: SkipSync = never_synchronised
     clip: Clip = clip_gradients
     autocast: Autocast | None = None
@@ -136,6 +140,7 @@ class Job:
     packings: dict[str, Packing] = field(default_factory=dict)
     elsewhere: set[str] = field(default_factory=set)
     kept_whole: set[str] = field(default_factory=set)
+    pipeline: PipelineStep | None = None
     uncut: nn.Module | None = None
     worked_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     make_states: MakeStates = ParameterStates

@@ -165,6 +165,8 @@ class TrainStep:
 
     def _micro_batches(self, batch: Any) -> list[Any]:
         data = self._prepare_input(batch, self._job.device)
+        if self._job.split is not None:
+            return self._job.split(data)
         count = self._job.num_micro_batches
         return [data] if count == 1 else split_batch(data, count)
 

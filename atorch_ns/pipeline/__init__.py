@@ -10,6 +10,7 @@ from atorch_ns.pipeline._division import Division, divide_parameters
 from atorch_ns.pipeline._graph import Call, CallGraph, TensorSpec, Value
 from atorch_ns.pipeline._install import StageSettings, install_stages
 from atorch_ns.pipeline._methods import custom_cuts, parameter_cuts, uniform_cuts, uniform_floor_cuts
+from atorch_ns.pipeline._nests import num_rows
 from atorch_ns.pipeline._partition import StageMemory, partition, stage_ranges
 from atorch_ns.pipeline._runner import PipelineRunner
 from atorch_ns.pipeline._schedules import SCHEDULES, ScheduleInfo, get_schedule
@@ -57,6 +58,7 @@ __all__ = [
     "install_stages",
     "live_bytes",
     "live_micro_batches",
+    "num_rows",
     "parameter_cuts",
     "partition",
     "plan_crossings",

@@ -141,6 +141,8 @@ def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
     for value in alive:
         if value in first:
             sources = graph.sources(value)
+            if sources is None and _hidden(graph, value):
+                raise InputError(_unfollowed(graph, value))
             if sources is not None and _num_bytes(graph, sources - outputs) <= _num_bytes(graph, [value]):
                 outputs |= sources
             else:
@@ -178,8 +180,37 @@ def _read_problem(graph: CallGraph, cut: int) -> str:
 
 def _unfollowed(graph: CallGraph, number: int) -> str:
     value = graph.values[number]
+    hidden = _hidden(graph, number)
+    if hidden:
+        return (
+            f"the model reads {hidden} after the cut, where only the stage that has {_unit_of(graph, hidden)} knows "
+            "it. Return it from that module's forward, and let the model's code pass it on"
+        )
     return (
         f"a tensor of shape {list(value.spec.shape)} that depends on {graph.calls[value.last_call].path} is used "
         "after the cut, and the code that made it cannot be run again on the next stage (a module changed it in "
         "place, or it was made outside of torch's functions)"
     )
+
+
+def _hidden(graph: CallGraph, number: int) -> str:
+    """What a unit holds, or made and did not return, that a value was computed from; empty if there is none."""
+    waiting, seen = [number], set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        value = graph.values[one]
+        if value.hidden:
+            return value.hidden
+        if not value.is_output:
+            waiting += value.inputs
+    return ""
+
+
+def _unit_of(graph: CallGraph, hidden: str) -> str:
+    inside = (
+        path for path in graph.paths if hidden.startswith(f"{path}.") or hidden.endswith(f" {path} makes")
+    )
+    return next(inside, "it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,11 +59,17 @@ class Follower(TorchFunctionMode):
         super().__init__()
         self._units = tuple(units)
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
+        self._buffers = {
+            id(buffer): (f"{unit.name}.{name}", buffer)
+            for unit in self._units
+            for name, buffer in unit.module.named_buffers()
+        }
         self._by_parameters = trainable
         self._busy = False
         self._depth = 0
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._calls: list[_OpenCall] = []
+        self._made_inside: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._values: list[Value] = []
         self._grads: list[bool] = []
         self._numbers: dict[int, int] = {}
@@ -113,7 +120,11 @@ class Follower(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._busy:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._depth and isinstance(result, (torch.Tensor, tuple, list)):
+                for tensor in leaves(result):
+                    self._made_inside[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
+            return result
         given = leaves((args, tuple(kwargs.values())))
         versions = [tensor._version for tensor in given]
         if given and _looks_into(func, given):
@@ -154,10 +165,13 @@ class Follower(TorchFunctionMode):
             followable=followable,
         )
 
-    def _put(self, tensor: torch.Tensor, *, needs_grad: bool, **fields: Any) -> int:
+    def _put(
+        self, tensor: torch.Tensor, *, needs_grad: bool, position: int | None = None, **fields: Any
+    ) -> int:
         number = len(self._values)
         spec = self._spec(tensor, needs_grad)
-        self._values.append(Value(spec=spec, position=len(self._calls), **fields))
+        made = len(self._calls) if position is None else position
+        self._values.append(Value(spec=spec, position=made, **fields))
         self._grads.append(needs_grad and tensor.is_floating_point())
         self._numbers[id(tensor)] = number
         self._kept.append(tensor)
@@ -178,12 +192,52 @@ class Follower(TorchFunctionMode):
         name, parameter = self._parameters.get(id(tensor), ("", None))
         if parameter is not None:
             return self._put(tensor, needs_grad=parameter.requires_grad, parameters=(name,))
+        hidden = self._hidden(tensor)
+        if hidden is not None:
+            return hidden
         sharers = self._by_storage.get(_storage(tensor), [])
         if sharers:  # a view that was made unseen
             return self._add(tensor, [self._numbers[id(sharers[-1])]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
             return self._put(tensor, needs_grad=False)
         return self._put(tensor, needs_grad=True, last_call=len(self._calls) - 1, followable=False)
+
+    def _hidden(self, tensor: torch.Tensor) -> int | None:
+        """The value of what a unit holds, or made and did not return."""
+        name, buffer = self._buffers.get(id(tensor), ("", None))
+        if buffer is not None:
+            return self._put(tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name)
+        made, call = self._made_inside.get(id(tensor), (None, -1))
+        if made is None or made() is not tensor:
+            return None
+        return self._put(
+            tensor,
+            needs_grad=tensor.requires_grad or self._needs_grad(call),
+            position=call + 1,
+            last_call=call,
+            followable=False,
+            hidden=f"a tensor of shape {list(tensor.shape)} that {self._calls[call].path} makes",
+        )
+
+    def _note_attributes(self, number: int) -> None:
+        """Makes values of the tensors that a call has put into attributes of its unit.
+
+        An attribute may be an argument or an output too. It is replaced by an alias, so that its uses are told
+        from those of the other.
+        """
+        call = self._calls[number]
+        for place, attributes, name, tensor in _attributes(call.unit):
+            if tensor is call.attributes.get(place):
+                continue
+            alias = tensor.view_as(tensor)
+            attributes[name] = alias
+            grad = tensor.requires_grad or (self._needs_grad(number) and self._by_parameters)
+            self._put(alias, needs_grad=grad, last_call=number, followable=False, hidden=place)
+
+    def _needs_grad(self, number: int) -> bool:
+        call = self._calls[number]
+        trains = any(p.requires_grad for p in call.unit.module.parameters())
+        return trains or any(self._grads[value] for value in call.arguments)
 
     def _entering(self, unit: NamedModule) -> Callable[..., None]:
         def entering(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -192,6 +246,7 @@ class Follower(TorchFunctionMode):
                 given = leaves((args, kwargs))
                 call = _OpenCall(unit, [self._number(tensor) for tensor in given])
                 self._versions = [(tensor, tensor._version) for tensor in given]
+                call.attributes = {place: tensor for place, _, _, tensor in _attributes(unit)}
                 self._calls.append(call)
                 if self.on_call is not None:
                     self.on_call(len(self._calls) - 1, True)
@@ -209,8 +264,8 @@ class Follower(TorchFunctionMode):
             if tensor._version != version:
                 self._mutate(tensor, call.arguments, followable=False)
         self._versions = []
-        trains = any(p.requires_grad for p in call.unit.module.parameters())
-        needs_grad = trains or any(self._grads[value] for value in call.arguments)
+        self._note_attributes(number)
+        needs_grad = self._needs_grad(number)
         for leaf, tensor in enumerate(leaves(output)):
             value = self._put(tensor, needs_grad=needs_grad, last_call=number, call=number, leaf=leaf)
             call.outputs.append(value)
@@ -227,6 +282,7 @@ class _OpenCall:
         self.unit = unit
         self.arguments = arguments
         self.outputs: list[int] = []
+        self.attributes: dict[str, torch.Tensor] = {}
         self._output: Any = None
 
     @property
@@ -244,6 +300,17 @@ class _OpenCall:
             outputs=tuple(self.outputs),
             output=self._output,
         )
+
+
+def _attributes(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """The tensors in attributes of a unit's modules: ``(path, dictionary, name in it, tensor)``."""
+    return [
+        (f"{path}.{name}", attributes, name, value)
+        for path, module in unit.module.named_modules(prefix=unit.name)
+        for attributes in (module.__dict__, module._buffers)
+        for name, value in attributes.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:

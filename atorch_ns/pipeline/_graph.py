@@ -39,6 +39,7 @@ class Value:
         last_call: the last call that it depends on; -1 for none: such a value is the same on every stage.
         call, leaf: where it is an output, of which call, and which of the tensors in it; else -1.
         followable: whether it can be computed again from its inputs.
+        hidden: where it is not an output though a unit made or holds it, what it is: ``"blocks.0.aux"``.
     """
 
     spec: TensorSpec
@@ -49,6 +50,7 @@ class Value:
     call: int = -1
     leaf: int = -1
     followable: bool = True
+    hidden: str = ""
 
     @property
     def is_output(self) -> bool:

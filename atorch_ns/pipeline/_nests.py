@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["leaves", "map_leaves"]
+__all__ = ["leaves", "map_leaves", "num_rows"]
 
 
 def leaves(nest: Any) -> list[torch.Tensor]:
@@ -17,6 +17,12 @@ def leaves(nest: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _collect(nest, found)
     return found
+
+
+def num_rows(batch: Any) -> int | None:
+    """The first dim of a batch's tensors; ``None`` if they do not share one."""
+    sizes = {tensor.shape[0] for tensor in leaves(batch) if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def map_leaves(nest: Any, kind: type, function: Callable[[Any], Any]) -> Any:

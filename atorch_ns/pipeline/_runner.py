@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from atorch_ns.errors import AtorchError, StepError
+from atorch_ns.pipeline._failure import FailureNotes, original, tear_down
 from atorch_ns.pipeline._forward_only import run_forward
 from atorch_ns.pipeline._graph import TensorSpec
 from atorch_ns.pipeline._pass import StageRange
@@ -30,7 +33,7 @@ class PipelineRunner:
     Args:
         stage_set: the stages of this rank.
         info: the schedule.
-        group: the ranks of the pipeline.
+        group: the ranks of the pipeline; used for nothing else, since it is torn down when a step fails.
         device: where they compute.
         loss_of: ``(micro-batch, output) -> loss``, 0-d.
         whole_backward: whether gradients of inputs and of weights must be computed together on all stages, even
@@ -54,6 +57,9 @@ class PipelineRunner:
         self._loss_of = loss_of
         self._whole_backward = whole_backward
         self._schedules: OrderedDict[tuple[Signature, int], Any] = OrderedDict()
+        self._made: list[Any] = []
+        self._notes = FailureNotes(group)
+        self._failed = ""
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """Adds the gradients of the mean loss over ``micro_batches``; collective over the pipeline.
@@ -61,6 +67,10 @@ class PipelineRunner:
         Returns:
             That loss, 0-d float32 and detached, on every rank.
         """
+        with self._failing():
+            return self._forward_backward(micro_batches)
+
+    def _forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         num = len(micro_batches)
         all_ranges = self._set.begin(micro_batches, lambda batch, output: self._loss_of(batch, output) / num)
         losses: list[torch.Tensor] = []
@@ -74,13 +84,59 @@ class PipelineRunner:
 
     def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """The mean loss over ``micro_batches`` without gradients, as :meth:`forward_backward` returns it."""
-        num = len(micro_batches)
-        all_ranges = self._set.begin(micro_batches, self._loss_of)
+        with self._failing():
+            num = len(micro_batches)
+            all_ranges = self._set.begin(micro_batches, self._loss_of)
+            try:
+                losses = run_forward(self._set, all_ranges, num, group=self._group, device=self._device)
+            finally:
+                self._set.finish()
+            return self._everywhere(losses, num)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Lets all ranks of the pipeline fail if one does, each with the reason.
+
+        Raises:
+            StepError: where this rank failed.
+            RankError: where another did.
+        """
+        if self._failed:
+            raise StepError(
+                f"this pipeline has stopped: {self._failed.rstrip('.')}. Start the job anew, from a checkpoint."
+            )
         try:
-            losses = run_forward(self._set, all_ranges, num, group=self._group, device=self._device)
-        finally:
-            self._set.finish()
-        return self._everywhere(losses, num)
+            yield
+        except Exception as error:
+            cause = original(error)
+            group, stages = self._group, [stage.number for stage in self._set.stages]
+            own = self._is_own(error)
+            if not own:
+                self._notes.note_lost()
+            else:
+                self._notes.note_own(cause, stages)
+            tear_down(group, error, self._let_go)
+            del group
+            try:
+                if own:
+                    self._notes.raise_own(cause, stages)
+                self._notes.raise_lost(cause)
+            except AtorchError as told:
+                self._failed = str(told)
+                raise
+
+    def _is_own(self, error: Exception) -> bool:
+        """Whether it comes from this rank's part of the model, and not from the connection to another."""
+        if any(stage.failed for stage in self._set.stages) or not isinstance(error, RuntimeError):
+            return True
+        return isinstance(error, AtorchError) or "[Stage" in str(error)
+
+    def _let_go(self) -> None:
+        del self._group
+        self._schedules.clear()
+        for stage in self._made:
+            stage.group = None
+        self._made.clear()
 
     def _everywhere(self, losses: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
         """The sum of the last stage's losses, divided, on every rank."""
@@ -119,7 +175,7 @@ class PipelineRunner:
         outputs: tuple[torch.Tensor, ...] = (torch.empty(1, device="meta"),)
         if own.sent is not None:
             outputs = tuple(_example(one.spec) for one in own.sent.carried)
-        return PipelineStage(
+        made = PipelineStage(
             stage,
             stage.number,
             len(all_ranges),
@@ -129,6 +185,8 @@ class PipelineRunner:
             group=self._group,
             dw_builder=_nothing_left if whole else None,
         )
+        self._made.append(made)
+        return made
 
 
 def _nothing_left() -> Callable[[], None]:

@@ -97,7 +97,7 @@ class ScheduleInfo:
         if self._accepts(num_ranks, num_micro_batches, on_rank):
             return ""
         near = self.near_micro_batches(num_ranks, num_micro_batches, on_rank)
-        return f"{self._reason(num_ranks, num_micro_batches, on_rank)} Use {_or(near)} micro-batches."
+        return f"{self.reason(num_ranks, num_micro_batches, on_rank)} Use {_or(near)} micro-batches."
 
     def check(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> None:
         """Refuses what :meth:`problem` finds fault with.
@@ -125,7 +125,8 @@ class ScheduleInfo:
         rounds = max(1, num_micro_batches // num_ranks)
         return self.micro_batches == "any" or num_micro_batches % rounds == 0
 
-    def _reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
+    def reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
+        """Why the schedule does not run so many micro-batches, where it does not."""
         if self.micro_batches == "stages":
             return (
                 f"{self.name} needs at least as many micro-batches as stages, but there are only "

@@ -141,6 +141,7 @@ class StageModule(nn.Module):
         self._range: StageRange | None = None
         self._loss_of: LossOf | None = None
         self._next = 0
+        self.failed = False
 
     def begin(
         self,
@@ -200,7 +201,11 @@ class StageModule(nn.Module):
                 )
             return stage_pass.sent
         assert self._loss_of is not None
-        return torch.stack([self._loss_of(batch, output)])
+        try:
+            return torch.stack([self._loss_of(batch, output)])
+        except Exception:
+            self.failed = True
+            raise
 
     def _run(self, stage_pass: StagePass, batch: Any) -> Any:
         self._switch.running = stage_pass
@@ -209,5 +214,8 @@ class StageModule(nn.Module):
                 return call_model(self.__dict__["_model"], batch, self._format)
         except StageEnd:
             return None
+        except Exception:
+            self.failed = True
+            raise
         finally:
             self._switch.running = None

@@ -17,6 +17,8 @@ from atorch_ns.sharding._experts_balance import GlobalBalance
 from atorch_ns.sharding._experts_check import why_not_dividable
 from atorch_ns.sharding._experts_find import FoundExperts, UnfitExperts, find_experts
 from atorch_ns.sharding._packing import Packing
+from atorch_ns.sharding._runs import find_runs
+from atorch_ns.sharding._sequence_join import join_at_first_call, join_blocks
 from atorch_ns.sharding._sequence_run import SequenceRun, SequenceSettings
 from atorch_ns.sharding._tensor_apply import Divided, RegionSpec, divide
 from atorch_ns.sharding._tensor_choose import ChosenPlan, choose_plan
@@ -62,9 +64,12 @@ __all__ = [
     "divide_experts",
     "exchange",
     "find_experts",
+    "find_runs",
     "find_tensor_plan",
     "fits",
     "gather_from",
+    "join_at_first_call",
+    "join_blocks",
     "kind_of",
     "misfits",
     "model_plan",

@@ -1,4 +1,8 @@
-"""The arguments and results of blocks that run on a part of the sequence."""
+"""The arguments and results of blocks that run on a part of the sequence.
+
+Inside, gradients are as many times those of the whole as there are ranks. A weight's gradient is then the mean
+over the ranks, which leaves alone what each rank has whole: uses of the same weight outside of the blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 from atorch_ns.sharding._collectives import copy_to
 from atorch_ns.sharding._nested import Path, map_leaves
@@ -29,8 +34,8 @@ def divide_arguments(
         dim = plan.divided.get(path)
         if dim is not None:
             is_whole = leaf.dim() > dim and leaf.size(dim) == layout.length
-            return layout.divide(leaf, dim, group) if is_whole else leaf
-        return copy_to(leaf, group) if leaf.requires_grad else leaf
+            return _scaled(layout.divide(leaf, dim, group), 1 / layout.ranks) if is_whole else leaf
+        return _scaled(copy_to(leaf, group), 1 / layout.ranks) if leaf.requires_grad else leaf
 
     return map_leaves(arguments, divide)
 
@@ -40,6 +45,24 @@ def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: 
 
     def gather(path: Path, leaf: Any) -> Any:
         dim = plan.outputs.get(path)
-        return leaf if dim is None or leaf is None else layout.gather(leaf, dim, group)
+        if dim is None or leaf is None:
+            return leaf
+        return layout.gather(_scaled(leaf, float(layout.ranks)), dim, group)
 
     return map_leaves(output, gather)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x``; its gradient is multiplied by ``factor``."""
+    return _Scaled.apply(x, factor) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]

@@ -1,15 +1,15 @@
-"""A run of blocks between which hidden states stay divided over the sequence axis.
+"""Neighbouring blocks that run on parts of the sequence; between those that are joined, hidden states stay divided.
 
-The first block of a run takes this rank's positions out of its whole input, the last one gathers the result, so
-that embeddings, heads and losses see whole sequences. Everything a block needs to know in a recomputation is in
-its arguments, or was remembered in the forward pass.
+A block takes this rank's positions out of its whole input and gathers the result, so that embeddings, heads,
+losses and the code between blocks see whole sequences. Between joined blocks neither happens. Everything a block
+needs to know in a recomputation is in its arguments, or was remembered in the forward pass.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.errors import InputError
 from atorch_ns.profile import NamedModule
 from atorch_ns.sharding._divided_calls import DividedCalls
+from atorch_ns.sharding._isolated import isolated
 from atorch_ns.sharding._nested import map_leaves
 from atorch_ns.sharding._rank_randomness import RankRandomness
 from atorch_ns.sharding._sequence_arguments import divide_arguments, gather_results
@@ -73,7 +74,7 @@ class _Known:
 
 
 class SequenceRun:
-    """Consecutive blocks of a model, each taking the result of the one before.
+    """Neighbouring blocks of a model; none is joined to the next at first.
 
     Args:
         blocks: in the order of their calls.
@@ -92,7 +93,8 @@ class SequenceRun:
         self._settings = settings
         self._known: dict[str, _Known] = {}
         self._zigzag: bool | None = None
-        self._next = 0
+        self._joined: frozenset[int] = frozenset()
+        self._due: int | None = None
         self._lengths = _Lengths()
         self._running: list[_Call] = []
         self._randomness = RankRandomness(settings.group.rank(), settings.device)
@@ -104,6 +106,19 @@ class SequenceRun:
                 self._known[kind] = _Known(_test_copy(block.module))
             block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
             block.module.register_forward_hook(self._leaving(place), always_call=True)
+
+    def join(self, places: Iterable[int]) -> None:
+        """Lets the blocks at ``places`` hand their results on divided; not between a forward pass and its backward.
+
+        For blocks whose result the next one takes with nothing between that sees it.
+        """
+        self._joined = frozenset(places)
+        self._due = None
+
+    @property
+    def num_joined(self) -> int:
+        """How many blocks hand their result on divided."""
+        return len(self._joined)
 
     def plans(self) -> dict[str, BlockPlan]:
         """What has been found so far: the plan of the first block of each kind, by its name."""
@@ -132,8 +147,6 @@ class SequenceRun:
         return _uncompiled(entering)
 
     def _leaving(self, place: int) -> Any:
-        is_last = place == len(self.blocks) - 1
-
         def leaving(module: nn.Module, args: Any, output: Any) -> Any:
             if module is not self.blocks[place].module or not self._running:  # or it failed before it began
                 return None
@@ -143,7 +156,7 @@ class SequenceRun:
             call.calls.leave()
             if output is None:  # the call failed
                 return None
-            if not is_last:
+            if place in self._joined:
                 self._lengths.remember_results(output, call.plan, call.layout.length)
                 return None
             return gather_results(output, call.plan, call.layout, self._settings.group)
@@ -161,17 +174,22 @@ class SequenceRun:
                 "name other modules in blocks."
             )
         if not in_backward():
-            if place not in (0, self._next):
+            due = self._due if self._due is not None else None if self._is_first(place) else place - 1
+            if place != 0 and due is not None and place != self._due:
                 raise InputError(
-                    f"sequence_parallel: {name} is called where {self.blocks[self._next].name} should be. The "
+                    f"sequence_parallel: {name} is called where {self.blocks[due].name} should be. The "
                     "blocks of a run must be called one after another, none left out (set layer dropout to 0); "
                     "name in blocks only those that are."
                 )
-            self._next = (place + 1) % len(self.blocks)
+            self._due = place + 1 if place in self._joined else None
         hidden = found[1]
-        if place == 0:
+        if self._is_first(place):
             return hidden.size(self._settings.dim)
         return self._lengths.of(hidden)
+
+    def _is_first(self, place: int) -> bool:
+        """Whether the block takes whole hidden states."""
+        return place == 0 or place - 1 not in self._joined
 
     def _layout(self, length: int) -> SequenceLayout:
         group = self._settings.group
@@ -182,10 +200,11 @@ class SequenceRun:
         if known.plan is not None:
             return known.plan
         assert known.copy is not None
-        settings = self._settings
+        settings, copied = self._settings, known.copy
         subject = Subject(
             name=self.blocks[place].name,
-            block=known.copy.to(settings.device),
+            # Out of sight of whoever follows the tensors of this pass: what is referred to cannot be swapped.
+            block=isolated(lambda: copied.to(settings.device), settings.device),
             arguments=arguments,
             length=length,
             dim=settings.dim,

@@ -138,6 +138,7 @@ def _run_divided(
     for name, gradient in outcome.gradients.items():
         if not name.startswith("input "):
             dist.all_reduce(gradient, group=group)
+            gradient /= group.size()
     return plan, outcome
 
 

@@ -10,12 +10,18 @@ from torch import nn
 from atorch_ns.sharding._tensor_apply import RegionSpec, common_parent
 from atorch_ns.sharding._tensor_kinds import kind_of
 from atorch_ns.sharding._tensor_plan import Layout, is_settings
-from atorch_ns.sharding._tensor_regions import layout_of
+from atorch_ns.sharding._tensor_regions import PLACES, layout_of
 
-__all__ = ["candidate_layouts"]
+__all__ = ["candidate_layouts", "counts_heads"]
 
 _MOST_SUBSETS = 6
 """With more numbers than this only whole groups of them are tried."""
+
+_MOST_LAYERS = 8
+"""A stretch of more layers is no attention or MLP, and is slow to try."""
+
+_MOST_OTHERS = 64
+"""Sets that hold numbers whose names say nothing, at most."""
 
 Parts = Mapping[str, tuple[int, ...] | None]
 
@@ -70,26 +76,61 @@ def _splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | 
 
 
 def _attribute_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
-    widths = {size for path in (*spec.columns, *spec.rows) for size in _sizes(model, path)}
-    widths |= {size // parts for size in widths for parts in (2, 3) if size % parts == 0}
+    """Sets of numbers to divide: first those whose names or values tell what they are, then any that could be."""
+    seen: set[frozenset[str]] = set()
+    for group in itertools.chain(_likely_sets(model, spec, degree), _other_sets(model, spec, degree)):
+        if frozenset(group) not in seen:
+            seen.add(frozenset(group))
+            yield group
+
+
+def _likely_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
     for of_settings in (False, True):
-        numbers = _numbers(model, spec, degree, of_settings=of_settings)
-        heads = tuple(path for path, _ in numbers if _counts_heads(path))
-        wide = tuple(path for path, value in numbers if value in widths and path not in heads)
-        groups: list[tuple[str, ...]] = [(), heads, (*heads, *wide), wide]
+        heads, wide, _ = _sorted_numbers(model, spec, _numbers(model, spec, degree, of_settings=of_settings))
+        yield from ((), heads, (*heads, *wide), wide)
         both = (*heads, *wide)
         if len(both) <= _MOST_SUBSETS:
-            groups += [s for n in range(1, len(both) + 1) for s in itertools.combinations(both, n)]
-        seen: set[frozenset[str]] = set() if not of_settings else {frozenset()}
-        for group in groups:
-            if frozenset(group) not in seen:
-                seen.add(frozenset(group))
-                yield group
+            yield from (s for n in range(1, len(both) + 1) for s in itertools.combinations(both, n))
 
 
-def _counts_heads(path: str) -> bool:
+def _other_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
+    """Sets with numbers whose names say nothing, few of these first, each with and without the likely ones."""
+    if len(spec.columns) + len(spec.rows) > _MOST_LAYERS:
+        return
+    own = _numbers(model, spec, degree, of_settings=False)
+    for numbers in (own, [*own, *_numbers(model, spec, degree, of_settings=True)]):
+        heads, wide, others = _sorted_numbers(model, spec, numbers)
+        sets = (
+            (*likely, *chosen)
+            for n in range(1, len(others) + 1)
+            for chosen in itertools.combinations(others, n)
+            for likely in ((), heads, (*heads, *wide), wide)
+        )
+        yield from itertools.islice(sets, _MOST_OTHERS)
+
+
+def _sorted_numbers(
+    model: nn.Module, spec: RegionSpec, numbers: list[tuple[str, int]]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The paths of numbers that count heads, that are widths, and of others that divide a width."""
+    sizes = {size for path in (*spec.columns, *spec.rows) for size in _sizes(model, path)}
+    widths = sizes | {size // parts for size in sizes for parts in (2, 3) if size % parts == 0}
+    heads = tuple(path for path, _ in numbers if counts_heads(path))
+    wide = tuple(path for path, value in numbers if value in widths and path not in heads)
+    others = tuple(
+        path
+        for path, value in numbers
+        if path not in (*heads, *wide)
+        and any(size % value == 0 for size in sizes)
+        and not any(word in path.rpartition(".")[2].lower() for word in PLACES)
+    )
+    return heads, wide, others
+
+
+def counts_heads(path: str) -> bool:
+    """Whether a number's name, which may be a path, says that it counts attention heads."""
     name = path.rpartition(".")[2].lower()
-    if name in ("h", "n_h", "nh", "nhead", "n_head", "heads"):
+    if name in ("h", "n_h", "nh", "nhead", "n_head", "heads", "kv", "n_kv", "num_kv"):
         return True
     return "head" in name and not any(
         word in name for word in ("dim", "size", "width", "group", "idx", "index")

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from atorch_ns.profile import repeated_blocks
+from atorch_ns.profile._boundaries import tensors_in
 from atorch_ns.sharding._tensor_apply import RegionSpec, common_parent
 from atorch_ns.sharding._tensor_plan import Layout
 from atorch_ns.sharding._tensor_region import Division
 from atorch_ns.sharding._tensor_regions import relative
 from atorch_ns.sharding._tensor_sequence import StreamSpec
 from atorch_ns.sharding._tensor_test import Tested, fits, self_test
-from atorch_ns.sharding._tensor_trace import LayerGraph
+from atorch_ns.sharding._tensor_trace import LayerGraph, ModuleCall
 from atorch_ns.sharding._tensor_units import Unit, unit_for
 
 __all__ = ["Failure", "PlanTest"]
@@ -70,7 +71,7 @@ class PlanTest:
         """The first unit that fails, if any; and the whole parameters of which ranks have partial gradients."""
         specs = list(regions)
         partial: set[str] = set()
-        for place in self._places(layout):
+        for place in self._places(layout, calls=stream is not None):
             inside = stream is not None and stream.holds(place.path)
             its_stream = replace(stream, chains=(("",),)) if stream is not None and inside else None
             tested = self._one(place.path, layout, specs, its_stream)
@@ -97,8 +98,11 @@ class PlanTest:
             return tested
         return Failure(unit.path, f"{tested.where} is off by {tested.error:.2g} of its size")
 
-    def _places(self, layout: Layout) -> list[_Place]:
-        """The distinct blocks that hold divided layers, and what holds those outside blocks."""
+    def _places(self, layout: Layout, *, calls: bool) -> list[_Place]:
+        """The distinct blocks that hold divided layers, and what holds those outside blocks.
+
+        With ``calls`` blocks are distinct too that get other arguments: the first may get one tensor twice.
+        """
         layers = [path for path, layer in layout.layers.items() if layer.style not in _OWN]
         found: dict[object, list[str]] = {}
         covered: set[str] = set()
@@ -109,7 +113,8 @@ class PlanTest:
             covered |= set(mine)
             inner = layout.within(block.name)
             shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
-            key = (type(block.module), tuple(inner.layers.items()), inner.attributes, shapes)
+            given = _arguments(self._graph.calls[block.name]) if calls else ()
+            key = (type(block.module), tuple(inner.layers.items()), inner.attributes, shapes, given)
             found.setdefault(key, []).append(block.name)
         places = [_Place(paths[0], tuple(paths)) for paths in found.values()]
         rest = [path for path in layers if path not in covered]
@@ -117,6 +122,15 @@ class PlanTest:
             path = unit_for(self._model, self._graph, common_parent(rest)).path
             places.append(_Place(path, (path,)))
         return places
+
+
+def _arguments(call: ModuleCall) -> tuple[object, ...]:
+    """The shapes of a call's tensors, and which of its arguments hold the same ones."""
+    values = (*call.args, *call.kwargs.values())
+    tensors = tensors_in(values)
+    place = {id(tensor): number for number, tensor in enumerate(tensors)}
+    held = tuple(tuple(place[id(tensor)] for tensor in tensors_in(value)) for value in values)
+    return tuple(tuple(tensor.shape) for tensor in tensors), held
 
 
 def _inside(path: str, parent: str) -> bool:

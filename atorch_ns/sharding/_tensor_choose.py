@@ -9,22 +9,26 @@ from typing import Literal
 from torch import nn
 
 from atorch_ns.errors import InputError
-from atorch_ns.profile import repeated_blocks
 from atorch_ns.sharding._tensor_apply import RegionSpec
 from atorch_ns.sharding._tensor_check import Failure, PlanTest
 from atorch_ns.sharding._tensor_degree import check_degree, degrees, no_layer_divides
 from atorch_ns.sharding._tensor_find import find_tensor_plan, plan_from, with_vocabulary
+from atorch_ns.sharding._tensor_heads import check_heads
 from atorch_ns.sharding._tensor_misfits import misfits
 from atorch_ns.sharding._tensor_model_plan import model_plan
 from atorch_ns.sharding._tensor_plan import Layout, TensorPlan
+from atorch_ns.sharding._tensor_reasons import grouped, open_ends
 from atorch_ns.sharding._tensor_region import Division
 from atorch_ns.sharding._tensor_regions import candidate_regions, layout_of, regions_in
 from atorch_ns.sharding._tensor_sequence import StreamSpec
+from atorch_ns.sharding._tensor_stream import check_partial, choose_stream
 from atorch_ns.sharding._tensor_trace import LayerGraph
 
 __all__ = ["ChosenPlan", "choose_plan"]
 
 Source = Literal["auto", "model", "found"]
+
+Undivided = Literal["error", "keep"]
 
 _LARGEST_DEGREE = 64
 """Of those that a message offers."""
@@ -60,6 +64,7 @@ def choose_plan(
     source: Source = "auto",
     sequence_dim: int | None = None,
     really: bool = True,
+    undivided: Undivided = "error",
 ) -> ChosenPlan:
     """The plan to use; collective where it is ``really`` tested.
 
@@ -71,11 +76,14 @@ def choose_plan(
         source: where a plan comes from if the user gives none.
         sequence_dim: the dimension of the sequence, to divide it between divided layers.
         really: whether to compute in the self-tests, and not go by shapes alone.
+        undivided: what becomes of attention whose heads the degree does not divide: an error, or it is kept whole.
 
     Raises:
-        InputError: if the user's plan does not fit or computes something else, or nothing can be divided.
+        InputError: if the user's plan does not fit or computes something else, or nothing can be divided, or heads
+            cannot.
     """
-    check_degree(model, division.degree)
+    if undivided == "error":
+        check_degree(model, division.degree)
     test = PlanTest(model, graph, division, really=really)
     notes: list[str] = []
     if plan is not None:
@@ -91,16 +99,20 @@ def choose_plan(
     if plan is None:
         plan = find_tensor_plan(model, division.degree, graph, accept=test.region)
     layout = plan.resolve(model)
+    if not users and undivided == "error":
+        check_heads(model, layout, graph, division.degree)
+    plan = replace(plan, left=grouped(plan.left))
     if not layout.layers:
-        raise no_layer_divides(model, division.degree, plan.left, _degrees_by_size(model, graph))
+        raise _all_whole(model) if users else _nothing(model, division.degree, plan, graph)
     regions = regions_in(graph, layout)
     failure, partial = test.whole(layout, regions)
     if failure is not None:
         raise _failed(model, division, graph, test, plan, failure) if users else _failed_found(failure)
     stream = None
     if sequence_dim is not None:
-        stream, partial = _stream(model, test, layout, regions, sequence_dim)
+        stream, partial = choose_stream(model, test, graph, layout, regions, sequence_dim)
     partial |= _partial_by_flow(graph, regions)
+    check_partial(graph, partial, stream)
     return ChosenPlan(plan, layout, tuple(regions), stream, frozenset(partial), tuple(notes))
 
 
@@ -158,6 +170,19 @@ def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGr
         )
 
 
+def _all_whole(model: nn.Module) -> InputError:
+    return InputError(
+        f"the plan of tensor_parallel divides no layer of {type(model).__name__}: all that it names is replicate or "
+        "sequence, which stay whole. Make pairs of layers colwise and rowwise, or leave the plan out to have one "
+        "found."
+    )
+
+
+def _nothing(model: nn.Module, degree: int, plan: TensorPlan, graph: LayerGraph) -> InputError:
+    works = [n for n in _degrees_by_size(model, graph) if n != degree]
+    return no_layer_divides(model, degree, plan.left, works)
+
+
 def _failed(
     model: nn.Module,
     division: Division,
@@ -179,7 +204,10 @@ def _failed(
         name for name in right.attributes if _inside(name, failure.path) and name not in mine.attributes
     ]
     parts = [path for path, layer in right.layers.items() if layer.parts and _inside(path, failure.path)]
-    if missing:
+    ends = open_ends(mine, graph)
+    if ends:
+        advice = f"{ends}. {advice}"
+    elif missing:
         advice = f"The plan lacks attributes: {', '.join(missing)}. {advice}"
     elif any(path in mine.layers and mine.layers[path].parts is None for path in parts):
         advice = f"The plan lacks parts of fused layers: {', '.join(parts)}. {advice}"
@@ -198,33 +226,6 @@ def _failed_found(failure: Failure) -> InputError:
 
 def _inside(path: str, parent: str) -> bool:
     return not parent or path.startswith(f"{parent}.")
-
-
-def _stream(
-    model: nn.Module, test: PlanTest, layout: Layout, regions: list[RegionSpec], dim: int
-) -> tuple[StreamSpec, set[str]]:
-    """Where the sequence can be divided, and the parameters that then have partial gradients."""
-    chains: dict[str, list[str]] = {}
-    for block in repeated_blocks(model):
-        chains.setdefault(block.name.rpartition(".")[0], []).append(block.name)
-    whole = [
-        tuple(chain)
-        for chain in chains.values()
-        if all(any(_inside(spec.rows[0], block) for spec in regions) for block in chain)
-    ]
-    failure = Failure("", "it repeats no block whose layers are all divided")
-    for tight in (True, False):
-        if not whole:
-            break
-        stream = StreamSpec(tuple(whole), dim=dim, tight=tight)
-        found, partial = test.whole(layout, regions, stream)
-        if found is None:
-            return stream, partial
-        failure = found
-    raise InputError(
-        f"sequence=True cannot be used with {type(model).__name__}: with its sequence divided, "
-        f"{failure.path or 'the model'} does not compute what it does whole: {failure.reason}. Set sequence=False."
-    )
 
 
 def _partial_by_flow(graph: LayerGraph, regions: Iterable[RegionSpec]) -> set[str]:

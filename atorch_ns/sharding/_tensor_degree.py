@@ -23,7 +23,8 @@ def check_degree(model: nn.Module, degree: int) -> None:
     if degree < 1 or (heads and heads % degree):
         raise InputError(
             f"tensor={degree} does not divide the {heads} attention heads of {type(model).__name__}, and a head "
-            f"is computed by one rank. Use tensor in {_set(degrees(model))}."
+            f"is computed by one rank. Use tensor in {_set(degrees(model))}, or set undivided='keep' in "
+            "tensor_parallel to leave attention whole on every rank."
         )
 
 

@@ -12,6 +12,7 @@ from atorch_ns.sharding._tensor_candidates import candidate_layouts
 from atorch_ns.sharding._tensor_kinds import kind_of
 from atorch_ns.sharding._tensor_misfits import misfits
 from atorch_ns.sharding._tensor_plan import LayerStyle, Layout, TensorPlan, with_wildcards
+from atorch_ns.sharding._tensor_reasons import reshape_reason
 from atorch_ns.sharding._tensor_regions import candidate_regions, layout_of, relative, signature
 from atorch_ns.sharding._tensor_test import fits
 from atorch_ns.sharding._tensor_trace import LayerGraph
@@ -83,7 +84,8 @@ def _divide_region(
         tuple(relative(path, unit.path) for path in spec.rows),
         random=False,
     )
-    reason, tries = "", 0
+    refusals: list[str] = []
+    tries = 0
     for layout in candidate_layouts(model, spec, degree):
         if misfits(model, layout, degree):
             continue
@@ -94,10 +96,19 @@ def _divide_region(
             if accept is None or accept(unit, local, [inner]):
                 return layout, ""
             refused = "no layout tried gives the results of the whole"
-        reason = reason or refused
+        refusals.append(refused)
         if tries >= _MOST_TRIES:
             break
-    return None, reason
+    if tries:
+        return None, refusals[0]
+    layers = (kind_of(model.get_submodule(path)) for path in (*spec.columns, *spec.rows))
+    widths = [
+        size
+        for path, kind in zip((*spec.columns, *spec.rows), layers, strict=True)
+        if kind is not None
+        for size in kind.sizes(model.get_submodule(path))
+    ]
+    return None, reshape_reason(refusals, widths, degree) or next(iter(refusals), "")
 
 
 def _divide_attention(

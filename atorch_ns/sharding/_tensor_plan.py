@@ -72,7 +72,8 @@ class TensorPlan:
         attributes: patterns of attributes, numbers that are divided by the degree (``"h.*.attn.num_heads"``).
         parts: for layers of several fused matrices, the sizes of their outputs by pattern.
         where: who made it.
-        left: what stays whole although it could be large, with the reason.
+        left: what stays whole although it could be large, by path or pattern (``"blocks.*.attn.{q,k,v,o}"``), with the
+            reason.
     """
 
     styles: Mapping[str, str]

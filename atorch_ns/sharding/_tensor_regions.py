@@ -11,7 +11,10 @@ from atorch_ns.sharding._tensor_apply import RegionSpec, common_parent
 from atorch_ns.sharding._tensor_plan import LayerStyle, Layout
 from atorch_ns.sharding._tensor_trace import LayerGraph
 
-__all__ = ["candidate_regions", "layout_of", "regions_in", "relative", "signature"]
+PLACES = ("idx", "index", "layer", "depth")
+"""In names of numbers that say where a module stands: they differ from block to block."""
+
+__all__ = ["PLACES", "candidate_regions", "layout_of", "regions_in", "relative", "signature"]
 
 
 def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
@@ -77,7 +80,7 @@ def layout_of(
 
 
 def signature(model: nn.Module, spec: RegionSpec) -> tuple[object, ...]:
-    """Equal for regions that are divided in the same way: the same code, names and sizes."""
+    """Equal for regions that are divided in the same way: the same code, names, sizes and numbers."""
     parent = common_parent((*spec.columns, *spec.rows))
     names = tuple(relative(path, parent) for path in (*spec.columns, *spec.rows))
     shapes = tuple(
@@ -86,7 +89,17 @@ def signature(model: nn.Module, spec: RegionSpec) -> tuple[object, ...]:
     )
     home = model.get_submodule(parent)
     shared = parent if isinstance(home, (nn.ModuleList, nn.Sequential)) or not parent else ""
-    return type(home), shared, len(spec.columns), names, shapes
+    return type(home), shared, len(spec.columns), names, shapes, _numbers(home)
+
+
+def _numbers(home: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Integers that code may reshape by; not those that say where a module stands."""
+    return tuple(
+        (f"{path}.{name}", value)
+        for path, module in home.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and not any(word in name for word in PLACES)
+    )
 
 
 def relative(path: str, parent: str) -> str:

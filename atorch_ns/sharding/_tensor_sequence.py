@@ -23,7 +23,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding._rank_randomness import RankRandomness
 from atorch_ns.sharding._tensor_region import Division, Region
 
-__all__ = ["StreamSpec", "divide_stream", "gather_into"]
+__all__ = ["StreamSpec", "divide_stream", "gather_into", "stream_of"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _BlockHooks:
         if self._first:
             args, kwargs = _on_stream(self._piece, args, kwargs, self._dim)
         if block.training:
-            stream = _stream_of(args, kwargs, self._dim)
+            stream = stream_of(args, kwargs, self._dim)
             device = torch.device("cpu") if stream is None else stream.device
             self._random = RankRandomness(self._division.rank, device)
             self._random.enter()
@@ -130,7 +130,7 @@ def _is_stream(value: Any, dim: int) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > dim + 1
 
 
-def _stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> torch.Tensor | None:
+def stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> torch.Tensor | None:
     """The first floating tensor among the arguments that has the dimension of the sequence."""
     return next((value for value in (*args, *kwargs.values()) if _is_stream(value, dim)), None)
 
@@ -142,7 +142,7 @@ def _on_stream(
     dim: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with ``function`` applied to the stream, wherever among them it is passed."""
-    stream = _stream_of(args, kwargs, dim)
+    stream = stream_of(args, kwargs, dim)
     if stream is None:
         return tuple(args), dict(kwargs)
     made = function(stream)

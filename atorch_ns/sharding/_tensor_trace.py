@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,18 +13,25 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from atorch_ns.errors import InputError
 from atorch_ns.profile._batches import batch_sizes, map_batch, resized_shape
 from atorch_ns.profile._boundaries import tensors_in
 from atorch_ns.profile._fake_steps import FakeSteps
 from atorch_ns.profile._precisions import Precision
 from atorch_ns.profile._steps import Subject
 from atorch_ns.profile._structure import copy_structure
+from atorch_ns.sharding._tensor_blocks import BlockTrace, follow_blocks
 from atorch_ns.sharding._tensor_kinds import kind_of
 
 __all__ = ["LayerGraph", "ModuleCall", "Node", "trace_layers"]
 
+_log = logging.getLogger(__name__)
+
 Run = Callable[[nn.Module, Any], Any]
 """``(model, batch) -> output``: one forward pass."""
+
+Loss = Callable[[Any, Any], object]
+"""``(batch, output) -> loss``."""
 
 _NUM_SAMPLES, _NUM_TOKENS = 2, 16
 """Sizes of the batch that is traced, where the model runs with so few tokens."""
@@ -69,6 +77,7 @@ class LayerGraph:
         met: for parameters outside layers, the layers whose outputs meet them in an operator, by name.
         random: layers whose outputs reach something that draws random numbers.
         calls: the first call of every module, by path.
+        blocks: what the blocks that the model repeats do.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -76,9 +85,18 @@ class LayerGraph:
     met: dict[str, set[str]] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)
     calls: dict[str, ModuleCall] = field(default_factory=dict)
+    blocks: BlockTrace = field(default_factory=BlockTrace)
 
 
-def trace_layers(model: nn.Module, batch: Any, run: Run, *, multiple_of: int = 1) -> LayerGraph:
+def trace_layers(
+    model: nn.Module,
+    batch: Any,
+    run: Run,
+    *,
+    multiple_of: int = 1,
+    runs: bool = False,
+    loss: Loss | None = None,
+) -> LayerGraph:
     """Runs a copy of ``model`` once, in training mode; the model itself and all random states stay as they are.
 
     Args:
@@ -86,8 +104,11 @@ def trace_layers(model: nn.Module, batch: Any, run: Run, *, multiple_of: int = 1
         batch: a sample batch on the CPU, as ``run`` takes it.
         run: ``(model, batch) -> output``.
         multiple_of: what the number of tokens should be a multiple of.
+        runs: whether to look for runs of blocks, between which the sequence can stay divided.
+        loss: looked at for what it uses of blocks; a loss that fails here is none.
 
     Raises:
+        InputError: of :func:`find_runs`.
         Exception: what the model raises on tensors without memory, if it does not run with random weights either.
     """
     sizes = batch_sizes(batch)
@@ -101,20 +122,36 @@ def trace_layers(model: nn.Module, batch: Any, run: Run, *, multiple_of: int = 1
         )
         try:
             with how(subject, size) as (copy, small), torch.enable_grad():
-                return _followed(copy, small, run)
+                return _followed(model, copy, small, run, loss if runs else None, runs=runs)
+        except InputError:
+            raise
         except Exception as error:
             failure = failure or error
     assert failure is not None
     raise failure
 
 
-def _followed(copy: nn.Module, batch: Any, run: Run) -> LayerGraph:
+def _followed(
+    model: nn.Module, copy: nn.Module, batch: Any, run: Run, loss: Loss | None, *, runs: bool
+) -> LayerGraph:
     graph = LayerGraph()
     copy.train()
     flow = _Flow(copy, graph)
+    outputs: list[Any] = []
+
+    def forward() -> None:
+        outputs.append(run(copy, batch))
+        if loss is not None:
+            try:
+                loss(batch, outputs[0])
+            except InputError:
+                raise
+            except Exception:  # it may do with fake tensors what they refuse
+                _log.debug("the loss cannot be followed", exc_info=True)
+
     with flow, flow.watching(copy):
-        output = run(copy, batch)
-    for tensor in tensors_in(output):
+        graph.blocks = follow_blocks(copy, forward, original=model, runs=runs)
+    for tensor in tensors_in(outputs):
         graph.outputs |= flow.of(tensor)
     return graph
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from atorch_ns.testing.models import CASES, Case
 from atorch_ns.testing.parity import Trajectory, assert_ranks_agree, compare, reference_run
@@ -19,9 +21,20 @@ NAMES = ("mlp", "tied_llama", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "hf_mi
 
 def by_hand(attention: Any, **settings: Any) -> Case:
     """A case of a model whose heads are reshaped by hand."""
+    return of_model(lambda: make(attention, **settings), attention.__name__)
+
+
+def of_model(build: Callable[[], nn.Module], name: str = "by hand") -> Case:
+    """A case of a model of token ids [B, 8], equal on every call."""
+
+    def made() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return build()
+
     return Case(
-        name=attention.__name__,
-        build=lambda: make(attention, **settings),
+        name=name,
+        build=made,
         make_batch=lambda size, seed: torch.randint(
             VOCAB, (size, 8), generator=torch.Generator().manual_seed(seed)
         ),

@@ -14,8 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from atorch_ns.errors import AtorchError, BatchSizeError, InputError, RankError, StrategyError
 from atorch_ns.job import Materialiser, Result
 from atorch_ns.profile import repeated_blocks
+from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
+    ADAMW,
     BF16_GLOBAL_BATCH,
     Trajectory,
     assert_parity,
@@ -25,9 +27,24 @@ from atorch_ns.testing.parity import (
 )
 from atorch_ns.testing.runs import accelerate_case, accelerated_run, whole_parameters
 from atorch_ns.testing.workers import catch_ranks, run_ranks
+from opt_lib.pipeline_parallel import PipelineParallel
 from tests.pipeline.odd_models import Dropouts, LooksAtValues, build, mean_loss
 
 Strategy = list[Any]
+
+
+class TestConformance(MethodConformance):
+    method = PipelineParallel
+    partners = (("parallel_mode", [("pipeline", 2)]),)
+    configs = (None, {"schedule": "gpipe", "split_points": ["blocks.2"], "num_micro_batches": 2})
+    bad_configs = (
+        ({"schedule": "1f2b"}, "schedule"),
+        ({"num_micro_batches": 0}, "num_micro_batches"),
+        ({"split_point": ["blocks.1"]}, "split_point"),
+    )
+    cases = ("mlp",)
+
+
 TWO = ("parallel_mode", [("pipeline", 2)])
 TWO_BY_TWO = ("parallel_mode", [("pipeline", 2), ("data", 2)])
 
@@ -75,7 +92,7 @@ def test_four_stages_and_two_by_two_train_as_one_process() -> None:
 
 
 def test_bf16_is_that_of_one_process() -> None:
-    case, batch = get_case("tied_llama"), {"global_batch": BF16_GLOBAL_BATCH}
+    case, batch = get_case("tied_llama"), {"global_batch": BF16_GLOBAL_BATCH, "steps": 2}
     reference = reference_run(case, autocast_dtype=torch.bfloat16, **batch)
     jobs = [
         ("tied_llama", _with("1F1B", ("amp_native", {"dtype": "bf16"}), num_micro_batches=4), batch),
@@ -130,6 +147,29 @@ def test_a_model_on_meta_gets_the_values_of_the_whole_model() -> None:
     Materialiser(model, torch.device("cpu"), seed=outcomes[0][0]).materialise([model])
     for name, parameter in model.named_parameters():
         assert torch.equal(outcomes[0][1][name], parameter), name
+
+
+def _lengths(schedule: str) -> list[float]:
+    case = get_case("tied_llama")
+    result = accelerate_case(case, _with(schedule, num_micro_batches=4))
+    batches = [case.make_batch(8, 1)[:rows, :length] for rows, length in ((8, 16), (8, 9), (4, 16), (8, 9))]
+    return [float(result.train_step(batch)) for batch in batches]
+
+
+def test_batches_may_differ_in_rows_and_length() -> None:
+    case = get_case("tied_llama")
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    expected = []
+    for rows, length in ((8, 16), (8, 9), (4, 16), (8, 9)):
+        batch = case.make_batch(8, 1)[:rows, :length]
+        optimizer.zero_grad()
+        loss = case.loss_func(batch, model(batch))
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for losses in run_ranks(_lengths, 2, args=("ZBVZeroBubble",), timeout_s=60):
+        assert losses == pytest.approx(expected, abs=1e-5)
 
 
 class _LiveActivations:
@@ -242,7 +282,7 @@ def test_bad_input_is_named_on_every_rank() -> None:
         "8 rows per rank cannot be split into 3",
         "a batch of 2 rows",
         "no module 'blocks.9'",
-        "2 stages have 1 cuts",
+        "2 stages need 1",
         "goes on according to it",
         "Pass dataset, or sample_batch",
     ]
@@ -278,6 +318,9 @@ def _dies() -> float:
 def test_a_rank_that_dies_ends_the_step_on_all() -> None:
     outcomes = catch_ranks(_dies, 3, timeout_s=60)
     assert [outcome.status for outcome in outcomes] == ["raised", "raised", "died"]
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, RankError)
+        assert "rank(s) 2 of the pipeline (ranks 0, 1, 2) no longer answer" in str(outcome.error)
     assert max(outcome.seconds for outcome in outcomes) < 45
 
 

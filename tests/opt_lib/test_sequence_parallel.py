@@ -104,7 +104,7 @@ def test_what_cannot_be_divided_is_refused_before_training() -> None:
     assert "blocks.0 (ResidualBlock)" in mlp
     assert "1 attention heads over sequence=2" in heads
     assert "DecoderBlok" in missing
-    assert "shares a weight with lm_head" in tied
+    assert "Set sequence_dim" in tied
     assert "ulysses" in kind
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from atorch_ns.testing.models import CASES, Case
 from atorch_ns.testing.parity import Trajectory, compare
 from atorch_ns.testing.runs import accelerate_case, accelerated_run
 from atorch_ns.testing.workers import catch_ranks, run_ranks
-from tests.opt_lib.tensor_cases import SEQUENCE, TENSOR, by_hand, check
-from tests.sharding.tensor_models import HEADS, WIDTH, ByCount, FusedParts, make, tokens
+from tests.opt_lib.tensor_cases import SEQUENCE, TENSOR, by_hand, check, of_model
+from tests.sharding.tensor_models import HEADS, WIDTH, Beside, ByCount, FusedParts, Heads, make, tokens
 
 
 def _meta(name: str, strategy: Any) -> Trajectory:
@@ -131,6 +132,56 @@ class TestRefused:
         for outcome in catch_ranks(_with, 3, args=(by_hand(ByCount), {}, ("parallel_mode", [("tensor", 3)]))):
             assert isinstance(outcome.error, InputError), outcome.describe()
             assert "tensor=3 does not divide the 4 attention heads of Decoder" in str(outcome.error)
+
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (
+                Heads,
+                r"tensor=4 does not divide the heads of blocks.0.attention .*h=6 .*tensor in \{1, 2, 3, 6\}",
+            ),
+            (
+                lambda: Heads(2),
+                r"blocks.0.attention \(Heads: h=6 and kv=2\).*tensor in \{1, 2\}.*undivided='keep'",
+            ),
+        ],
+    )
+    def test_heads_known_by_the_code_alone(self, build: Any, message: str) -> None:
+        case = of_model(lambda: make(build))
+        for outcome in catch_ranks(_with, 4, args=(case, {}, ("parallel_mode", [("tensor", 4)]))):
+            assert isinstance(outcome.error, InputError), outcome.describe()
+            with pytest.raises(InputError, match=message):
+                raise outcome.error
+
+    @pytest.mark.parametrize(
+        ("what", "message"),
+        [
+            ("a value", r"a value that block 0 .*does not return"),
+            ("a weight", r"norm1.weight of block 0 .*is used outside"),
+            ("a batch norm", r"sequence=True .*blocks.0 .*updates blocks.0.batch_norm.running_mean"),
+            ("the first states", r"sequence=True cannot be used with Beside: .*blocks.1"),
+        ],
+    )
+    def test_what_counts_outside_of_blocks_on_pieces(self, what: str, message: str) -> None:
+        for outcome in catch_ranks(_with, 2, args=(of_model(lambda: Beside(what)), {"sequence": True})):
+            assert isinstance(outcome.error, InputError), outcome.describe()
+            with pytest.raises(InputError, match=message):
+                raise outcome.error
+
+    def test_a_loss_that_uses_a_norm_of_a_block(self) -> None:
+        models: list[torch.nn.Module] = []
+
+        def build() -> torch.nn.Module:
+            models.append(make(ByCount))
+            return models[-1]
+
+        def loss(batch: Any, output: Any) -> Any:
+            used = models[-1].blocks[0].norm1.weight  # type: ignore[union-attr, index]
+            return CASES["tied_llama"].loss_func(batch, output) + used.pow(2).sum()
+
+        case = replace(of_model(build), loss_func=loss)
+        (outcome, _) = catch_ranks(_with, 2, args=(case, {"sequence": True}))
+        assert "cannot sum the gradient of blocks.0.norm1.weight" in outcome.message
 
     def test_a_tied_weight_divided_on_one_side(self) -> None:
         config = {"plan": {"head": "colwise_gather_output"}}

@@ -8,8 +8,8 @@ import torch
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
-from tests.opt_lib.tensor_cases import NAMES, SEQUENCE, TENSOR, by_hand, check, trajectories
-from tests.sharding.tensor_models import FusedParts, WithNorms
+from tests.opt_lib.tensor_cases import NAMES, SEQUENCE, TENSOR, by_hand, check, of_model, trajectories
+from tests.sharding.tensor_models import BETWEEN, Between, FusedParts, Heads, WithNorms
 
 
 class TestParity:
@@ -39,6 +39,16 @@ class TestParity:
             {"plain": [TENSOR], "pieces": [TENSOR, SEQUENCE]},
             max_grad_norm=0.1,
         )
+
+    @pytest.mark.parametrize("what", BETWEEN)
+    def test_code_between_blocks_sees_whole_sequences(self, what: str) -> None:
+        check(of_model(lambda: Between(what)), 2, {"pieces": [TENSOR, SEQUENCE]})
+
+    def test_heads_that_do_not_divide_can_be_kept_whole(self) -> None:
+        keep = ("tensor_parallel", {"undivided": "keep"})
+        mesh = ("parallel_mode", [("tensor", 4)])
+        check(by_hand(Heads), 4, {"keep": [mesh, keep]})
+        check(CASES["hf_llama"], 4, {"keep": [mesh, keep]})
 
     def test_micro_batches(self) -> None:
         strategies = {"pieces": [TENSOR, SEQUENCE], "plain": [TENSOR]}

@@ -10,6 +10,7 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.pipeline import (
     CallTracer,
     HowToRun,
+    StageSet,
     StageSettings,
     Unit,
     divide_parameters,
@@ -18,7 +19,10 @@ from atorch_ns.pipeline import (
     plan_crossings,
     refused_cuts,
 )
+from atorch_ns.pipeline._division import ranges
+from atorch_ns.pipeline._split import backward_splits
 from atorch_ns.profile import repeated_blocks, select_modules
+from atorch_ns.testing.models import get_case
 from atorch_ns.torch_compat import plain_name
 from tests.pipeline.chains import CPU, assert_same, chain_pass, trace, whole_pass
 from tests.pipeline.odd_models import (
@@ -167,6 +171,70 @@ def test_blocks_are_found_inside_units_and_nowhere_else() -> None:
     assert isinstance(part.blocks[0], Unit)
 
 
+def test_which_stages_may_split_their_backward_pass() -> None:
+    case = get_case("encoder_decoder")
+    model = case.build()
+    how = HowToRun(model_input_format=case.model_input_format, loss_func=case.loss_func)
+    graph = CallTracer(model, find_units(model), CPU).trace(case.make_batch(2, 0), how)
+    first_decoder = graph.paths.index("decoder.0")
+    whole = ranges(graph, [first_decoder - 2, first_decoder + 1])  # its embedding is in the second stage
+    assert [backward_splits(graph, stage) for stage in whole] == [True, False, True]
+    apart = ranges(graph, [first_decoder, first_decoder + 1])
+    assert [backward_splits(graph, stage) for stage in apart] == [True, True, True]
+    between = trace(build(ParametersInParent), tokens(), mean_loss)
+    assert [backward_splits(between, stage) for stage in ranges(between, [3])] == [True, False]
+
+
+def test_a_batch_for_which_the_model_calls_other_units_is_refused() -> None:
+    class Branches(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.embed(x)
+            for block in self.blocks if x.shape[1] > 5 else self.blocks[1:]:
+                h = block(h)
+            return self.head(h)
+
+    model = build(Branches)
+    units = find_units(model)
+    tracer = CallTracer(model, units, CPU)
+    graph = tracer.trace(tokens(), HowToRun())
+    stages = StageSet((), [3], [0, 1], graph.paths, lambda batch: tracer.trace(batch, HowToRun()), lambda: 0)
+    stages.begin([tokens()], mean_loss)
+    with pytest.raises(StepError, match=r"calls blocks\.1 where it called blocks\.0"):
+        stages.begin([tokens(length=4)], mean_loss)
+
+
 def test_the_model_cannot_be_called_in_parts() -> None:
     with pytest.raises(StepError, match=r"blocks\.2 is on another rank.*train_step"):
         _installed(ResidualInParent, [3], 0)(tokens())
+
+
+class _KeepsAside(Block):
+    """Keeps a loss in an attribute, as routers do."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().forward(x, mask)
+        self.aux = out.square().mean()
+        return out
+
+
+class _ReadsAside(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_KeepsAside() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        total: torch.Tensor = sum(block.aux for block in self.blocks)  # type: ignore[assignment]
+        return self.head(h) + total
+
+
+def test_what_units_keep_in_attributes_is_not_read_across_a_cut() -> None:
+    model = build(_ReadsAside)
+    refused = refused_cuts(trace(model, tokens(), mean_loss))
+    assert list(refused) == [2, 3, 4, 5]
+    assert "the model reads blocks.0.aux after the cut" in refused[2]
+    assert_same(
+        whole_pass(model, tokens(), mean_loss), chain_pass(build(_ReadsAside), tokens(), mean_loss, [1])
+    )

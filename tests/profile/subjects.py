@@ -27,18 +27,26 @@ def case_inputs(name: str, num_samples: int = 8) -> tuple[nn.Module, Any, Forwar
     )
 
 
-def subject_of(model: nn.Module, batch: Any, forward_loss: ForwardLoss) -> Subject:
+def subject_of(
+    model: nn.Module, batch: Any, forward_loss: ForwardLoss, *, keeps_output: bool = False
+) -> Subject:
     """What the tracing room passes around."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
     sizes = batch_sizes(batch)
-    return Subject(model, batch, forward_loss, blocks, fingerprints(blocks), sizes, sizes)
+    return Subject(model, batch, forward_loss, blocks, fingerprints(blocks), sizes, sizes, keeps_output)
 
 
 def attempts(
-    model: nn.Module, batch: Any, forward_loss: ForwardLoss, keys: Sequence[str] = ALL_PRECISIONS
+    model: nn.Module,
+    batch: Any,
+    forward_loss: ForwardLoss,
+    keys: Sequence[str] = ALL_PRECISIONS,
+    *,
+    keeps_output: bool = False,
 ) -> Attempts:
     """Ready to trace."""
-    return Attempts(subject_of(model, batch, forward_loss), [Precision.parse(key) for key in keys], "cpu")
+    subject = subject_of(model, batch, forward_loss, keeps_output=keeps_output)
+    return Attempts(subject, [Precision.parse(key) for key in keys], "cpu")
 
 
 def instances(segments: Sequence[Segment]) -> list[tuple[str, Segment]]:

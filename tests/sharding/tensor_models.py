@@ -6,6 +6,7 @@ Legend: B batch, T tokens, D width, H heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -176,6 +177,96 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class Between(Decoder):
+    """Code between its blocks sees the hidden states."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(ByCount, tied=what == "a tied weight")
+        self.what = what
+        self.scale, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.between(block(x), tokens)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def between(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """What each rank would get wrong on a piece of the sequence."""
+        match self.what:
+            case "parameters":
+                return x * self.scale + self.bias
+            case "a mean":
+                return x + x.mean(1, keepdim=True)
+            case "a value":
+                return x * 1.1 if x.mean().item() > 0 else x * 0.9
+            case "a tied weight":
+                return x + F.softmax(F.linear(x, self.embed.weight), -1) @ self.embed.weight
+            case _:
+                return x.masked_fill((tokens % 5 == 0)[..., None], 0.0)
+
+
+BETWEEN = ("parameters", "a mean", "a value", "a tied weight", "a mask")
+
+
+class _BesideBlock(Block):
+    what: str
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:  # type: ignore[override]
+        out = super().forward(x)
+        if self.what == "a value":
+            self.aux = out.pow(2).mean()
+        if self.what == "a batch norm":
+            out = self.batch_norm(out.transpose(1, 2)).transpose(1, 2)  # type: ignore[operator]
+        return out + 0.1 * first if self.what == "the first states" else out
+
+
+class Beside(Decoder):
+    """Something of its blocks counts outside them too."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(ByCount)
+        self.what = what
+        for block in self.blocks:
+            block.__class__ = _BesideBlock
+            block.what = what  # type: ignore[assignment]
+            if what == "a batch norm":
+                block.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, first)
+        out: Tensor = self.head(self.norm(x))
+        if self.what == "a value":
+            values: list[Any] = [block.aux for block in self.blocks]
+            out = out * (1 + sum(values))
+        if self.what == "a weight":
+            norms: list[Any] = [block.norm1 for block in self.blocks]
+            out = out * (1 + sum(norm.weight.pow(2).sum() for norm in norms))
+        return out
+
+
+class Heads(nn.Module):
+    """Six heads, or fewer of keys and values, under names of its own."""
+
+    def __init__(self, kv: int = 6) -> None:
+        super().__init__()
+        self.h, self.kv, self.size = 6, kv, 4
+        self.q, self.o = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, kv * self.size) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.h, self.size))
+        k, v = (
+            layer(x).unflatten(-1, (self.kv, self.size)).repeat_interleave(self.h // self.kv, 2)
+            for layer in (self.k, self.v)
+        )
+        out: Tensor = self.o(attend(q, k, v))
         return out
 
 

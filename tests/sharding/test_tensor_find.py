@@ -96,7 +96,9 @@ class TestDegrees:
         model = nn.Sequential(nn.Linear(15, 25), nn.ReLU(), nn.Linear(25, 5))
         division = Division(None, degree=2)
         graph = graph_of(model, torch.randn(4, 15))
-        with pytest.raises(InputError, match=r"Sequential \(0: 25 outputs do not divide by 2.*\{5, 25\}"):
+        with pytest.raises(
+            InputError, match=r"Sequential \(\{0,2\}: 25 outputs do not divide by 2.*\{5, 25\}"
+        ):
             choose_plan(model, division, graph, really=False)
 
 
@@ -145,8 +147,7 @@ class TestFound:
 
     def test_what_no_rank_can_compute_alone_stays_whole(self, found: dict[str, Any]) -> None:
         plan, _ = found["NormOverHeads"]
-        assert {f"blocks.0.attention.{name}" for name in "qkvo"} <= plan.left.keys()
-        assert "gives the results of the whole" in plan.left["blocks.0.attention.q"]
+        assert "gives the results of the whole" in plan.left["blocks.*.attention.{q,k,v,o}"]
 
 
 def _errors() -> dict[str, float]:
