@@ -129,6 +129,7 @@ def _ours(plan: _Plan, model: Llama, batch: dict[str, torch.Tensor]) -> Callable
         loss_func=next_token_loss,
         model_input_format="unpack_dict",
         optim_args=OPTIM_ARGS,
+        sample_batch=batch,
         load_strategy=plan.strategy(torch.distributed.get_world_size()),
     )
     assert result is not None
