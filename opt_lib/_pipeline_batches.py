@@ -30,22 +30,20 @@ def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows
     Raises:
         BatchSizeError: if there is none.
     """
-    legal = _legal(info, num_ranks, on_rank, rows)
-    if not legal:
+    number = info.usual_micro_batches(num_ranks, on_rank, rows)
+    if number is None:
         parts = [part for part in range(1, rows + 1) if rows % part == 0]
         raise BatchSizeError(
             f"a batch of {rows} rows per data rank splits into {', '.join(map(str, parts))} micro-batches, but "
             f"{info.problem(num_ranks, rows, on_rank)} Use a larger batch_size, drop_last=True in dataloader_args if "
             "it is the last batch of an epoch, or schedule='GPipe', which runs any number."
         )
-    stages = num_ranks * on_rank
-    few = [number for number in legal if number <= 4 * stages] or legal[:1]
-    return min(few, key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number))
+    return number
 
 
 def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, asked: int, rows: int) -> str:
     """Why a batch of so many rows is not run in ``asked`` micro-batches, and what to do."""
-    legal = _legal(info, num_ranks, on_rank, rows)
+    legal = info.dividing(num_ranks, on_rank, rows)
     why = (
         f"a batch of {rows} rows per rank cannot be split into {asked} equal micro-batches."
         if rows % asked
@@ -70,12 +68,6 @@ def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
         return split_batch(data, number)
 
     return split
-
-
-def _legal(info: ScheduleInfo, num_ranks: int, on_rank: int, rows: int) -> list[int]:
-    return [
-        part for part in range(1, rows + 1) if rows % part == 0 and not info.problem(num_ranks, part, on_rank)
-    ]
 
 
 def _use(legal: list[int]) -> str:

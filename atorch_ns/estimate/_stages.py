@@ -146,13 +146,8 @@ def schedule_of(plan: Plan) -> ScheduleInfo:
 
 
 def usual_micro_batches(plan: Plan, num_ranks: int, num_samples: int) -> int:
-    """The micro-batches of a pipeline where none are given: the least number that divides a rank's samples and
-    keeps the bubble below a fifth, else the largest that does and that the schedule runs; 1 if none does."""
-    info = schedule_of(plan)
-    stages = plan.stages_per_rank or info.usual_stages
-    parts = [part for part in range(1, num_samples + 1) if num_samples % part == 0]
-    legal = [part for part in parts if not info.problem(num_ranks, part, stages)]
-    return next((part for part in legal if part >= 4 * num_ranks), legal[-1] if legal else 1)
+    """The micro-batches of a pipeline where none are given; 1 if the schedule runs no number of them."""
+    return schedule_of(plan).usual_micro_batches(num_ranks, plan.stages_per_rank or None, num_samples) or 1
 
 
 def num_pieces(trace: Trace) -> int:

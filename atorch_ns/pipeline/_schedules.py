@@ -119,6 +119,24 @@ class ScheduleInfo:
         above = range(num_micro_batches + 1, num_micro_batches + num_ranks * (on_rank + 2))
         return (*reversed(below), *_first(self, num_ranks, on_rank, above, 2))
 
+    def dividing(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> list[int]:
+        """The numbers of micro-batches that divide a batch of so many rows and can be run."""
+        on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
+        parts = (part for part in range(1, rows + 1) if rows % part == 0)
+        return [part for part in parts if not self.problem(num_ranks, part, on_rank)]
+
+    def usual_micro_batches(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> int | None:
+        """The number for a batch of so many rows where nobody says: of those that divide it and can be run, the
+        nearest to twice the stages and, if there is one, at most four times them; ``None`` if there is none."""
+        legal = self.dividing(num_ranks, stages_per_rank, rows)
+        stages = num_ranks * (self.usual_stages if stages_per_rank is None else stages_per_rank)
+        few = [number for number in legal if number <= 4 * stages] or legal[:1]
+        return min(
+            few,
+            key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number),
+            default=None,
+        )
+
     def _accepts(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> bool:
         if self.micro_batches == "stages":
             return num_micro_batches >= num_ranks * on_rank
