@@ -216,7 +216,7 @@ def _dropouts(user_seed: int) -> tuple[list[float], list[float], dict[str, torch
         torch.manual_seed(user_seed)
         result = accelerate_case(
             case,
-            _with(schedule, "checkpoint"),
+            _with(schedule, "checkpoint", num_micro_batches=4),
             model=build(Dropouts),
             dataset=[torch.arange(6) % 5 + row % 3 for row in range(40)],
             loss_func=mean_loss,
