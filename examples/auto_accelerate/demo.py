@@ -102,6 +102,8 @@ def accelerate(options: argparse.Namespace) -> Result:
         load_strategy=strategy_to_load(options),
         save_strategy_to_file=options.save / "strategy.json",
         time_limit=options.time_limit,
+        # The model is called on its own afterwards, to write a sentence; in a pipeline only train_step drives it.
+        excluded=None if strategy_to_load(options) else ["pipeline_parallel"],
         max_grad_norm=1.0,
         verbose=True,
     )

@@ -103,6 +103,6 @@ def test_a_script_and_ctrl_c(started: Any) -> None:
     assert len(below) == 2
     time.sleep(0.3)
     started.send_signal(signal.SIGINT)
-    started.wait(10)
+    started.wait(40)
     assert "KeyboardInterrupt" in started.stderr.read()
     assert not [process for process in below if process.is_running()]
