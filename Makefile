@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint format bench docs proto clean
+.PHONY: help install demo test test-gpu lint format bench docs pictures proto clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +32,7 @@ $(BIN)/pip:
 # deepspeed read torch while they build, so they build in this environment, which has it.
 $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/pip
 	$(PIP) install -q -c constraints.txt torch==2.13.0
-	$(PIP) install -q -c constraints.txt -e '.[dev,hf,viz]'
+	$(PIP) install -q -c constraints.txt -e '.[dev,hf,viz,bench]'
 	$(PIP) install -q -c constraints.txt 'setuptools>=77.0.3' wheel
 	@$(call optional,fairscale==0.4.13)
 	@$(call optional,deepspeed==0.19.8)
@@ -62,8 +63,12 @@ format: $(STAMP)  ## rewrite the files in the common style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(STAMP)  ## measure speed and memory, into benchmarks/results/
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## run every benchmark (an hour), into benchmarks/results/ and docs/benchmarks.md
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS); failed=$$?; \
+		$(BIN)/python -m benchmarks.table docs/benchmarks.md || exit 1; exit $$failed
+
+pictures: $(STAMP)  ## draw the pictures of the guides anew
+	$(BIN)/python docs/pictures.py
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

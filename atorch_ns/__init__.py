@@ -27,7 +27,19 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("checkpoint", "cluster", "data", "errors", "job", "method", "profile", "strategy", "testing"):
+    if name in (
+        "checkpoint",
+        "cluster",
+        "data",
+        "errors",
+        "job",
+        "method",
+        "notebook",
+        "profile",
+        "strategy",
+        "testing",
+        "tracking",
+    ):
         return importlib.import_module(f"atorch_ns.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -21,6 +22,7 @@ from atorch_ns.job import Inputs, Result, apply_strategy, dry_run
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
+from atorch_ns.report._fragmentation import fragmentation_advice
 from atorch_ns.search import SearchOutcome, SearchSettings
 from atorch_ns.strategy import Step, Strategy, canonical_text
 
@@ -85,7 +87,7 @@ def auto_accelerate(
         loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss. A mean over the batch.
         prepare_input: ``(batch, device) -> batch``; ``None`` moves the batch's tensors to the device.
         model_input_format: ``None`` calls ``model(batch)``, ``"unpack_sequence"`` ``model(*batch)``,
-            ``"unpack_dict"`` ``model(**batch)``.
+            ``"unpack_dict"`` ``model(**batch)``, ``"first"`` ``model(batch[0])``.
         optim_args: keyword arguments of ``optim_func``.
         optim_param_func: ``model -> parameters or groups`` for options per parameter.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is global.
@@ -234,7 +236,11 @@ def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: St
 
 def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
     """What is known by now."""
-    report = TrainingReport(applied=result.applied, search=outcome, pipeline=result.job.pipeline)
+    applied = result.applied
+    advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
+    if advice is not None:
+        applied = replace(applied, notes=(*applied.notes, advice))
+    report = TrainingReport(applied=applied, search=outcome, pipeline=result.job.pipeline)
     seconds = result.train_step.times.seconds
     return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 

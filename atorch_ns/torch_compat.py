@@ -1,15 +1,21 @@
-"""Every private name of torch that this package uses, each behind one function.
+"""Every private name of torch that this package uses, each behind one function or imported from here.
 
 ``tests/test_torch_compat.py`` says when torch moves one of them.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)  # a base class: imported as it is
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
@@ -98,7 +104,8 @@ def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
     """A ``GradScaler`` that looks at this rank's part of every gradient (``_unscale_grads_``).
 
     torch's own asks DTensors on one mesh together, and refuses gradients of several meshes and plain ones beside
-    them. Its flags are then of this rank alone: combine them over all ranks.
+    them. Its flags are then of this rank alone: combine them over all ranks. It skips steps itself, also those of
+    optimizers that can do so in their kernels (``_step_supports_amp_scaling``).
     """
     import torch
 
@@ -108,6 +115,11 @@ def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
                 cast(Any, _LocalGroups(optimizer)), *args
             )
             return found
+
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # A fused optimizer would take the flags, plain tensors, into one call with DTensors.
+            optimizer._step_supports_amp_scaling = False
+            return super().step(optimizer, *args, **kwargs)
 
     return LocalGradScaler(device_type, **options)
 
@@ -299,7 +311,6 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
 
 def count_operators(action: Callable[[], object]) -> int:
     """The operators that ``action`` starts, forward and backward, views left out, as a dispatch mode sees them."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):
         count: int = 0
@@ -472,3 +483,139 @@ class CudaFlashAttention:
             scale=scale,
         )
         return found[0], found[1], found[2]
+
+
+def num_graphs() -> int:
+    """Graphs compiled so far (``torch._dynamo.utils.counters``); cheap enough to be asked around every call."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"].get("unique_graphs", 0))
+
+
+def num_compile_failures() -> int:
+    """How often tracing met what it does not support so far, graph breaks and limits included."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values()) + sum(counters["unimplemented"].values())
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often tracing stopped inside a function so far, by the first line of the reason
+    (``torch._dynamo.utils.counters``, which files branches that depend on data under what is not supported)."""
+    from torch._dynamo.utils import counters
+
+    breaks: dict[str, int] = {}
+    for kind in ("graph_break", "unimplemented"):
+        for text, count in counters[kind].items():
+            reason = str(text).strip().partition("\n")[0]
+            if kind == "graph_break" or reason.startswith("Data-dependent"):
+                breaks[reason] = breaks.get(reason, 0) + int(count)
+    return breaks
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def inner_hooks(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
+    """Hooks on the modules inside of a module: the path of each, the kind, and how many there are.
+
+    Where torch reuses what it compiled of an equal module, it does not look at them.
+    """
+    return tuple(
+        (path, kind, len(found))
+        for path, inner in module.named_modules()
+        if path
+        for kind in _HOOKS
+        if (found := getattr(inner, kind, None))
+    )
+
+
+class CompileRecord(NamedTuple):
+    """One attempt of ``torch._dynamo`` to compile a function.
+
+    Attributes:
+        recompiled_for: the guard that failed of what was compiled before; empty for a first compilation.
+        failed_with: why nothing came of it; empty where it was compiled.
+    """
+
+    recompiled_for: str
+    failed_with: str
+
+
+def compile_records(since_us: int) -> list[CompileRecord]:
+    """Attempts begun after ``since_us`` (microseconds since the epoch), of the last few dozen that torch keeps
+    (``torch._dynamo.utils.get_compilation_metrics``)."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        CompileRecord(str(each.recompile_reason or ""), str(each.fail_reason or ""))
+        for each in get_compilation_metrics()
+        if (each.start_time_us or 0) >= since_us
+        and (each.recompile_reason or each.fail_reason or each.co_name)
+    ]
+
+
+def watch_compiled(module: nn.Module, watch: Callable[..., Any]) -> None:
+    """Has calls of a module that ``module.compile()`` prepared run as ``watch(compiled, *args, **kwargs)``
+    (``_compiled_call_impl``)."""
+    from functools import partial
+
+    module._compiled_call_impl = partial(watch, module._compiled_call_impl)
+
+
+def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -> Any:
+    """An instance of ``cls``, a subclass of ``torch.Tensor``, with the dtype and device of ``like`` and no memory."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def tree_leaves(data: Any) -> list[Any]:
+    """The leaves of nested data (``torch.utils._pytree``), those of dataclasses that nobody has registered too."""
+    from torch.utils import _pytree
+
+    found: list[Any] = []
+    for leaf in _pytree.tree_leaves(data):
+        if _is_open(leaf):
+            for entry in dataclasses.fields(leaf):
+                found += tree_leaves(getattr(leaf, entry.name, None))
+        else:
+            found.append(leaf)
+    return found
+
+
+def tree_map_only(kind: type[Any], function: Callable[[Any], Any], data: Any) -> Any:
+    """Nested data with ``function(leaf)`` for leaves of a kind, in the places of :func:`tree_leaves`."""
+    from torch.utils import _pytree
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, kind):
+            return function(leaf)
+        return (
+            _changed_fields(leaf, lambda value: tree_map_only(kind, function, value))
+            if _is_open(leaf)
+            else leaf
+        )
+
+    return _pytree.tree_map(change, data)
+
+
+def _is_open(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _changed_fields(instance: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy with every field changed; not by ``replace``, which would run ``__post_init__`` again."""
+    made = copy.copy(instance)
+    for entry in dataclasses.fields(instance):
+        if hasattr(instance, entry.name):
+            object.__setattr__(made, entry.name, change(getattr(instance, entry.name)))
+    return made

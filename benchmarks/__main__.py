@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -13,11 +15,13 @@ NAMES = (
     "cutting",
     "estimate_memory",
     "estimate_time",
+    "gpu",
     "imports",
     "materialise",
     "memory",
     "model_axes",
     "overhead",
+    "peers",
     "planning",
     "search_quality",
     "speed",
@@ -25,23 +29,42 @@ NAMES = (
 
 
 def main() -> int:
-    """Runs what the arguments say."""
+    """Runs what the arguments say; 1 if a benchmark failed."""
     # Ranks are forked, which is safe only if no operator ever ran on several threads; and each rank has
     # one core. torch reads this when it is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
     arguments = _arguments()
+    if len(arguments.only) > 1:
+        return _one_by_one(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
     from benchmarks._context import Context
     from benchmarks._results import write
 
-    for name in arguments.only:
-        module = importlib.import_module(f"benchmarks.{name}")
-        context = Context()
-        findings = module.run(quick=arguments.quick, report=_say)
+    module = importlib.import_module(f"benchmarks.{arguments.only[0]}")
+    context = Context()
+    findings = module.run(quick=arguments.quick, report=_say)
+    if findings is not None:  # otherwise it has said what is missing here
         paths = write(findings, arguments.out, context.facts())
         print(paths[-1].read_text(encoding="utf-8"))
     return 0
+
+
+def _one_by_one(arguments: argparse.Namespace) -> int:
+    """Runs every benchmark in a process of its own, so that none meets what another left or fails with it."""
+    started, failed = time.perf_counter(), []
+    for name in arguments.only:
+        begun = time.perf_counter()
+        command = [sys.executable, "-m", "benchmarks", "--only", name, "--out", str(arguments.out)]
+        code = subprocess.call(command + ["--quick"] * arguments.quick)
+        seconds = time.perf_counter() - begun
+        _say(f"benchmarks: {name}: {seconds:.0f} s" + (f", failed with exit code {code}" if code else ""))
+        if code:
+            failed.append(name)
+    _say(f"benchmarks: {len(arguments.only)} in {(time.perf_counter() - started) / 60:.1f} minutes")
+    if failed:
+        _say(f"benchmarks: failed, their old results stand: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 def _say(text: str) -> None:
@@ -59,11 +82,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path(__file__).parent / "results",
         metavar="FOLDER",
-        help="where the results go; benchmarks/results unless given",
+        help="where the results go; benchmarks/results unless given, build/benchmarks with --quick",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.out is None:
+        root = Path(__file__).parent
+        arguments.out = root.parent / "build" / "benchmarks" if arguments.quick else root / "results"
+    return arguments
 
 
 def _names(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +13,7 @@ from typing import Any
 
 __all__ = ["Context"]
 
-_PACKAGES = ("atorch-ns", "torch", "transformers", "fairscale", "deepspeed")
+_PACKAGES = ("atorch-ns", "torch", "transformers", "fairscale", "deepspeed", "accelerate")
 
 
 class Context:
@@ -20,12 +21,14 @@ class Context:
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
+        self._started = time.perf_counter()
 
     def facts(self) -> Mapping[str, Any]:
-        """Date, machine, versions, and the load average over a minute before and after."""
+        """Date, seconds since it was made, machine, versions, and the load average over a minute before and after."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {
             "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": round(time.perf_counter() - self._started, 1),
             "machine": {
                 "cpu": _cpu_model(),
                 "cores": os.cpu_count(),

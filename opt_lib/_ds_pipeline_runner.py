@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from atorch_ns.job import Job, first_loss
 from atorch_ns.pipeline import StageSet
+from atorch_ns.torch_compat import tree_leaves
 from opt_lib._ds_pipeline_layer import StageLayer
 
 __all__ = ["DsPipelineRunner"]

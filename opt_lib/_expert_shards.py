@@ -22,7 +22,7 @@ __all__ = ["apart", "replicate_experts", "shard_experts"]
 
 def apart(job: Job) -> set[nn.Module]:
     """The modules that hold experts and those inside them."""
-    return {inside for module in job.experts for inside in module.modules()}
+    return {inside for module in (*job.experts, *job.listed_experts) for inside in module.modules()}
 
 
 def replicate_experts(job: Job) -> set[nn.Parameter]:
@@ -51,9 +51,16 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> set[nn.Pa
         All parameters that are treated so, for others to leave alone.
 
     Raises:
-        InputError: if a parameter cannot be divided evenly, or the user wants experts left alone.
+        InputError: if a parameter cannot be divided evenly, the user wants experts left alone, or they are modules
+            of their own.
     """
     assert job.mesh is not None
+    if job.listed_experts:
+        raise InputError(
+            f"{type(job.listed_experts[0]).__name__} is one of a list of experts, which are divided over the expert axis "
+            "and cannot be sharded further. Use ddp, or stack the experts' parameters in one module with "
+            "forward(hidden_states, top_k_index, top_k_weights)."
+        )
     if options["ignored_params"] & _parameters(job):
         raise InputError(
             f"{', '.join(sorted({type(module).__name__ for module in job.experts}))} cannot be left out of sharding: "
@@ -71,7 +78,8 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> set[nn.Pa
 
 
 def _parameters(job: Job) -> set[nn.Parameter]:
-    return {parameter for module in job.experts for parameter in module.parameters()}
+    modules = (*job.experts, *job.listed_experts)
+    return {parameter for module in modules for parameter in module.parameters()}
 
 
 def _placement(job: Job, parameter: nn.Parameter) -> Shard:

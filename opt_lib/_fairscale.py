@@ -14,7 +14,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import BackendError, InputError, Problem
-from atorch_ns.job import Job, ParameterStates
+from atorch_ns.job import Job, ParameterStates, explained_groups
 from atorch_ns.method import Conflict
 from atorch_ns.strategy import Plan
 from opt_lib._flat_shards import require_share
@@ -96,12 +96,13 @@ def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
     oss = require("fairscale.optim.oss", needed_by="OSS", install=INSTALL)
     # OSS gives each parameter in turn to the rank that has least: largest first, the shares come out even.
     groups = [{**group, "params": sorted(group["params"], key=torch.numel, reverse=True)} for group in groups]
-    optimizer = oss.OSS(
-        groups,
-        optim=job.inputs.optim_func,
-        group=job.mesh.shard.get_group(),
-        **dict(job.inputs.optim_args or {}),
-    )
+    with explained_groups(job, groups):
+        optimizer = oss.OSS(
+            groups,
+            optim=job.inputs.optim_func,
+            group=job.mesh.shard.get_group(),
+            **dict(job.inputs.optim_args or {}),
+        )
     # Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold.
     optimizer.defaults.update(optimizer.optim.defaults)
     return optimizer

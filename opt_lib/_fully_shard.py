@@ -33,6 +33,8 @@ from opt_lib._shard_parts import (
 
 __all__ = ["shard", "skip_sync"]
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
     """Shards parameters, gradients and optimizer states over the mesh; collective.
@@ -55,6 +57,9 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     options["ignored_params"] = ignored | experts | kept_whole(job)
     if config.wrap_trainable_outmost:
         _shard_trainable(job, config, options, materialiser)
+    for norm in _keeping_statistics(job.module, units, options):
+        _prepare(job, config, materialiser, norm)
+        fully_shard(norm, **{**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     # Children before parents: a unit manages what no unit inside it manages.
     for module in reversed(units):
         _prepare(job, config, materialiser, module)
@@ -77,7 +82,7 @@ def _options(
     options: dict[str, Any] = {"mesh": job.mesh.replicate_and_shard, "ignored_params": ignored}
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
-    elif keep_gathered or config.keeps_gathered:
+    elif keep_gathered or config.keeps_gathered or job.plan.keeps_gathered:
         options["reshard_after_forward"] = False
     if job.stages and get_schedule(job.plan.schedule).splits_backward:
         options["reshard_after_forward"] = _must_not_reshard(job, config)
@@ -87,6 +92,26 @@ def _options(
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
     return options
+
+
+def _keeping_statistics(
+    model: nn.Module, units: Iterable[nn.Module], options: dict[str, Any]
+) -> list[nn.Module]:
+    """Batch norms that stay in full precision as units of their own: their statistics do, and torch wants weights of
+    the same dtype. Inputs may be reduced."""
+    policy = options.get("mp_policy")
+    if policy is None or policy.param_dtype in (None, torch.float32):
+        return []
+    apart = {id(unit) for unit in units}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, BATCH_NORMS)
+        and module.track_running_stats
+        and module.affine
+        and id(module) not in apart
+        and not any(parameter in options["ignored_params"] for parameter in module.parameters())
+    ]
 
 
 def _must_not_reshard(job: Job, config: ShardConfig) -> bool:

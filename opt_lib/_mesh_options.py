@@ -8,6 +8,7 @@ What limits them, beside what divides what:
   with fewer samples in a micro-batch, which costs no exchange;
 - ``expert`` stands alone or with ``pipeline``: experts are whole within ``tensor``;
 - a pipeline has at most one rank for every two blocks, so that its stages can be even;
+- shards of states lie on whole nodes: the data ranks of one, of 8, of 64, …, or all of them;
 - at least a quarter of all ranks of a large cluster see different data: there a model that needs more ranks than that
   for one replica is divided by fsdp over them as well.
 """
@@ -54,8 +55,22 @@ def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str
             continue
         if world > _SMALL_WORLD and 4 * model > world:
             continue
-        sizes = (("tensor", tensor), ("sequence", sequence), ("expert", expert), ("data", data))
-        yield tuple((name, size) for name, size in (*sizes, ("pipeline", pipeline)) if size > 1)
+        inner = (("tensor", tensor), ("sequence", sequence), ("expert", expert))
+        for zero in (1, *_within_data(data, cluster.local_world_size // (tensor * sequence), expert)):
+            sizes = (*inner, ("zero", zero), ("data", data // zero), ("pipeline", pipeline))
+            yield tuple((name, size) for name, size in sizes if size > 1)
+
+
+def _within_data(data: int, in_node: int, expert: int) -> Iterator[int]:
+    """Sizes of an axis ``zero`` inside ``data``: ranks of one node, of 8, of 64, …, fewer than all.
+
+    Within a node sharding over some of the data ranks and over all of them costs the same.
+    """
+    zero = max(1, in_node)
+    while expert == 1 and zero < data and data % zero == 0:
+        if zero > 1:
+            yield zero
+        zero *= 8
 
 
 def _powers(most: int) -> list[int]:
@@ -77,12 +92,12 @@ def _divides_tensor(trace: Trace, size: int) -> bool:
 
 
 def _divides_sequence(trace: Trace, size: int) -> bool:
-    """Whether there is attention over samples that are long, and tokens and heads divide."""
+    """Whether there is attention over samples that are long, and tokens divide: heads need not for a ring."""
     if size == 1:
         return True
     attends = any(segment.num_attentions for segment in trace.segments if segment.is_block)
     long = trace.num_tokens >= LONG_SAMPLE and trace.num_tokens % (2 * size) == 0
-    return attends and long and _divides_heads(trace, size)
+    return attends and long
 
 
 def _divides_heads(trace: Trace, size: int) -> bool:

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from atorch_ns.errors import StepError
 from atorch_ns.job import Job, is_on_meta
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import plain_name, tree_leaves
 
 __all__ = ["OutputsAlone", "make_weights_equal"]
 

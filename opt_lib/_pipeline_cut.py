@@ -23,6 +23,7 @@ from atorch_ns.pipeline import (
     get_schedule,
     install_stages,
     signature,
+    train_step_only,
     without_memory,
 )
 from opt_lib._pipeline_batches import splitter
@@ -85,6 +86,7 @@ def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
         StageSettings(
             device=job.device,
             model_input_format=job.inputs.model_input_format,
+            method=method,
         ),
     )
     job.stages = stages
@@ -185,6 +187,7 @@ def _explain(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shar
             f"; {len(job.kept_whole)} of them whole on every data rank, since two stages of a rank use them"
         )
     job.explain(method, text)
+    job.explain(method, train_step_only(method))
     if plan.choice is not None and len(plan.choice.candidates) > 1:
         weighed = [one for one in plan.choice.candidates if not one.problem][:3]
         shown = ", ".join(

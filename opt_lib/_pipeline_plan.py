@@ -9,7 +9,6 @@ from typing import Any, Literal
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job, is_on_meta
 from atorch_ns.pipeline import (
-    SCHEDULES,
     BlockCosts,
     CallGraph,
     CallTracer,
@@ -18,7 +17,7 @@ from atorch_ns.pipeline import (
     ScheduleChoice,
     ScheduleInfo,
     Signature,
-    choose_schedule,
+    choose_for_device,
     custom_cuts,
     find_units,
     get_schedule,
@@ -273,17 +272,14 @@ def _choose(
     on_rank: int,
 ) -> ScheduleChoice:
     """The fastest cut, and with it the fastest schedule where none is named, that fits the memory."""
-    whole = job.plan.compiled or job.plan.recompute == "selective"  # these cannot split the backward pass
-    schedules = [one for one in SCHEDULES if not (whole and one.splits_backward)]
-    numbers: tuple[int, ...] = (request.stages_per_rank,) if request.stages_per_rank else (1, 2)
-    if request.schedule != "auto":
-        schedules, numbers = [info], (on_rank,)
-    options: dict[str, Any] = {"schedules": schedules, "stages_per_rank": numbers, "cuts": cuts}
-    limit = request.memory_limit_bytes
-    if limit is not None:
-        return choose_schedule(costs, num_ranks, num, limit_bytes=limit, **options)
-    memory = known_hardware(job.cluster).device.memory_bytes
-    try:
-        return choose_schedule(costs, num_ranks, num, limit_bytes=float(memory), **options)
-    except InputError:  # the bytes are an estimate, and nobody asked for a limit
-        return choose_schedule(costs, num_ranks, num, **options)
+    return choose_for_device(
+        costs,
+        num_ranks,
+        num,
+        schedule=None if request.schedule == "auto" else info,
+        stages_per_rank=request.stages_per_rank if request.schedule == "auto" else on_rank,
+        whole_backward=job.plan.whole_backward,
+        limit_bytes=request.memory_limit_bytes,
+        memory_bytes=known_hardware(job.cluster).device.memory_bytes,
+        cuts=cuts,
+    )

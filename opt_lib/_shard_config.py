@@ -60,7 +60,7 @@ class ShardConfig(MethodConfig):
     reshard_after_forward: bool | int | None = Field(
         default=None,
         description="Free gathered parameters after the forward pass; a number re-shards to groups of that "
-        "size. null follows sharding_strategy. Version 2 only.",
+        "size. null follows sharding_strategy, and in a pipeline keeps them for the step. Version 2 only.",
     )
     sharding_strategy: str | None = Field(
         default=None, description="FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD; null for the method's own."

@@ -16,6 +16,11 @@ _ALIGNMENT_BYTES = 16
 def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan:
     """The plan with parameters, gradients and optimizer states divided over the axes for shards.
 
+    In a pipeline parameters stay gathered until the step is over, unless the user says otherwise. torch keeps what
+    a backward pass has gathered for the micro-batch that comes next in any case, so that all of a stage is gathered
+    when a backward pass ends. To free it after forward passes lowers the peak by what one micro-batch keeps, at most,
+    and gathers every unit again for each micro-batch.
+
     Args:
         plan: as the methods before left it.
         config: the settings.
@@ -23,6 +28,8 @@ def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan
     """
     axes = plan.shard_axes
     keeps = keep_gathered or config.keeps_gathered
+    if config.version == 2 and config.sharding_strategy is None and plan.size("pipeline") > 1:
+        keeps = True
     if config.version == 2 and config.reshard_after_forward is not None:
         keeps = config.reshard_after_forward is False
     precision = config.mixed_precision

@@ -32,6 +32,11 @@ class TensorParallelConfig(MethodConfig):
     parts: dict[str, tuple[int, ...]] = Field(
         default_factory=dict, description="Sizes of the outputs of fused layers, by path, as [768, 768, 768]."
     )
+    narrow_inputs: tuple[str, ...] = Field(
+        default=(),
+        description="Arguments of modules' forward, as h.*.attn.x, whose width code takes for that of its results: "
+        "the code sees the share of one rank, its layers the whole.",
+    )
     source: Literal["auto", "model", "found"] = Field(
         default="auto",
         description="Where a plan comes from if none is given: the model's own (as models of transformers have) "
@@ -46,6 +51,12 @@ class TensorParallelConfig(MethodConfig):
         default=True,
         description="Compare each distinct block, divided and whole, on a small input before use. Without it a plan "
         "that reshapes heads wrongly trains wrongly and says nothing.",
+    )
+    parallel_loss: Flag | Literal["auto"] = Field(
+        default="auto",
+        description="Leave logits divided over the vocabulary and compute cross-entropy on the parts, in train_step. "
+        "auto: where a test of the loss on a small batch gives the same loss and gradients, and nothing else needs "
+        "the logits whole.",
     )
     undivided: Literal["error", "keep"] = Field(
         default="error",
@@ -91,13 +102,19 @@ def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | N
     styles |= config.plan or {}
     attributes = (*config.attributes, *config.tp_attr_list)
     if not styles:
-        if attributes or config.parts:
+        if attributes or config.parts or config.narrow_inputs:
             raise InputError(
-                "attributes and parts of tensor_parallel belong to a plan; give plan (or col_para_list and "
+                "attributes, parts and narrow_inputs of tensor_parallel belong to a plan; give plan (or col_para_list and "
                 "row_para_list) as well, or leave them out to have a plan found."
             )
         return None
-    return TensorPlan(styles=styles, attributes=attributes, parts=config.parts, where="user")
+    return TensorPlan(
+        styles=styles,
+        attributes=attributes,
+        parts=config.parts,
+        narrow_inputs=config.narrow_inputs,
+        where="user",
+    )
 
 
 def _by_ratio(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:

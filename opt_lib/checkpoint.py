@@ -20,6 +20,7 @@ from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile, repeated_blocks, select_modules
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper
+from opt_lib._offloaded import offloaded
 from opt_lib._selectors import unmatched_problem
 
 __all__ = ["Checkpoint", "CheckpointConfig"]
@@ -45,6 +46,10 @@ class CheckpointConfig(MethodConfig):
     preserve_rng_state: Flag = Field(
         default=True, description="Draw the same dropout masks in the recomputation."
     )
+    offload: Flag = Field(
+        default=False,
+        description="Keep what the modules are recomputed from, their inputs, in pinned host memory. GPUs only.",
+    )
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
@@ -66,6 +71,11 @@ class Checkpoint(Method[CheckpointConfig]):
     name = "checkpoint"
     phase = Phase.RECOMPUTE
     Config = CheckpointConfig
+
+    def notices(self, config: CheckpointConfig, cluster: Cluster) -> Iterable[str]:
+        """Offloading on a CPU, where it moves nothing."""
+        if config.offload and cluster.device_type == "cpu":
+            yield "checkpoint: offload is not used: activations are in host memory already"
 
     def check(self, config: CheckpointConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The modules must exist, and the reentrant implementation cannot select operators."""
@@ -100,6 +110,7 @@ class Checkpoint(Method[CheckpointConfig]):
             recompute_every=config.every_n,
             recomputed=config.wrap_class,
             saved_operators=config.save_operators,
+            offload_activations=config.offload,
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[CheckpointConfig]:
@@ -112,9 +123,12 @@ class Checkpoint(Method[CheckpointConfig]):
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""
         wrapped = 0
+        function = _function(config) if job.recompute is None else _given(job.recompute, config)
+        if config.offload:
+            function = offloaded(function, job.device)
         for position, block in enumerate(_targets(job.module, config)):
             if position % config.every_n == 0:
-                _replace(job.module, block, checkpoint_wrapper(block.module, _function(config)))
+                _replace(job.module, block, checkpoint_wrapper(block.module, function))
                 wrapped += 1
         if wrapped == 0 and not job.stages:  # a stage may hold none of them
             raise InputError(
@@ -122,7 +136,8 @@ class Checkpoint(Method[CheckpointConfig]):
                 "nothing in the model as the methods before it left it."
             )
         kept = f", results of {', '.join(config.save_operators)} kept" if config.save_operators else ""
-        job.explain(self.name, f"{wrapped} module(s) recomputed{kept}")
+        where = ", from inputs in host memory" if config.offload and job.device.type != "cpu" else ""
+        job.explain(self.name, f"{wrapped} module(s) recomputed{where}{kept}")
 
 
 def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
@@ -134,6 +149,21 @@ def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
 def _replace(model: nn.Module, block: NamedModule, new: nn.Module) -> None:
     parent, _, child = block.name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
+
+
+def _given(function: Callable[..., Any], config: CheckpointConfig) -> Callable[..., Any]:
+    """The recomputation that another method has brought, which has no settings of its own."""
+    refused = [
+        key
+        for key in ("no_reentrant", "save_operators", "preserve_rng_state")
+        if key in config.model_dump(exclude_defaults=True)
+    ]
+    if refused:
+        raise InputError(
+            f"checkpoint cannot use {', '.join(refused)} here: the blocks hold modules of another package, which "
+            "recomputes in its own way. Leave these settings out."
+        )
+    return function
 
 
 def _function(config: CheckpointConfig) -> Callable[..., Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from pydantic import Field
 
@@ -16,9 +19,17 @@ from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile, repeated_blocks, select_modules
 from atorch_ns.strategy import Plan
+from atorch_ns.torch_compat import inner_hooks, num_graphs, watch_compiled
+from opt_lib._compile_watch import CompileWatch
 from opt_lib._selectors import unmatched_problem
 
+if TYPE_CHECKING:
+    from torch import nn
+
 __all__ = ["Compile", "CompileConfig"]
+
+_TRITON_CAPABILITY = 7
+"""Volta, the oldest GPU that Triton compiles for (its README)."""
 
 
 class CompileConfig(MethodConfig):
@@ -53,6 +64,17 @@ class Compile(Method[CompileConfig]):
     phase = Phase.COMPILE
     Config = CompileConfig
 
+    def unavailable(self, config: CompileConfig, cluster: Cluster) -> str | None:
+        """What inductor needs here and does not find."""
+        return _missing(cluster.device_type) if config.backend == "inductor" else None
+
+    def notices(self, config: CompileConfig, cluster: Cluster) -> Iterable[str]:
+        """Modes that mean nothing here, or that the backend does not know."""
+        if config.mode not in (None, "default") and config.backend != "inductor":
+            yield f"compile: mode={config.mode} is a setting of inductor, and {config.backend} ignores it"
+        elif config.mode == "reduce-overhead" and cluster.device_type == "cpu":
+            yield "compile: mode=reduce-overhead stands for CUDA graphs; on a CPU it changes nothing"
+
     def check(self, config: CompileConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The backend and the modules must exist."""
         problems = _backend_problem(self.name, config.backend)
@@ -66,7 +88,7 @@ class Compile(Method[CompileConfig]):
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[CompileConfig]:
         """Where inductor works: on GPUs, and on CPUs where there is a C++ compiler."""
-        if cluster.device_type == "cuda" or _cpp_compiler() is not None:
+        if _missing(cluster.device_type) is None:
             yield CompileConfig()
 
     def apply(self, job: Job, config: CompileConfig) -> None:
@@ -82,16 +104,89 @@ class Compile(Method[CompileConfig]):
             "dynamic": config.dynamic,
             "fullgraph": config.fullgraph,
         }
-        if config.mode is not None:
+        if config.mode is not None and config.backend == "inductor":
             options["mode"] = config.mode
+        targets, others = _equally_hooked(targets)
+        if others:
+            reason = (
+                f"{len(others)} of {len(targets) + len(others)} module(s) stay uncompiled: hooks on modules inside of "
+                "them differ from those of the others of their class, and a shared graph would run without them"
+            )
+            warnings.warn(f"{self.name}: {reason}", stacklevel=2)
+            job.explain(self.name, reason)
+        _forget_earlier_graphs()
+        watch = CompileWatch(self.name)
         for module in targets:
             module.compile(**options)
-        job.explain(self.name, f"{len(targets)} module(s) by {config.backend}, at their first call")
+            watch_compiled(module, watch)
+        job.explain(self.name, f"{len(targets)} module(s) by {config.backend}")
+        job.explain(self.name, watch.summary)
 
 
-def _cpp_compiler() -> str | None:
-    """The compiler that inductor would call for CPU code; ``None`` if there is none."""
-    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+def _equally_hooked(targets: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules that may share graphs, and those whose inner hooks differ from most of their class.
+
+    Where as many have one kind of hooks as another, those with fewer are compiled.
+    """
+    hooks = [(type(module), inner_hooks(module)) for module in targets]
+    counts = Counter(hooks)
+    usual = {
+        kind: min((own for own in counts if own[0] is kind), key=lambda own: (-counts[own], len(own[1])))
+        for kind, _ in hooks
+    }
+    same: list[nn.Module] = []
+    others: list[nn.Module] = []
+    for module, own in zip(targets, hooks, strict=True):
+        (same if own == usual[own[0]] else others).append(module)
+    return same, others
+
+
+def _forget_earlier_graphs() -> None:
+    """Has torch compile anew what was compiled in this process before.
+
+    It would use graphs of an earlier job again: with that job's breaks where this one asks for none, without
+    this one's inner hooks, and counted by nobody.
+    """
+    import torch
+
+    if num_graphs():
+        torch.compiler.reset()
+
+
+def _missing(device_type: str) -> str | None:
+    """What inductor needs on this machine and does not find, as a reason to leave it out; ``None`` if all is there.
+
+    It writes C++ for CPUs, and for GPUs Triton, which compiles a launcher in C. A machine that only plans for GPUs
+    has none, and is not asked.
+    """
+    if device_type == "cpu":
+        if _compiler("CXX", "g++", "clang++") is not None:
+            return None
+        return (
+            "inductor needs a C++ compiler on a CPU, and there is neither $CXX nor g++ nor clang++. Install g++, or "
+            "use backend='aot_eager', which compiles without one."
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if major < _TRITON_CAPABILITY:
+        return (
+            f"inductor's Triton needs a GPU of compute capability {_TRITON_CAPABILITY}.0, and this one has "
+            f"{major}.{minor}. Use backend='aot_eager'."
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "inductor needs Triton on a GPU. Install it with: pip install triton"
+    if _compiler("CC", "gcc", "clang", "cc") is None:
+        return "Triton needs a C compiler, and there is neither $CC nor gcc nor clang. Install gcc."
+    return None
+
+
+def _compiler(variable: str, *names: str) -> str | None:
+    """The path of the compiler that ``variable`` names, or else of the first that is installed."""
+    found = (shutil.which(name) for name in (os.environ.get(variable) or "", *names))
+    return next((path for path in found if path is not None), None)
 
 
 def _backend_problem(method: str, backend: str) -> list[Problem]:

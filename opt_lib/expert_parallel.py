@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal, final
 
 from pydantic import Field
+from torch import nn
 
 from atorch_ns.cluster import Cluster, agree
 from atorch_ns.errors import InputError, Problem
@@ -16,16 +17,27 @@ from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     FoundExperts,
     GlobalBalance,
+    ListedExperts,
     UnfitExperts,
+    divide_expert_list,
     divide_experts,
     find_experts,
+    why_not_answerable,
     why_not_dividable,
 )
 from atorch_ns.strategy import Plan
+from atorch_ns.torch_compat import plain_name
 from opt_lib._selectors import unmatched_problem
+from opt_lib._shard_parts import broadcast_from_first
 
 __all__ = ["ExpertParallel", "ExpertParallelConfig"]
 
+Experts = FoundExperts | ListedExperts
+
+_STACK = (
+    "Stack their parameters in one module with forward(hidden_states, top_k_index, top_k_weights), or leave the expert "
+    "axis out of parallel_mode."
+)
 _WHY_NOT_VERSION_1 = "version 1 flattens parameters, and those of experts are already divided; use version 2."
 _WHY_NOT_ZERO1 = "zero1 sends updated parameters to all ranks, and ranks along the expert axis hold different ones; use zero2."
 
@@ -88,7 +100,8 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         _agreed(job, "trying experts on a small input", lambda: _try(job, found))
         for experts in found:
             _divide(job, experts)
-        job.experts = tuple(experts.module for experts in found)
+        job.experts = tuple(one.module for one in found if isinstance(one, FoundExperts))
+        job.listed_experts = tuple(e for one in found if isinstance(one, ListedExperts) for e in one.experts)
         if config.balance != "rank":
             demanded = config.balance == "global"
             GlobalBalance(job.module, job.mesh.data_group, demanded=demanded).attach()
@@ -99,7 +112,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         job.explain(self.name, "; ".join([text, *(f"whole: {one}" for one in unfit)]))
 
 
-def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[FoundExperts], list[UnfitExperts]]:
+def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[UnfitExperts]]:
     """What is to be divided on this rank, and what looks like experts and stays whole.
 
     Raises:
@@ -108,7 +121,7 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[FoundExperts], l
     assert job.mesh is not None
     found, unfit = find_experts(job.module, config.experts)
     held = {module for root in job.roots for module in root.modules()}
-    found = [experts for experts in found if experts.module in held]
+    found = [experts for experts in found if _layer(experts) in held]
     if (unfit and config.experts is not None) or (not found and not job.stages):
         reasons = (
             "".join(f"\n  {one}" for one in unfit[:8]) or " No module takes tokens, indices and weights."
@@ -128,7 +141,7 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[FoundExperts], l
     return found, unfit
 
 
-def _try(job: Job, found: Iterable[FoundExperts]) -> None:
+def _try(job: Job, found: Iterable[Experts]) -> None:
     """Tries one module of each kind; a stage of a pipeline may have none.
 
     Raises:
@@ -137,29 +150,52 @@ def _try(job: Job, found: Iterable[FoundExperts]) -> None:
     assert job.mesh is not None
     tried: set[Any] = set()
     for experts in found:
-        kind = (type(experts.module), *(tuple(p.shape) for p in experts.module.parameters()))
+        layer = _layer(experts)
+        kind = (type(layer), *(tuple(p.shape) for p in layer.parameters()))
         if kind in tried:
             continue
         tried.add(kind)
         _place(job, experts)
-        reason = why_not_dividable(experts, job.mesh.size("expert"))
+        if isinstance(experts, ListedExperts):
+            reason = why_not_answerable(experts)
+        else:
+            reason = why_not_dividable(experts, job.mesh.size("expert"))
         if reason is not None:
-            raise InputError(f"the experts of {experts} cannot be divided: {reason}.")
+            advice = f" {_STACK}" if isinstance(experts, ListedExperts) else ""
+            raise InputError(f"the experts of {experts} cannot be divided: {reason}.{advice}")
 
 
-def _divide(job: Job, experts: FoundExperts) -> None:
+def _divide(job: Job, experts: Experts) -> None:
     """Divides one module: another one is whole on this rank's device only after this one no longer is."""
     assert job.mesh is not None
     mesh = job.mesh.axis("expert")
-    divide_experts(experts, mesh, equal=_place(job, experts))
-    job.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
+    equal = _place(job, experts)
+    if isinstance(experts, FoundExperts):
+        divide_experts(experts, mesh, equal=equal)
+        job.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
+        return
+    divide_expert_list(experts, mesh, equal=equal)
+    job.sums.add([plain_name(name) for name in experts.whole(mesh.size())], mesh.get_group())
+    if job.mesh.copies.size() > 1:
+        inside = {id(parameter) for expert in experts.experts for parameter in expert.parameters()}
+        named = job.module.named_parameters(remove_duplicate=False)
+        copies = job.mesh.copies
+        broadcast_from_first(job, (p for e in experts.experts for p in e.parameters()), mesh=copies)
+        job.sums.add(
+            [plain_name(name) for name, p in named if id(p) in inside], copies.get_group(), mean=True
+        )
 
 
-def _place(job: Job, experts: FoundExperts) -> bool:
+def _layer(experts: Experts) -> nn.Module:
+    return experts.layer if isinstance(experts, ListedExperts) else experts.module
+
+
+def _place(job: Job, experts: Experts) -> bool:
     """Gives the module memory on this rank's device; whether its values are then the same on every rank."""
-    equal = is_on_meta(experts.module)
-    job.materialiser().materialise([experts.module])
-    experts.module.to(job.device)
+    layer = _layer(experts)
+    equal = is_on_meta(layer)
+    job.materialiser().materialise([layer])
+    layer.to(job.device)
     return equal
 
 

@@ -22,6 +22,11 @@ from opt_lib._whole_world import whole_models_only
 __all__ = ["Fsdp", "FsdpConfig"]
 
 
+_WHOLE = 2 * 10**9
+"""Parameters of the largest model that is tried as one unit: gathering all of it takes 4 GB in 16 bits, and nothing
+of that is hidden."""
+
+
 class FsdpConfig(ShardConfig):
     """Arguments of fully sharded training."""
 
@@ -65,14 +70,15 @@ class Fsdp(Method[FsdpConfig]):
         return plan_shards(plan, config, keep_gathered=False)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[FsdpConfig]:
-        """Block by block, or the whole model at once, which suits models of a few small blocks.
+        """Block by block, or the whole model at once, which suits models of a few small blocks; of large models no
+        rank could hold all of it.
 
         On GPUs also with everything in host memory, for models that fit in no other way.
         """
         if cluster.world_size == 1:
             return
         yield FsdpConfig()
-        if profile.blocks:
+        if profile.blocks and profile.num_parameters <= _WHOLE:
             yield FsdpConfig(atorch_wrap_cls=())
         if cluster.device_type == "cuda":
             yield FsdpConfig(cpu_offload=True)

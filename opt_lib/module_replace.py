@@ -1,11 +1,18 @@
 """module_replace: optimized modules in the place of a model's own.
 
-Built-in replacements:
+Built-in replacements, those that want the same modules in order of preference:
 
+- ``flash_attention_3``, ``flash_attention``: transformers models that support it run flash-attn's kernels, where
+  the package is installed and the job computes in half precision on a GPU.
 - ``sdpa_attention``: eager attention of transformers models (BERT, GPT-2, CLIP, Llama and all others that
   support it) becomes torch's scaled-dot-product attention, which picks a flash kernel where there is one.
+- ``liger_rope``, ``liger_swiglu``, ``liger_rms_norm``: kernels of the package liger-kernel, on a GPU.
+- ``apex_rms_norm``, ``apex_layer_norm``: kernels of NVIDIA's apex, on a GPU.
 - ``fused_rms_norm``: hand-written RMSNorms, those of transformers and your own, become torch's fused kernel.
 - ``fused_layer_norm``: ``nn.LayerNorm`` runs torch's fused kernel already, so this one only says so.
+- ``liger_fused_linear_cross_entropy``, ``chunked_linear_cross_entropy``: last layer and loss of a causal language
+  model of transformers in one, without all logits at once. Only where ``include`` names them, since the model then
+  gives no logits in training.
 
 Your own come first; :func:`register_replace_pair` makes them known. Methods that come after this one, such as
 ``checkpoint`` and ``fsdp``, still select modules by the class names of the original model.
@@ -21,18 +28,23 @@ from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, final
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+import torch.distributed as dist
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from torch import nn
 
-from atorch_ns.cluster import Cluster
-from atorch_ns.errors import Problem
+from atorch_ns.cluster import Cluster, same_everywhere
+from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
-from atorch_ns.strategy import Plan
+from atorch_ns.strategy import MODEL_AXES, Plan
 from opt_lib._replacements import (
+    ClassPair,
     Replacement,
     known_replacements,
     register_replace_pair,
+    registered_pairs,
+    set_registered_pairs,
     unregister_replace_pair,
 )
 
@@ -54,6 +66,9 @@ class ModuleReplaceConfig(MethodConfig):
         description="Names of the replacements to use, registered ones and built-in ones; null for all.",
     )
     exclude: Names = Field(default=(), description="Names of replacements not to use.")
+    configs: Mapping[str, Mapping[str, JsonValue]] = Field(
+        default={}, description="Settings of registered replacements, by their names."
+    )
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
@@ -77,74 +92,143 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
     Config = ModuleReplaceConfig
 
     def check(self, config: ModuleReplaceConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
-        """The named replacements must be known to this process."""
+        """The named replacements must be known to this process, and those with settings must take some."""
         known = known_replacements()
-        return [
+        named = (
+            ("include", config.include or ()),
+            ("exclude", config.exclude),
+        )
+        problems = [
             _unknown(self.name, key, name, known)
-            for key, names in (("include", config.include or ()), ("exclude", config.exclude))
+            for key, names in named
             for name in names
             if name not in known
         ]
+        for name, settings in config.configs.items():
+            problems += _wrong_settings(self.name, config, name, settings, known)
+        return problems
 
     def plan(self, plan: Plan, config: ModuleReplaceConfig) -> Plan:
         """Modules are replaced."""
         return replace(plan, replaced=True)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[ModuleReplaceConfig]:
-        """Everything, where the model has a class that a replacement looks for."""
-        names = {name for classes in profile.module_classes.values() for name in classes}
-        if any(candidate.wanted_among(names) for candidate in known_replacements().values()):
+        """Everything, where the model has something that a replacement looks for and may be faster with it."""
+        if any(each.wanted_in(profile, cluster) for each in known_replacements().values()):
             yield ModuleReplaceConfig()
+
+    def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
+        """With what computes by torch alone: other packages' kernels cannot be traced without their device."""
+        if not any(True for _ in self.options(profile, cluster)):
+            return None
+        made: set[nn.Module] = set()
+        for candidate in _chosen(ModuleReplaceConfig()):
+            if candidate.requirements.package is None:
+                outcome = candidate.replace(model, made)
+                model = outcome.model
+                made |= outcome.made
+        return model
+
+    def carry(self) -> Mapping[str, ClassPair]:
+        """What users registered."""
+        return registered_pairs()
+
+    def restore(self, carried: Mapping[str, ClassPair]) -> None:
+        """Registers it in this process."""
+        set_registered_pairs(carried)
 
     def apply(self, job: Job, config: ModuleReplaceConfig) -> None:
         """Lets every chosen replacement do what it can, one after the other."""
-        dtype = _compute_dtype(job)
-        rows = [_use(job, candidate, dtype) for candidate in _chosen(config)]
-        for row in rows:
-            if row.found or row.by_user or config.include is not None:
-                job.explain(self.name, row.text)
-        idle = [row.text for row in rows if row.num_replaced == 0]
+        chosen = _chosen(config)
+        unmet = _unmet(job, chosen)
+        rows = []
+        made: set[nn.Module] = set()
+        for candidate in chosen:
+            reason = unmet[candidate.name]
+            rows.append(_use(job, candidate, made) if reason is None else _left_out(job, candidate, reason))
+        for text in _joined(row for row in rows if row.found or row.by_user or config.include is not None):
+            job.explain(self.name, text)
+        idle = [row for row in rows if row.num_replaced == 0]
         if len(idle) == len(rows):
             job.explain(self.name, "nothing was replaced")
-            _warn(job, f"{self.name} replaced nothing: {'; '.join(idle) or 'every replacement is excluded'}")
+            why = "; ".join(_joined(idle)) or "every replacement is excluded"
+            _warn(job, f"{self.name} replaced nothing: {why}")
         elif idle and config.include is not None:
-            _warn(job, f"{self.name} does without some of include: {'; '.join(idle)}")
+            _warn(job, f"{self.name} does without some of include: {'; '.join(_joined(idle))}")
 
 
 class _Row(NamedTuple):
     """What one replacement did.
 
     Attributes:
-        text: for the report.
+        name: of the replacement.
+        text: for the report; of one that was left out, the reason.
         num_replaced: how many modules it replaced.
-        found: whether there was anything for it to look at, or a reason to leave it out.
+        found: whether there was anything for it to look at.
         by_user: whether a user registered it.
+        left_out: whether the job does not meet its requirements.
     """
 
+    name: str
     text: str
     num_replaced: int
     found: bool
     by_user: bool
+    left_out: bool = False
 
 
 def _chosen(config: ModuleReplaceConfig) -> list[Replacement]:
-    return [
-        candidate
-        for name, candidate in known_replacements().items()
-        if name not in config.exclude and (config.include is None or name in config.include)
-    ]
+    chosen = []
+    for name, candidate in known_replacements().items():
+        wanted = not candidate.only_by_name if config.include is None else name in config.include
+        if wanted and name not in config.exclude:
+            settings = config.configs.get(name)
+            chosen.append(candidate.configured(settings) if settings else candidate)
+    return chosen
 
 
-def _use(job: Job, candidate: Replacement, dtype: str) -> _Row:
-    unmet = candidate.requirements.unmet(job.cluster, dtype)
-    if unmet is not None:
-        return _Row(f"{candidate.name} is not used: {unmet}", 0, True, candidate.by_user)
-    outcome = candidate.replace(job.module)
+def _unmet(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
+    """By name, why the job cannot use a replacement: the same on all ranks, or an error on all."""
+    dtype = _compute_dtype(job)
+    divided = tuple(axis for axis in MODEL_AXES if job.plan.size(axis) > 1)
+    unmet = {each.name: each.requirements.unmet(job.cluster, dtype, divided) for each in chosen}
+    if dist.is_initialized() and any(each.requirements.package for each in chosen):
+        # A package may be broken on one node: then ranks would run different kernels.
+        told = "; ".join(f"{name}: {reason or 'usable'}" for name, reason in unmet.items())
+        same_everywhere({"what module_replace can use": told}, distributed=job.cluster.distributed)
+    return unmet
+
+
+def _use(job: Job, candidate: Replacement, made: set[nn.Module]) -> _Row:
+    """Lets it replace what it can but for the modules in ``made``, to which it adds its own."""
+    outcome = candidate.replace(job.module, made)
+    made |= outcome.made
     if outcome.model is not job.module:
         job.replace_model(outcome.model)
     seen = [f"{count} × {what}" for what, count in (*outcome.replaced.items(), *outcome.kept.items())]
     text = f"{candidate.name}: {', '.join(seen) or f'the model has no {candidate.looks_for}'}"
-    return _Row(text, outcome.replaced.total(), bool(seen), candidate.by_user)
+    return _Row(candidate.name, text, outcome.replaced.total(), bool(seen), candidate.by_user)
+
+
+def _left_out(job: Job, candidate: Replacement, reason: str) -> _Row:
+    found = candidate.concerns(job.module)
+    return _Row(candidate.name, reason, 0, found, candidate.by_user, left_out=True)
+
+
+def _joined(rows: Iterable[_Row]) -> list[str]:
+    """What rows say; those left out for one reason share a sentence."""
+    listed = list(rows)
+    sharing: dict[str, list[str]] = {}
+    for row in listed:
+        if row.left_out:
+            sharing.setdefault(row.text, []).append(row.name)
+    texts = []
+    for row in listed:
+        if not row.left_out:
+            texts.append(row.text)
+        elif names := sharing.pop(row.text, None):
+            texts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not used: {row.text}")
+    return texts
 
 
 def _compute_dtype(job: Job) -> str:
@@ -157,6 +241,44 @@ def _compute_dtype(job: Job) -> str:
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
     return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else planned
+
+
+def _wrong_settings(
+    method: str,
+    config: ModuleReplaceConfig,
+    name: str,
+    settings: Mapping[str, JsonValue],
+    known: Mapping[str, Replacement],
+) -> list[Problem]:
+    """What is wrong with ``configs[name]``: nothing that it says may be dropped in silence."""
+    key = f"configs.{name}"
+    if name not in known:
+        return [_unknown(method, key, name, known)]
+    if (config.include is not None and name not in config.include) or name in config.exclude:
+        where = "exclude names it" if name in config.exclude else "include does not name it"
+        return [
+            Problem(
+                message=f"it has settings and is not used: {where}. Take them out, or use it.",
+                method=method,
+                key=key,
+            )
+        ]
+    if known[name].only_by_name and config.include is None:
+        message = "it has settings and is not used: it is used only where include names it."
+        return [Problem(message=message, method=method, key=key)]
+    try:
+        known[name].configured(settings)
+    except InputError as error:
+        return [Problem(message=str(error), method=method, key=key)]
+    return [
+        Problem(
+            message=f"{name!r} has no such setting.",
+            method=method,
+            key=f"{key}.{setting}",
+            accepted=", ".join(accepted) or "none",
+        )
+        for setting, accepted in known[name].unknown_settings(settings).items()
+    ]
 
 
 def _unknown(method: str, key: str, name: str, known: Mapping[str, Replacement]) -> Problem:

@@ -15,6 +15,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import BatchRunner, Job, first_loss
 from atorch_ns.method import Method, MethodConfig, Need, Phase
 from atorch_ns.pipeline import PipelineRunner, get_schedule
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib._pipeline_checks import OutputsAlone
 from opt_lib._pipeline_cut import CutPipeline, cut_pipeline
@@ -93,6 +94,17 @@ class PipelineParallel(Method[PipelineParallelConfig]):
             num_micro_batches=config.num_micro_batches or plan.num_micro_batches,
         )
 
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[PipelineParallelConfig]:
+        """Two schedules with two stages on each rank: half the bubble of 1F1B, and a sixth of it where backward
+        passes can be taken apart.
+
+        The others wait as long as one of these three, or longer, and hold as much or more. ``auto`` is one of
+        them, chosen as the search would.
+        """
+        if cluster.world_size > 1 and len(profile.blocks) >= 4:
+            for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
+                yield PipelineParallelConfig(schedule=schedule)
+
     def apply(self, job: Job, config: PipelineParallelConfig) -> None:
         """Cuts the model; collective."""
         assert job.mesh is not None
@@ -122,13 +134,11 @@ def _runner(cut: CutPipeline, job: Job, loss_func: Any) -> BatchRunner:
     def loss_of(batch: Any, output: Any) -> torch.Tensor:
         return first_loss(watched(batch, output)).reshape(())
 
-    # Compiled blocks and selective recomputation compute the gradients of inputs and weights at once, and only once.
-    whole = job.plan.compiled or job.plan.recompute == "selective"
     return PipelineRunner(
         cut.stage_set,
         cut.plan.info,
         group=group,
         device=job.device,
         loss_of=loss_of,
-        whole_backward=whole,
+        whole_backward=job.plan.whole_backward,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
 
@@ -81,6 +83,14 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         exchange: Literal["ulysses", "ring"] = "ring" if config.kind == "ring" else "ulysses"
         return replace(plan, sequence_exchange=exchange, sequence_blocks=config.blocks)
 
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[SequenceParallelConfig]:
+        """Heads against positions, where heads divide, and keys and values around a ring."""
+        if cluster.world_size == 1 or profile.trace is None:
+            return
+        yield SequenceParallelConfig()
+        if any(segment.is_block and segment.num_attentions for segment in profile.trace.segments):
+            yield SequenceParallelConfig(kind="ring")
+
     def apply(self, job: Job, config: SequenceParallelConfig) -> None:
         """Surrounds the blocks; collective."""
         assert job.mesh is not None
@@ -99,37 +109,34 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             kind=config.kind,
             balanced=config.balanced,
             head_share=_heads_to_come(job, runs),
+            restore_precision=job.restore_precision,
         )
         attached = [SequenceRun(blocks, block_kinds(blocks), settings) for blocks in runs]
         for run in attached:
             run.attach()
         job.sums.add(names_inside(runs), group, mean=True)
-        if job.stages:
-            job.explain(self.name, "in a pipeline every block gathers what it gives")
-        elif not _join_early(job, attached, settings):
-            join_at_first_call(
-                job.module,
-                attached,
-                settings,
-                lambda: job.explain(self.name, _joined(attached)),
-            )
-        _explain(job, self.name, config, attached)
+        later = "" if job.stages else _join_early(job, attached, settings)
+        if later:
+            join_at_first_call(job.module, attached, settings)
+        job.explain(self.name, partial(_found, job, config, attached, later))
 
 
-def _join_early(job: Job, runs: list[SequenceRun], settings: SequenceSettings) -> bool:
+def _join_early(job: Job, runs: list[SequenceRun], settings: SequenceSettings) -> str:
     """Joins blocks by a pass of two samples, so that what cannot be divided is known now; collective.
 
-    Where the model cannot run yet, ``False``: blocks are tested and joined with the first batch.
+    Returns:
+        Why blocks can only be tested and joined with the first batch, where the model cannot run yet; else nothing.
     """
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:
-        return False
-    found: list[Any] = [_sample(job) if dist.get_rank() == 0 else None]
+        return f"the model is not on {job.device.type} yet"
+    found: list[Any] = list(_sample(job)) if dist.get_rank() == 0 else [None, ""]
     dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
-        return False
+    sample, why = found
+    if why:
+        return str(why)
     try:
-        batch = default_prepare_input(found[0], job.device)
+        batch = default_prepare_input(sample, job.device)
         join_blocks(
             job.module,
             runs,
@@ -138,34 +145,40 @@ def _join_early(job: Job, runs: list[SequenceRun], settings: SequenceSettings) -
         )
     except AtorchError:
         raise
-    except Exception:  # what the user's model says to a batch is for the first step to show
-        return False
-    return True
+    except Exception as error:  # of the user's model; the first step shows it where it comes
+        return f"two samples did not run ({type(error).__name__}: {_first_line(error)})"
+    return ""
 
 
-def _sample(job: Job) -> Any:
+def _sample(job: Job) -> tuple[Any, str]:
+    """Two samples, and why there are none."""
     try:
-        return sample_batch(job.inputs)
-    except Exception:  # as above
-        return None
+        batch = sample_batch(job.inputs)
+    except Exception as error:  # of the user's dataset or functions, as above
+        return None, f"two samples could not be taken ({type(error).__name__}: {_first_line(error)})"
+    return batch, "there is no batch to look at" if batch is None else ""
 
 
-def _explain(job: Job, method: str, config: SequenceParallelConfig, runs: list[SequenceRun]) -> None:
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
+def _found(job: Job, config: SequenceParallelConfig, runs: list[SequenceRun], later: str) -> str:
+    """What is divided, and how, by what has been found so far; ``later``: why not before the first batch."""
     assert job.mesh is not None
     count = sum(len(run.blocks) for run in runs)
     kinds = sorted({plan.kind for run in runs for plan in run.plans().values()})
-    attention = " and ".join(kinds) or f"{config.kind}, settled with the first batch"
-    job.explain(
-        method,
-        f"{count} block(s) on 1/{job.mesh.size('sequence')} of each sequence, attention by {attention}",
-    )
-    if kinds and not job.stages:
-        job.explain(method, _joined(runs))
-
-
-def _joined(runs: list[SequenceRun]) -> str:
+    because = f", since {later}" if later else ""
+    attention = " and ".join(kinds) or f"{config.kind}, settled with the first batch{because}"
+    text = f"{count} block(s) on 1/{job.mesh.size('sequence')} of each sequence, attention by {attention}"
+    if job.stages:
+        return f"{text}; in a pipeline every block gathers what it gives"
+    if not kinds:
+        return text
     num = sum(run.num_joined for run in runs)
-    return f"hidden states stay divided after {num} block(s); the code after the others sees them whole"
+    return (
+        f"{text}; hidden states stay divided after {num} block(s); the code after the others sees them whole"
+    )
 
 
 def _heads_to_come(job: Job, runs: list[list[NamedModule]]) -> int:

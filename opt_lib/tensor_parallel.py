@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.cluster import agree
+from atorch_ns.cluster import Cluster, agree
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
 from atorch_ns.method import Method, Phase
+from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     ChosenPlan,
     Division,
@@ -33,6 +34,7 @@ from atorch_ns.torch_compat import plain_name
 from opt_lib._sample_batch import sample_batch
 from opt_lib._shard_parts import broadcast_from_first
 from opt_lib._tensor_config import TensorParallelConfig, users_plan
+from opt_lib._vocabulary_loss import divide_logits, guard_loss, loss_on_parts
 
 __all__ = ["TensorParallel", "TensorParallelConfig"]
 
@@ -49,8 +51,16 @@ class TensorParallel(Method[TensorParallelConfig]):
     needs_process_group = True
 
     def plan(self, plan: Plan, config: TensorParallelConfig) -> Plan:
-        """Whether the residual stream is divided too."""
-        return replace(plan, tensor_sequence=config.sequence)
+        """Whether the residual stream is divided too, and the logits in the loss."""
+        return replace(plan, tensor_sequence=config.sequence, parallel_loss=config.parallel_loss is not False)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[TensorParallelConfig]:
+        """With the residual stream whole, and divided, which takes memory off every block for as many bytes sent."""
+        if cluster.world_size == 1 or profile.trace is None:
+            return
+        yield TensorParallelConfig()
+        if any(segment.is_block and segment.num_rows for segment in profile.trace.segments):
+            yield TensorParallelConfig(sequence=True)
 
     def apply(self, job: Job, config: TensorParallelConfig) -> None:
         """Chooses a plan, tests it and divides the layers in place; collective."""
@@ -59,8 +69,10 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.explain(self.name, "the tensor axis has one rank, so nothing is divided")
             return
         division = Division(job.mesh.axis("tensor"))
-        model = job.module if job.uncut is None else job.uncut
-        graph = _traced(job, model, division.degree, runs=config.sequence)
+        model = job.in_full_precision(job.module if job.uncut is None else job.uncut)
+        batch = _sampled(job)
+        graph = _traced(job, model, batch, division.degree, runs=config.sequence)
+        really = config.self_test and dist.get_backend(division.group) != "fake"
         chosen = choose_plan(
             model,
             division,
@@ -69,11 +81,19 @@ class TensorParallel(Method[TensorParallelConfig]):
             source=config.source,
             sequence_dim=config.sequence_dim if config.sequence else None,
             undivided=config.undivided,
-            really=config.self_test and dist.get_backend(division.group) != "fake",
+            really=really,
         )
-        _divide(job, _of_this_rank(chosen, job.module, job.stages), division)
+        loss = loss_on_parts(
+            job, model, batch, chosen, graph, division, wanted=config.parallel_loss, really=really
+        )
+        here = _of_this_rank(chosen, job.module, job.stages)
+        _divide(job, here, division)
+        divide_logits(job, loss, here.layout)
+        guard_loss(job)
         job.worked_out[self.name] = chosen.plan.as_config()
         self._explain(job, chosen, config)
+        if loss.note:
+            job.explain(self.name, loss.note)
 
     def _explain(self, job: Job, chosen: ChosenPlan, config: TensorParallelConfig) -> None:
         where = {"user": "the plan given", "model": "the model's own plan", "found": "found"}
@@ -100,17 +120,32 @@ def _ends(chain: Sequence[str]) -> str:
     return chain[0] if len(chain) == 1 else f"{chain[0]} to {chain[-1]}"
 
 
-def _traced(job: Job, model: nn.Module, degree: int, *, runs: bool) -> LayerGraph:
-    """How the layers of the whole model are connected, from the batch of the first rank; collective.
+def _sampled(job: Job) -> Any:
+    """The sample batch of the first rank; collective.
 
     Raises:
-        InputError: if there is no batch to run it on, or it cannot be run on one.
+        InputError: if there is none.
     """
     text = agree(lambda: _pickled(sample_batch(job.inputs)), what="taking a sample batch", distributed=True)
     held = [text]
     dist.broadcast_object_list(held, src=0)
+    batch = torch.load(io.BytesIO(held[0]), weights_only=False)  # this job's first rank has written it
+    if batch is None:
+        raise InputError(
+            "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "
+            "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
+        )
+    return batch
+
+
+def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, runs: bool) -> LayerGraph:
+    """How the layers of the whole model are connected; collective.
+
+    Raises:
+        InputError: if the model cannot be run on the batch.
+    """
     return agree(
-        lambda: _graph(job, model, held[0], degree, runs=runs), what="tracing the layers", distributed=True
+        lambda: _graph(job, model, batch, degree, runs=runs), what="tracing the layers", distributed=True
     )
 
 
@@ -120,14 +155,7 @@ def _pickled(batch: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _graph(job: Job, model: nn.Module, text: bytes, degree: int, *, runs: bool) -> LayerGraph:
-    batch = torch.load(io.BytesIO(text), weights_only=False)  # this job's first rank has written it
-    if batch is None:
-        raise InputError(
-            "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "
-            "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
-        )
-
+def _graph(job: Job, model: nn.Module, batch: Any, degree: int, *, runs: bool) -> LayerGraph:
     def run(module: nn.Module, data: Any) -> Any:
         return call_model(module, data, job.inputs.model_input_format)
 
@@ -165,6 +193,7 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Mod
             chosen.layout,
             layers=layers,
             attributes=tuple(name for name in chosen.layout.attributes if _holder(name, here)),
+            narrow_inputs=tuple(n for n in chosen.layout.narrow_inputs if n.rpartition(".")[0] in here),
         ),
         regions=tuple(spec for spec in chosen.regions if _is_here(spec, here)),
         stream=stream,

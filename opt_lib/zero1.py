@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
-from atorch_ns.job import Job, ParameterStates
+from atorch_ns.job import Job, ParameterStates, explained_groups, optimizer_arguments
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -110,12 +110,16 @@ def _shard_optimizer(job: Job) -> None:
 
     def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
         assert job.inputs.optim_func is not None
-        optimizer = ZeroRedundancyOptimizer(
-            groups,
-            optimizer_class=job.inputs.optim_func,  # type: ignore[arg-type]  # any callable does
-            process_group=group,
-            **dict(job.inputs.optim_args or {}),
-        )
+        arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups)
+        if why:
+            job.explain("optimizer", why)
+        with explained_groups(job, groups):
+            optimizer = ZeroRedundancyOptimizer(
+                groups,
+                optimizer_class=job.inputs.optim_func,  # type: ignore[arg-type]  # any callable does
+                process_group=group,
+                **arguments,
+            )
         # Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold.
         optimizer.defaults.update(optimizer.optim.defaults)
         return optimizer

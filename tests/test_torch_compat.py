@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,22 +24,32 @@ from atorch_ns.torch_compat import (
     CpuFlashAttention,
     CpuMemoryRecord,
     CudaFlashAttention,
+    TorchDispatchMode,
     checkpoint_wrapper,
+    compile_records,
     count_operators,
     fake_tensor_mode,
     fake_tensor_type,
     flatten_mesh,
     found_inf_tensors,
     fsdp1_parts,
+    graph_breaks,
     group_timeout,
     hybrid_shard_zero2,
     in_backward,
+    inner_hooks,
     is_strided_shard,
     local_grad_scaler,
+    num_compile_failures,
+    num_graphs,
     outside_fake_mode,
     persistent_buffers,
     pipeline_orders,
+    tensor_without_storage,
+    tree_leaves,
+    tree_map_only,
     unwrap_checkpoint,
+    watch_compiled,
 )
 
 
@@ -269,3 +283,116 @@ def _timeouts() -> float:
 def test_the_timeout_of_the_process_group() -> None:
     first, second = (run_ranks(_timeouts, 1, timeout_s=seconds)[0] for seconds in (30.0, 50.0))
     assert second - first == 20.0
+
+
+def test_nested_data_is_walked_and_mapped() -> None:
+    data = {"a": [torch.ones(2), 3], "b": (None, torch.zeros(1))}
+    assert [type(leaf) for leaf in tree_leaves(data)] == [torch.Tensor, int, type(None), torch.Tensor]
+    made = tree_map_only(torch.Tensor, lambda tensor: tensor.numel(), data)
+    assert made == {"a": [2, 3], "b": (None, 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    x: torch.Tensor
+    rest: list[Any]
+
+
+def test_dataclasses_that_nobody_has_registered_are_walked_and_mapped() -> None:
+    batch = _Batch(torch.ones(2), [torch.zeros(3), "name"])
+    assert tree_leaves((batch, 1)) == [batch.x, batch.rest[0], "name", 1]
+    assert tree_map_only(torch.Tensor, lambda tensor: tensor.numel(), [batch]) == [_Batch(2, [3, "name"])]  # type: ignore[arg-type]
+    assert batch.rest[0].numel() == 3
+
+
+def test_a_dispatch_mode_sees_operators() -> None:
+    class Seen(TorchDispatchMode):
+        names: tuple[str, ...] = ()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += (str(func),)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        torch.ones(2).add(1)
+    assert seen.names[-1] == "aten.add.Tensor"
+
+
+def test_a_tensor_without_storage_has_a_shape_and_no_memory() -> None:
+    class Looks(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise NotImplementedError
+
+    made = tensor_without_storage(Looks, torch.empty(1, dtype=torch.bfloat16), (3, 5))
+    assert isinstance(made, Looks)
+    assert (made.shape, made.dtype, made.requires_grad) == ((3, 5), torch.bfloat16, False)
+    with pytest.raises(NotImplementedError):
+        made.sum()
+
+
+def test_inner_hooks_are_those_below_a_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    module.register_forward_hook(lambda *_: None)
+    assert inner_hooks(module) == ()
+    module[1].register_forward_pre_hook(lambda *_: None)
+    module[1].register_forward_hook(lambda *_: None, with_kwargs=True)
+    assert inner_hooks(module) == (
+        ("1", "_forward_pre_hooks", 1),
+        ("1", "_forward_hooks", 1),
+        ("1", "_forward_hooks_with_kwargs", 1),
+    )
+
+
+def test_branches_that_depend_on_data_count_as_breaks() -> None:
+    torch.compiler.reset()
+    before = sum(graph_breaks().values())
+    torch.compile(lambda x: x + 1 if x.sum() > 0 else x - 1, backend="eager")(torch.ones(2))
+    assert sum(graph_breaks().values()) == before + 1
+
+
+def test_what_is_compiled_is_counted() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        print(end="")  # noqa: T201  # what torch cannot trace
+        return y * 2
+
+    torch.compiler.reset()
+    graphs, failures, breaks = num_graphs(), num_compile_failures(), sum(graph_breaks().values())
+    compiled = torch.compile(function, backend="eager", dynamic=False)
+    compiled(torch.ones(2))
+    begun = time.time_ns() // 1000
+    compiled(torch.ones(3))
+    assert num_graphs() == graphs + 4
+    assert num_compile_failures() > failures
+    assert sum(graph_breaks().values()) == breaks + 2
+    records = compile_records(begun)
+    assert any("size mismatch" in record.recompiled_for for record in records)
+    assert not any(record.failed_with for record in records)
+
+
+def test_calls_of_a_compiled_module_are_watched() -> None:
+    seen = []
+
+    def watch(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(args))
+        return compiled(*args, **kwargs)
+
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    watch_compiled(module, watch)
+    module(torch.ones(1, 2))
+    assert seen == [1]
+
+
+def test_a_scaler_skips_steps_of_fused_optimizers_itself() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    scaler = local_grad_scaler("cpu")
+    scaler.scale(parameter.sum() * math.inf).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.ones(2))
+    assert not optimizer.state

@@ -4,6 +4,7 @@
 
     checkpoint.save("runs", result)                          # runs/step-100, and it is the latest
     checkpoint.load("runs", result)["step"]                  # in another run, under another strategy
+    checkpoint.resume("runs", result)                        # the same, or None where nothing was saved yet
     checkpoint.export_safetensors(result, "my-model")        # transformers' from_pretrained("my-model")
 """
 
@@ -13,6 +14,7 @@ from atorch_ns.checkpoint._export import Unmatched, export_state_dict, import_st
 from atorch_ns.checkpoint._folder import latest
 from atorch_ns.checkpoint._load import load
 from atorch_ns.checkpoint._pending import PendingSave
+from atorch_ns.checkpoint._resume import resume
 from atorch_ns.checkpoint._safetensors import export_safetensors, import_safetensors
 from atorch_ns.checkpoint._save import save
 
@@ -25,5 +27,6 @@ __all__ = [
     "import_state_dict",
     "latest",
     "load",
+    "resume",
     "save",
 ]

@@ -6,7 +6,23 @@ import sys
 
 import typer
 
-from atorch_ns.cli import diff, engine, estimate, explain, methods, plan, report, strategy
+from atorch_ns.cli import (
+    diff,
+    doctor,
+    engine,
+    env,
+    estimate,
+    explain,
+    history,
+    launch,
+    methods,
+    plan,
+    report,
+    search,
+    strategy,
+    verify,
+)
+from atorch_ns.cli._debug import split_debug
 from atorch_ns.errors import (
     AtorchError,
     BackendError,
@@ -18,22 +34,28 @@ from atorch_ns.errors import (
     StrategyError,
 )
 
-__all__ = ["app", "exit_code", "main"]
+__all__ = ["app", "described", "exit_code", "main"]
 
 app = typer.Typer(
     name="atorch-ns",
-    help="Strategies for training PyTorch models: see them, check them, compare them.",
+    help="Strategies for training PyTorch models: plan and search, check and explain them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("search")(search.search)
 app.command("plan")(plan.plan)
 app.command("estimate")(estimate.estimate)
+app.command("verify")(verify.verify)
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command("explain")(explain.explain)
 app.command("report")(report.report)
 app.command("diff")(diff.diff)
+app.command("history")(history.history)
 app.command("methods")(methods.methods)
 app.add_typer(strategy.app, name="strategy")
+app.command("doctor")(doctor.doctor)
+app.command("env")(env.env)
 app.add_typer(engine.app, name="engine")
 
 
@@ -61,16 +83,20 @@ def exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, (InputError, LayoutError, StrategyError)) else 1
 
 
+def described(error: BaseException) -> str:
+    """An error in a line or more, for people."""
+    if isinstance(error, AtorchError):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error}. --debug shows where."
+
+
 def main() -> None:
     """Runs the command. Exit codes: 0 ok, 1 failed, 2 usage, 3 infeasible, 4 environment."""
-    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    debug = len(arguments) < len(sys.argv) - 1
+    arguments, debug = split_debug(sys.argv[1:])
     try:
         app(args=arguments)
     except Exception as error:
         if debug:
             raise
-        known = isinstance(error, AtorchError)
-        text = str(error) if known else f"unexpected {type(error).__name__}: {error}. --debug shows where."
-        typer.echo(f"atorch-ns: {text}", err=True)
+        typer.echo(f"atorch-ns: {described(error)}", err=True)
         sys.exit(exit_code(error))

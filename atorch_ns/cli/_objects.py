@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from atorch_ns.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["build_model", "gibibytes", "load_object", "load_sample"]
+__all__ = ["build_model", "gibibytes", "load_object", "load_sample", "wish"]
 
 _MEMORY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(TiB|GiB|MiB|TB|GB|MB)?\s*", re.IGNORECASE)
 _GIBIBYTES = {
@@ -117,6 +118,17 @@ def gibibytes(text: str | None) -> float | None:
     return float(match[1]) * _GIBIBYTES[(match[2] or "GiB").lower()]
 
 
+def wish(text: str) -> str | tuple[str, Any]:
+    """A name, or ``name=config`` whose config is JSON or a word."""
+    name, equals, config = text.partition("=")
+    if not equals:
+        return text
+    try:
+        return name, json.loads(config)
+    except ValueError:
+        return name, config
+
+
 def _module(place: str, option: str) -> ModuleType:
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -142,6 +154,11 @@ def _module_of_file(path: Path) -> ModuleType:
         raise FileNotFoundError(f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look a class's module up by name.
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    ours = sys.modules.setdefault(path.stem, module) is module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if ours:
+            del sys.modules[path.stem]
+        raise
     return module

@@ -39,8 +39,9 @@ Optimizer = Annotated[str, typer.Option(help="The optimizer's class; 'none' for 
 InputFormat = Annotated[
     str,
     typer.Option(
-        help="How the batch is passed: auto, none (model(batch)), unpack_sequence, unpack_dict. "
-        "auto unpacks dictionaries and sequences."
+        help="How the batch is passed: auto, none (model(batch)), unpack_sequence, unpack_dict, "
+        "first (model(batch[0])). auto unpacks dictionaries and sequences, and passes the first item of a "
+        "sequence that forward cannot take whole."
     ),
 ]
 ClusterSpec = Annotated[

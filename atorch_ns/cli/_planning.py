@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
+from atorch_ns.cli._input_format import check_format, chosen_format
 from atorch_ns.cli._objects import build_model, gibibytes, load_object, load_sample
 from atorch_ns.cli._words import ended
 from atorch_ns.errors import InputError
@@ -27,8 +28,6 @@ __all__ = [
     "say_where",
     "write_file",
 ]
-
-_FORMATS = ("auto", "none", "unpack_sequence", "unpack_dict")
 
 
 class Asked(NamedTuple):
@@ -81,13 +80,15 @@ def make_profile(asked: Asked, *, device: str) -> tuple[Profile, float]:
             f"{' and '.join(missing)} missing. Give --model pkg.mod:build and --sample pkg.mod:sample, or "
             "--profile with a file that --save-profile wrote."
         )
-    if asked.input_format not in _FORMATS:
-        raise InputError(f"--input-format={asked.input_format!r} is not one of {', '.join(_FORMATS)}.")
+    wanted = check_format(asked.input_format)
     assert asked.model is not None
     assert asked.sample is not None
     model, how = build_model(asked.model)
     say(how)
     sample = load_sample(asked.sample)
+    chosen, why = chosen_format(wanted, model, sample)
+    if why:
+        say(why)
     loss = None if asked.loss is None else load_object(asked.loss, option="--loss")
     no_optimizer = asked.optimizer.lower() == "none"
     optimizer = None if no_optimizer else load_object(asked.optimizer, option="--optimizer")
@@ -98,7 +99,7 @@ def make_profile(asked: Asked, *, device: str) -> tuple[Profile, float]:
         sample,
         loss=loss,
         optimizer=optimizer,
-        input_format=asked.input_format,  # type: ignore[arg-type]  # checked above
+        input_format=chosen,
         device=device,
     )
     return profile, time.perf_counter() - began

@@ -50,6 +50,8 @@ def read_report_or_strategy(path: Path) -> tuple[TrainingReport | None, Strategy
         raise InputError(f"{path} is the page; give the report.json beside it.")
     try:
         document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
     except ValueError:
         return None, Strategy.load(path)
     if isinstance(document, Mapping) and document.get("kind") == "atorch_ns report":

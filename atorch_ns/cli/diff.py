@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from atorch_ns.engine._plan_offline import PricedStrategy
     from atorch_ns.strategy import Strategy, StrategyDiff
 
-__all__ = ["diff"]
+__all__ = ["diff", "differences_as_json"]
 
 
 def diff(
@@ -56,7 +56,7 @@ def diff(
         asked = Asked(model, sample, loss, optimizer, input_format, profile)
         priced = _priced((old, new), asked, cluster, batch)
     if as_json:
-        typer.echo(json.dumps(_as_json(result, priced), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(differences_as_json(result, priced), indent=1, ensure_ascii=False))
     else:
         if not result.same:
             typer.echo(f"before: {old}\nafter:  {new}\n")
@@ -84,7 +84,8 @@ def _priced(
     return priced
 
 
-def _as_json(result: StrategyDiff, priced: tuple[PricedStrategy, ...]) -> dict[str, Any]:
+def differences_as_json(result: StrategyDiff, priced: tuple[PricedStrategy, ...] = ()) -> dict[str, Any]:
+    """What differs, as plain values, with the estimates of both sides where there are any."""
     from atorch_ns.cli.estimate import estimate_as_json
 
     return {

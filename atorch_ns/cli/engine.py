@@ -39,7 +39,7 @@ def serve(
 
     Prints the address on stdout once it listens; all else goes to stderr.
 
-    Example: atorch-ns engine serve --history-dir /var/lib/atorch-ns --port 7077
+    Example: atorch-ns engine serve --history-dir searches
     """
     import logging
 

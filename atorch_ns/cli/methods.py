@@ -3,43 +3,79 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from atorch_ns.cli._options import AsJson
+
+if TYPE_CHECKING:
+    from atorch_ns.method import Composition, Registry
 
 __all__ = ["methods"]
 
 
 def methods(
-    name: str | None = typer.Argument(None, help="One method, with its config."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    name: Annotated[
+        str | None, typer.Argument(help="One method, with its config and what it composes with.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List the methods that a strategy may name, or the config of one.
+    """List the methods that a strategy may name; of one, also its config and what it may stand with.
 
     Example: atorch-ns methods fsdp
     """
-    from atorch_ns.method import load_registry
+    from atorch_ns.method import composition, load_registry
 
     registry = load_registry()
     chosen = [registry.get(name)] if name else list(registry)
-    rows: list[dict[str, Any]] = [
-        {
-            "name": method.name,
-            "aliases": list(method.aliases),
-            "package": registry.origin(method.name),
-            "summary": method.summary,
-            "config": method.Config.model_json_schema()["properties"] if method.Config.model_fields else {},
-        }
-        for method in chosen
-    ]
+    pairs = composition(registry) if name or as_json else None
+    rows = [_row(registry, method, pairs) for method in chosen]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     width = max(len(row["name"]) for row in rows)
     for row in rows:
         also = f" (also {', '.join(row['aliases'])})" if row["aliases"] else ""
         typer.echo(f"{row['name']:<{width}}  {row['summary']}{also}  [{row['package']}]")
-        if name:
-            for key, schema in row["config"].items():
-                typer.echo(f"  {key} = {json.dumps(schema.get('default'))}")
-                typer.echo(f"      {schema.get('description', '')}")
+    if name:
+        typer.echo("\n".join(_details(rows[0])))
+
+
+def _row(registry: Registry, method: Any, pairs: Composition | None) -> dict[str, Any]:
+    row = {
+        "name": method.name,
+        "aliases": list(method.aliases),
+        "package": registry.origin(method.name),
+        "summary": method.summary,
+        "config": method.Config.model_json_schema()["properties"] if method.Config.model_fields else {},
+    }
+    return row if pairs is None else row | _partners(method.name, pairs)
+
+
+def _partners(name: str, pairs: Composition) -> dict[str, Any]:
+    """What stands with a method in its default config, and what does not, with the reason."""
+    others = [
+        (second if first == name else first, reason)
+        for first, second, reason in pairs.pairings
+        if name in (first, second)
+    ]
+    return {
+        "composes_with": [other for other, reason in others if reason is None],
+        "conflicts": {other: reason for other, reason in others if reason is not None},
+    }
+
+
+def _details(row: dict[str, Any]) -> list[str]:
+    written = {key: json.dumps(schema.get("default")) for key, schema in row["config"].items()}
+    widths = [max(map(len, column), default=0) for column in (written.keys(), written.values())]
+    lines = ["", "config, with its defaults:"] if written else ["", "no config"]
+    lines += [
+        f"  {key:<{widths[0]}}  {default:<{widths[1]}}  {row['config'][key].get('description', '')}"
+        for key, default in written.items()
+    ]
+    lines += ["", f"stands with: {', '.join(row['composes_with']) or 'nothing else'}"]
+    if row["conflicts"]:
+        lines += ["", "does not stand with:"]
+        lines += [f"  {other}: {reason}" for other, reason in row["conflicts"].items()]
+    return lines

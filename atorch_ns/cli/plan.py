@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atorch_ns.cli._objects import wish
 from atorch_ns.cli._options import (
     AsJson,
     Batch,
@@ -95,8 +95,8 @@ def plan(
         place,
         global_batch=batch,
         settings=settings,
-        excluded=[_wish(text) for text in exclude or ()],
-        included=[_wish(text) for text in include or ()],
+        excluded=[wish(text) for text in exclude or ()],
+        included=[wish(text) for text in include or ()],
         profile_seconds=seconds,
     )
     whole = TrainingReport(search=outcome)
@@ -120,17 +120,6 @@ def plan(
         requires = replace(found.requires, device=place.device_type)
         Strategy(found, requires=requires, provenance=found.provenance).save(save)
         say(f"strategy written to {save}")
-
-
-def _wish(text: str) -> Any:
-    """A name, or ``name=config`` whose config is JSON or a word."""
-    name, equals, config = text.partition("=")
-    if not equals:
-        return text
-    try:
-        return name, json.loads(config)
-    except ValueError:
-        return name, config
 
 
 def _operators(profile: Profile, outcome: SearchOutcome, cluster: Cluster) -> str:

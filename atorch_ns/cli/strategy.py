@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from atorch_ns.cluster import Cluster, installed_packages
-from atorch_ns.errors import LayoutError, StrategyError
-from atorch_ns.strategy import Strategy, convert_pickle
-from atorch_ns.strategy import diff as compare
+from atorch_ns.cli._options import AsJson
+from atorch_ns.cli._planning import say
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Show, check, compare and convert strategy files.", no_args_is_help=True)
 
+File = Annotated[Path, typer.Argument(help="A strategy file, JSON or YAML.")]
+
 
 @app.command()
-def show(file: Path, as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
+def show(file: File, as_json: AsJson = False) -> None:
     """Print a strategy.
 
     Example: atorch-ns strategy show strategy.json
     """
+    from atorch_ns.strategy import Strategy
+
     strategy = Strategy.load(file)
     if as_json:
         typer.echo(strategy.to_bytes().decode(), nl=False)
@@ -35,14 +38,26 @@ def show(file: Path, as_json: bool = typer.Option(False, "--json", help="Print J
 
 @app.command()
 def validate(
-    file: Path, world_size: int = typer.Option(0, help="Number of processes; 0 for what the file records.")
+    file: File,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Number of processes. Without it, what the file records, else 1."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check a strategy for a number of processes; every problem is printed. The exit code is 1 if it is not valid.
 
     Example: atorch-ns strategy validate strategy.json --world-size 8
     """
+    from atorch_ns.cluster import Cluster, installed_packages
+    from atorch_ns.errors import InputError, LayoutError, StrategyError
     from atorch_ns.method import load_registry, resolve
+    from atorch_ns.strategy import Strategy
 
+    if world_size is not None and world_size < 1:
+        raise InputError(
+            f"--world-size={world_size}: at least one process is needed. Use --world-size 1 or more."
+        )
     strategy = Strategy.load(file)
     size = world_size or strategy.requires.world_size or 1
     cluster = Cluster(
@@ -51,37 +66,82 @@ def validate(
     try:
         resolved = resolve(strategy, cluster, load_registry())
     except (StrategyError, LayoutError) as error:  # the answer, not wrong usage
-        typer.echo(f"not valid for {size} process(es): {error}", err=True)
+        if as_json:
+            problems = [str(each) for each in getattr(error, "problems", ())] or [str(error)]
+            typer.echo(_answer(size, valid=False, strategy=str(strategy), notes=[], problems=problems))
+        say(f"not valid for {size} process(es): {error}")
         raise typer.Exit(1) from None
+    notes = [note.text for note in resolved.notes]
+    if as_json:
+        typer.echo(_answer(size, valid=True, strategy=str(resolved.strategy), notes=notes, problems=[]))
+        return
     typer.echo(f"valid for {size} process(es): {resolved.strategy}")
-    for note in resolved.notes:
-        typer.echo(f"  {note.text}")
+    for note in notes:
+        typer.echo(f"  {note}")
 
 
 @app.command()
-def diff(before: Path, after: Path) -> None:
+def diff(before: File, after: File, as_json: AsJson = False) -> None:
     """Print what differs between two strategies; the exit code is 1 if something does.
 
     Example: atorch-ns strategy diff old.json new.json
     """
+    from atorch_ns.cli.diff import differences_as_json
+    from atorch_ns.strategy import Strategy
+    from atorch_ns.strategy import diff as compare
+
     result = compare(Strategy.load(before), Strategy.load(after))
-    typer.echo(str(result))
+    typer.echo(json.dumps(differences_as_json(result), indent=1) if as_json else str(result))
     if not result.same:
         raise typer.Exit(1)
 
 
 @app.command()
 def convert(
-    file: Path,
-    output: Path,
-    classes: list[str] = typer.Option(  # noqa: B008  # how typer declares options
-        [], "--class", help="Qualified name of a module class that the file may refer to; repeatable."
-    ),
+    file: Annotated[Path, typer.Argument(help="What is to be converted.")],
+    output: Annotated[Path, typer.Argument(help="The strategy file to write, JSON or YAML by suffix.")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from", help="What wrote the file: atorch, accelerate, deepspeed, or auto to find out."
+        ),
+    ] = "auto",
+    classes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class", help="Qualified name of a module class that a pickle may refer to; repeatable."
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Convert a strategy that ATorch pickled. Nothing in the file is run.
+    """Convert a strategy of ATorch, a config of Accelerate or of DeepSpeed, and list what cannot be carried over.
 
-    Example: atorch-ns strategy convert atorch_strategy strategy.json
+    Nothing in the file is run. What has no counterpart is listed with its reason.
+
+    Example: atorch-ns strategy convert accelerate.yaml strategy.json
     """
-    strategy = convert_pickle(file, classes=classes)
-    strategy.save(output)
-    typer.echo(f"{output}: {strategy}")
+    from atorch_ns.strategy import convert_file
+
+    converted = convert_file(file, source=source, classes=classes or ())
+    converted.strategy.save(output)
+    if as_json:
+        typer.echo(json.dumps(converted.as_json(), indent=1, ensure_ascii=False))
+    else:
+        typer.echo(f"{output}: {converted.strategy}")
+        for title, notes in (("carried over", converted.carried), ("not carried over", converted.left_out)):
+            if notes:
+                typer.echo(f"\n{title}:")
+                for note in notes:
+                    typer.echo(f"  {note.key}: {note.text}")
+
+
+def _answer(size: int, *, valid: bool, strategy: str, notes: list[str], problems: list[str]) -> str:
+    document = {
+        "schema": 1,
+        "valid": valid,
+        "world_size": size,
+        "strategy": strategy,
+        "notes": notes,
+        "problems": problems,
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False)

@@ -26,6 +26,7 @@ OPTIONAL_PACKAGES: Mapping[str, str] = {
     "torchao": "torchao",
     "transformer_engine": "transformer-engine",
     "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
     "apex": "apex",
     "liger_kernel": "liger-kernel",
 }

@@ -19,8 +19,8 @@ from atorch_ns.errors import BatchSizeError, InputError
 
 __all__ = ["call_model", "check_model_input_format", "default_prepare_input", "split_batch"]
 
-ModelInputFormat = Literal["unpack_sequence", "unpack_dict"]
-_FORMATS: tuple[ModelInputFormat, ...] = ("unpack_sequence", "unpack_dict")
+ModelInputFormat = Literal["unpack_sequence", "unpack_dict", "first"]
+_FORMATS: tuple[ModelInputFormat, ...] = ("unpack_sequence", "unpack_dict", "first")
 
 
 def default_prepare_input(data: Any, device: torch.device | str) -> Any:
@@ -55,7 +55,8 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise InputError(
         f"model_input_format={value!r} is not known.{hint} "
-        "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data)."
+        "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data), "
+        "'first' for model(data[0])."
     )
 
 
@@ -68,10 +69,14 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
     known = check_model_input_format(model_input_format)
     if known is None:
         return model(data)
-    if known == "unpack_sequence":
+    if known in ("unpack_sequence", "first"):
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
             raise _misfit(known, "a list or tuple", data)
-        return model(*data)
+        if known == "unpack_sequence":
+            return model(*data)
+        if not data:
+            raise _misfit(known, "a list or tuple with an item", data)
+        return model(data[0])
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise _misfit(known, "a dictionary with strings as keys", data)
     return model(**data)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine._in_process import InProcessWorker
@@ -27,6 +29,7 @@ def make_worker(
     *,
     rendezvous: Rendezvous | None,
     obstacle: str | None,
+    carried: Mapping[str, Any] | None = None,
 ) -> Worker:
     """The worker of this rank; it ends with ``stack``.
 
@@ -37,6 +40,7 @@ def make_worker(
         request: what the caller asked for.
         rendezvous: where the ranks of a trial meet.
         obstacle: why the arguments of some rank cannot be sent to another process; ``None`` if they can.
+        carried: what methods carry to another process, by their names.
     """
     limit = memory_limit(cluster, request.settings).num_bytes or None
     if obstacle is None:
@@ -47,6 +51,7 @@ def make_worker(
             log_dir=_log_dir(stack, request),
             memory_limit_bytes=limit,
             keep_logs=request.log_dir is not None,
+            carried=carried,
         )
     else:
         worker = InProcessWorker(inputs, cluster, memory_limit_bytes=limit)

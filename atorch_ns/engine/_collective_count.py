@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from atorch_ns.torch_compat import TorchDispatchMode, tree_leaves
 
 __all__ = ["CollectiveCount"]
 

@@ -9,12 +9,12 @@ from typing import Final
 
 import torch
 
+from atorch_ns.engine._out_of_memory import is_out_of_memory
 from atorch_ns.errors import AtorchError, RankError, StepError
 from atorch_ns.search import TrialStatus
 
 __all__ = ["Failure", "Interrupted", "NonFiniteLoss", "explain"]
 
-_OUT_OF_MEMORY: Final = ("DefaultCPUAllocator: can't allocate memory", "CUDA out of memory", "out of memory")
 # What gloo, NCCL and the store say when the other side has gone.
 _LOST_PEER: Final = (
     "Connection closed by peer",
@@ -71,7 +71,7 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
         return Failure(error.status, str(error))
     if isinstance(error, RankError):
         return Failure("raised", text, secondary=True)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _says(error, _OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return Failure("out of memory", text)
     if _says(error, _LOST_PEER):
         return Failure("raised", text, secondary=True)

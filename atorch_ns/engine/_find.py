@@ -89,7 +89,8 @@ def _search(
     request: SearchRequest,
 ) -> SearchOutcome:
     rendezvous = _rendezvous(stack, cluster)
-    obstacles = _gathered(cluster, describe_unpicklable(sample.inputs))
+    carried = registry.carried()
+    obstacles = _gathered(cluster, describe_unpicklable(sample.inputs, carried))
     # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
     worker = agree(
         lambda: make_worker(
@@ -99,6 +100,7 @@ def _search(
             request,
             rendezvous=rendezvous,
             obstacle=next(filter(None, obstacles), None),
+            carried=carried,
         ),
         what="starting the trial workers",
         distributed=cluster.distributed,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -60,17 +60,22 @@ class Unpacked:
     Attributes:
         inputs: with the model on meta.
         on_device: tensors that were on the rank's accelerator and are on the CPU until a trial begins.
+        carried: what methods carry from the user's process, by their names.
     """
 
     inputs: Inputs
     on_device: list[torch.Tensor] = field(default_factory=list)
+    carried: Mapping[str, Any] = field(default_factory=dict)
 
 
-def pack(inputs: Inputs, *, by_value: tuple[str, ...] = ()) -> bytes:
+def pack(
+    inputs: Inputs, *, by_value: tuple[str, ...] = (), carried: Mapping[str, Any] | None = None
+) -> bytes:
     """The user's objects in one piece.
 
     Args:
         inputs: whatever of it a trial needs is sent; learning-rate schedulers are not.
+        carried: what methods carry, by their names (:meth:`~atorch_ns.method.Registry.carried`).
         by_value: names of modules that the worker cannot import, whose classes and functions are sent whole.
 
     Raises:
@@ -78,31 +83,34 @@ def pack(inputs: Inputs, *, by_value: tuple[str, ...] = ()) -> bytes:
     """
     with _sent_whole(by_value):
         try:
-            return _pickled(_for_trials(inputs), inputs.model)
+            return _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
         except Exception as error:
-            reason = _unpicklable_argument(inputs) or f"the arguments cannot be pickled: {_said(error)}"
+            reason = _unpicklable_argument(inputs, carried)
+            reason = reason or f"the arguments cannot be pickled: {_said(error)}"
             raise InputError(f"{reason}. Trials of it cannot run in processes of their own.") from error
 
 
 def unpack(data: bytes) -> Unpacked:
     """Rebuilds what :func:`pack` made. Imports the user's modules; the only torch operators it runs are copies."""
     reader = _Unpickler(io.BytesIO(data))
-    inputs: Inputs = reader.load()
+    inputs: Inputs
+    carried: dict[str, Any]
+    inputs, carried = reader.load()
     model = inputs.model
     if reader.moments:
         # What materialises a model asks the model itself for initial values first.
         known = {id(tensor): moments for tensor, moments in reader.moments}
         named = {name: known[id(t)] for name, t in _named_tensors(model) if id(t) in known}
         object.__setattr__(model, "_init_weights", ValueFiller(model, named))
-    return Unpacked(inputs, reader.on_device)
+    return Unpacked(inputs, reader.on_device, carried)
 
 
-def describe_unpicklable(inputs: Inputs) -> str | None:
+def describe_unpicklable(inputs: Inputs, carried: Mapping[str, Any] | None = None) -> str | None:
     """Which argument cannot be sent to a trial worker and why, as a clause; ``None`` if all can."""
     try:
-        _pickled(_for_trials(inputs), inputs.model)
+        _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
     except Exception as error:
-        return _unpicklable_argument(inputs) or f"the arguments cannot be pickled: {_said(error)}"
+        return _unpicklable_argument(inputs, carried) or f"the arguments cannot be pickled: {_said(error)}"
     return None
 
 
@@ -113,9 +121,11 @@ def _for_trials(inputs: Inputs) -> Inputs:
     return replace(inputs, dataloader_args=args, lr_scheduler_cls=None, lr_scheduler_args=None)
 
 
-def _unpicklable_argument(inputs: Inputs) -> str | None:
+def _unpicklable_argument(inputs: Inputs, carried: Mapping[str, Any] | None) -> str | None:
     prepared = _for_trials(inputs)
-    reasons = ((name, _obstacle(getattr(prepared, name), inputs.model)) for name in _SENT)
+    values = {name: getattr(prepared, name) for name in _SENT}
+    values |= {f"what was registered for {name}": state for name, state in (carried or {}).items()}
+    reasons = ((name, _obstacle(value, inputs.model)) for name, value in values.items())
     return next((f"{name} cannot be pickled: {reason}" for name, reason in reasons if reason), None)
 
 

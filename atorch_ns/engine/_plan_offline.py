@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
@@ -22,7 +23,7 @@ from atorch_ns.engine._assumed_loss import AssumedLoss, assumed_format
 from atorch_ns.engine._offline_rows import nearest_miss, offline_rows, pareto_front
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, Workload, estimate
-from atorch_ns.job import first_loss
+from atorch_ns.job import first_loss, optimizer_arguments
 from atorch_ns.method import Registry, load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import (
@@ -43,7 +44,7 @@ __all__ = [
     "workload_of",
 ]
 
-InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict"]
+InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first"]
 
 
 class PricedStrategy(NamedTuple):
@@ -99,7 +100,9 @@ def profile_offline(
 
     # Fake tensors of a device that torch was built without abort the interpreter.
     here = device if device == "cpu" or torch.cuda.is_available() else "cpu"
-    profile = profile_model(model, sample, forward_loss, make_optimizer=optimizer, device=here)
+    profile = profile_model(
+        model, sample, forward_loss, make_optimizer=_as_in_training(optimizer), device=here
+    )
     elsewhere = (
         ""
         if here == device
@@ -109,6 +112,22 @@ def profile_offline(
     if profile.trace is None or not notes:
         return profile
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, *notes)))
+
+
+def _as_in_training(
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Makes the optimizer as a training job does, fused where it can be."""
+    if optimizer is None:
+        return None
+
+    @functools.wraps(optimizer)
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        arguments, _ = optimizer_arguments(optimizer, None, [{"params": parameters}])
+        return optimizer(parameters, **arguments)
+
+    return make
 
 
 def workload_of(profile: Profile, cluster: Cluster, global_batch: int | None) -> Workload:

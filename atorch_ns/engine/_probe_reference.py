@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from atorch_ns.data import default_prepare_input, split_batch
 from atorch_ns.engine._sampling import forward_loss
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
+from atorch_ns.torch_compat import tree_map_only
 
 __all__ = ["Deviation", "Reference", "bare_groups", "measure", "run_reference"]
 
@@ -199,11 +199,21 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
         return tree_map_only(torch.Tensor, lambda t: t.to(to) if t.is_floating_point() else t, value)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        weights = cast(dict(model.named_parameters()), dtype)
+        # Running statistics must have the dtype of what they normalise; other buffers stay as they are.
+        weights = cast({**dict(model.named_parameters()), **_statistics(model)}, dtype)
         output = torch.func.functional_call(model, weights, cast(args, dtype), cast(kwargs, dtype))
         return cast(output, torch.float32)
 
     return forward
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The running means and variances of normalisations."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] in ("running_mean", "running_var")
+    }
 
 
 def _mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.job import Inputs, Result, apply_strategy
 from atorch_ns.method import Resolved
 
-__all__ = ["StrategyRun", "run_strategy"]
+__all__ = ["StrategyRun", "bit_sum", "run_strategy"]
 
 _MAX_SKIPS: Final = 24
 """A loss scale begins at 2^16 and halves with every skipped step."""
@@ -66,6 +66,10 @@ def run_strategy(
         lr_scheduler_args=None,
     )
     result = apply_strategy(given, cluster, resolved)
+    if result.job.restore_precision is not None:
+        # Rounding to fp8 moves parameters by as much as a wrong strategy would. What is judged is everything else.
+        for root in result.job.roots:
+            result.job.restore_precision(root)
     result.model.train(training)
     part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
     losses = tuple(_train(result, batch[part]) for batch in batches)
@@ -91,7 +95,7 @@ def _gather(result: Result) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     for name, weight in weights.items():
         value = weight.full_tensor() if isinstance(weight, DTensor) else weight
         if not isinstance(weight, DTensor):
-            sums[name] = _bit_sum(value)
+            sums[name] = bit_sum(value)
         if job.cluster.rank == 0:
             whole[name] = value.detach().to("cpu", copy=True)
     if not job.cluster.distributed:
@@ -103,7 +107,7 @@ def _gather(result: Result) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     return whole, tuple(differing)
 
 
-def _bit_sum(tensor: torch.Tensor) -> int:
+def bit_sum(tensor: torch.Tensor) -> int:
     """The sum of a tensor's bytes, each weighted by its place in a word: equal for equal bits."""
     flat = tensor.detach().contiguous().flatten()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -29,7 +29,7 @@ from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "draw_batches", "is_reduced", "prepare"]
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: 
         )
     num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
     parts = part_of_ranks(resolved.plan.num_data_ranks)
-    batches = _draw(inputs, 1 + max(parts), num_micro_batches, num_samples)
+    batches = draw_batches(inputs, 1 + max(parts), num_micro_batches, num_samples)
     if cluster.distributed:
         pickle.dumps(batches)  # rank 0 must fail here, not where the others wait for it
     device = torch.device(cluster.device)
@@ -132,7 +132,7 @@ def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: 
 
     reference = run()
     noise = None
-    if _is_reduced(resolved):
+    if is_reduced(resolved):
         rounded = run(compute_dtype=torch.bfloat16, like=reference)
         noise = measure(reference, rounded.final, rounded.losses)
     return Prepared(
@@ -146,30 +146,46 @@ def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: 
     )
 
 
-def _is_reduced(resolved: Resolved) -> bool:
+def is_reduced(resolved: Resolved) -> bool:
+    """Whether anything is computed, held or sent in less than float32."""
     plan = resolved.plan
     dtypes = (plan.parameter_dtype, plan.compute_dtype, plan.gather_dtype, plan.reduce_dtype)
     return any(dtype not in (None, "float32") for dtype in dtypes)
 
 
-def _draw(inputs: Inputs, num_parts: int, num_micro_batches: int, num_samples: int | None) -> list[list[Any]]:
-    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few."""
+def draw_batches(
+    inputs: Inputs,
+    num_parts: int,
+    num_micro_batches: int,
+    num_samples: int | None,
+    *,
+    num_steps: int = _NUM_STEPS,
+) -> list[list[Any]]:
+    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few.
+
+    Args:
+        inputs: give dataset and collation.
+        num_parts: batches of a step, each for one rank.
+        num_micro_batches: that each of them can be split into.
+        num_samples: of each batch; two for each micro-batch if ``None``.
+        num_steps: how many.
+    """
     args = dict(inputs.dataloader_args or {})
     unbatched = "batch_size" in args and args["batch_size"] is None
     rows = 1 if unbatched else num_micro_batches * _rows(num_parts * num_micro_batches, num_samples)
     dataset = inputs.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        taken = list(itertools.islice(iter(dataset), _NUM_STEPS * num_parts * rows))
+        taken = list(itertools.islice(iter(dataset), num_steps * num_parts * rows))
     else:
-        taken = [dataset[index] for index in range(min(len(dataset), _NUM_STEPS * num_parts * rows))]
+        taken = [dataset[index] for index in range(min(len(dataset), num_steps * num_parts * rows))]
     if not taken:
         raise InputError("the dataset is empty.")
     samples = itertools.cycle(taken)
     if unbatched:
-        return [[next(samples) for _ in range(num_parts)] for _ in range(_NUM_STEPS)]
+        return [[next(samples) for _ in range(num_parts)] for _ in range(num_steps)]
     collate = args.get("collate_fn") or default_collate
     return [
-        [collate(list(itertools.islice(samples, rows))) for _ in range(num_parts)] for _ in range(_NUM_STEPS)
+        [collate(list(itertools.islice(samples, rows))) for _ in range(num_parts)] for _ in range(num_steps)
     ]
 
 

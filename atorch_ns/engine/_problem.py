@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine._checks import check_collectives, check_memory, check_price
 from atorch_ns.engine._request import SearchRequest
+from atorch_ns.engine._rewritten import with_replaced_costs
 from atorch_ns.engine._sampling import Sample, forward_loss
 from atorch_ns.estimate import Workload, estimate, unpredicted
-from atorch_ns.job import Inputs
+from atorch_ns.job import Inputs, optimizer_arguments
 from atorch_ns.method import Registry, resolve
 from atorch_ns.profile import Profile, ProfileDatabase, measure_blocks, profile_model
 from atorch_ns.search import (
@@ -83,6 +84,13 @@ def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRe
     begun = time.monotonic()
     profile = profile_model(
         inputs.model, sample.batch, forward_loss(inputs), make_optimizer=_optimizer_maker(inputs)
+    )
+    profile = with_replaced_costs(
+        profile,
+        inputs.model,
+        cluster,
+        registry,
+        lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
     )
     if request.settings.profile_database is not None:
         profile = _timed(profile, sample, cluster, request.settings)
@@ -164,7 +172,10 @@ def _timed(profile: Profile, sample: Sample, cluster: Cluster, settings: SearchS
 def _optimizer_maker(inputs: Inputs) -> Callable[[Any], torch.optim.Optimizer]:
     def make(parameters: Any) -> torch.optim.Optimizer:
         assert inputs.optim_func is not None
-        return inputs.optim_func(parameters, **dict(inputs.optim_args or {}))
+        parameters = list(parameters)
+        groups = [{"params": parameters}]
+        arguments, _ = optimizer_arguments(inputs.optim_func, inputs.optim_args, groups)
+        return inputs.optim_func(parameters, **arguments)
 
     return make
 

@@ -21,7 +21,15 @@ from atorch_ns.data import call_model, default_prepare_input, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, first_loss
 
-__all__ = ["Sample", "SampledDataset", "forward_loss", "kept_random_state", "sample_inputs"]
+__all__ = [
+    "Sample",
+    "SampledDataset",
+    "forward_loss",
+    "join_batches",
+    "kept_random_state",
+    "num_samples",
+    "sample_inputs",
+]
 
 _MAX_BYTES: Final = 256 * 2**20
 _NUM_BATCHES: Final = 64
@@ -46,7 +54,7 @@ class _Joined:
     """Collates one-row batches into one batch."""
 
     def __call__(self, rows: list[Any]) -> Any:
-        return _join(rows)
+        return join_batches(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +136,14 @@ def _require(inputs: Inputs, sample_batch: Any) -> None:
 
 
 def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
-    rows = _num_rows(batch)
+    rows = num_samples(batch)
     wanted = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
     pieces = split_batch(batch, rows)
     kept = min(rows, _PROFILED_SAMPLES)
     trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": _Joined()}, wanted)
     return Sample(
         inputs=trial,
-        batch=_prepared(inputs, _join(pieces[:kept])),
+        batch=_prepared(inputs, join_batches(pieces[:kept])),
         num_samples=kept,
         global_batch=wanted,
     )
@@ -146,7 +154,7 @@ def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -
     collate = args.get("collate_fn")
     if "batch_size" in args and args["batch_size"] is None:  # every item is a batch already
         items = _take(inputs.dataset, 2)
-        rows = _num_rows(items[0])
+        rows = num_samples(items[0])
         trial = _trial_inputs(inputs, items, {"batch_size": None}, 1)
         return Sample(inputs=trial, batch=_prepared(inputs, items[0]), num_samples=rows, global_batch=rows)
     wanted = batch_size or args.get("batch_size") or _batch_sampler_size(args) or num_data_ranks
@@ -226,7 +234,8 @@ def _prepared(inputs: Inputs, batch: Any) -> Any:
         raise InputError(f"prepare_input raised {type(error).__name__}: {error}") from error
 
 
-def _num_rows(batch: Any) -> int:
+def num_samples(batch: Any) -> int:
+    """Samples in a batch; raises InputError if its tensors do not say."""
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     if not sizes:
         raise InputError(
@@ -259,14 +268,15 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(getattr(value, field.name, None))
 
 
-def _join(rows: Sequence[Any]) -> Any:
+def join_batches(rows: Sequence[Any]) -> Any:
+    """Batches of the same nest as one, their tensors joined along dim 0; what is no tensor is the first's."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.dim() else first
     if isinstance(first, Mapping):
-        return type(first)({key: _join([row[key] for row in rows]) for key in first})  # type: ignore[call-arg]
+        return type(first)({key: join_batches([row[key] for row in rows]) for key in first})  # type: ignore[call-arg]
     if isinstance(first, tuple) and hasattr(first, "_make"):
-        return first._make(_join(items) for items in zip(*rows, strict=True))
+        return first._make(join_batches(items) for items in zip(*rows, strict=True))
     if isinstance(first, (list, tuple)):
-        return type(first)(_join(items) for items in zip(*rows, strict=True))
+        return type(first)(join_batches(items) for items in zip(*rows, strict=True))
     return first

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -44,6 +44,7 @@ class TrialWorker:
         observer: is told when the helper had to be started again.
         memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
         keep_logs: whether what trials printed that ran well is kept, too.
+        carried: what methods carry to the helper, by their names.
 
     Raises:
         InputError: if an argument cannot be sent to another process; the message names it.
@@ -59,7 +60,9 @@ class TrialWorker:
         observer: Observer | None = None,
         memory_limit_bytes: int | None = None,
         keep_logs: bool = True,
+        carried: Mapping[str, Any] | None = None,
     ) -> None:
+        self._carried = carried
         self._keep_logs = keep_logs
         self._inputs = inputs
         self._rank = cluster.rank
@@ -75,7 +78,7 @@ class TrialWorker:
             default_dtype=torch.get_default_dtype(),
             memory_limit_bytes=memory_limit_bytes,
         )
-        self._job = pack(inputs)
+        self._job = pack(inputs, carried=carried)
         self._process: WorkerProcess | None = self._start()
 
     def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
@@ -147,7 +150,7 @@ class TrialWorker:
             missing = process.broken["missing"]
             if missing in sys.modules and missing not in self._by_value:
                 self._by_value += (missing,)
-                self._job = pack(self._inputs, by_value=self._by_value)
+                self._job = pack(self._inputs, by_value=self._by_value, carried=self._carried)
                 process.close()
                 self._own_log.unlink(missing_ok=True)  # it told of what is put right here
                 self._process = self._start()

@@ -31,6 +31,7 @@ from torch import nn
 from atorch_ns.engine._frames import Receiver, send
 from atorch_ns.engine._pickling import Unpacked, unpack
 from atorch_ns.engine._trial_process import TASK, Setting, be_trial, die_with_parent
+from atorch_ns.errors import BackendError
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
 
@@ -56,9 +57,13 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
     """
     started = time.monotonic()
     torch.set_num_threads(1)  # trials set their own; threads that exist before a fork are lost in it
+    # Packages ask for GPUs when they are imported. By the driver's library the question leaves this process as it is;
+    # by the runtime it would spoil CUDA for every fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         setting, job = _read_job(job_fd)
         registry = load_registry()
+        registry.restore(job.carried)
         _warm_up()
     except BaseException as error:
         traceback.print_exc()
@@ -89,6 +94,19 @@ def _warm_up() -> None:
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.AdamW([weight]).step()
+
+
+def _check_forks_have_cuda() -> None:
+    """CUDA must not have been started here: a fork of a process that has used it cannot use it.
+
+    Raises:
+        BackendError: if what the user's objects import has started it.
+    """
+    if torch.cuda.is_initialized():
+        raise BackendError(
+            "CUDA was started while the model, the dataset or a function was loaded, so no process that is forked "
+            "afterwards could use it. Move what touches a GPU on import into a function."
+        )
 
 
 @dataclass

@@ -42,11 +42,13 @@ class Activations:
         plan: what they have in common.
         trace: of the model.
         bytes: of one block of each segment.
+        offloads: whether what recomputation begins from is in a memory that is not the device's.
     """
 
     plan: Plan
     trace: Trace
     bytes: SegmentBytes
+    offloads: bool = False
 
     @property
     def parts(self) -> Parts:
@@ -84,7 +86,7 @@ class Activations:
 
     def forward(self, s: int, j: Place) -> np.ndarray:
         """[R] at the worst moment of a forward pass."""
-        return np.asarray(self.before(s, j) + self.bytes.forward_peaks[s])
+        return np.asarray(self.before(s, j) + self.bytes.forward_peaks[s] + self._brought_back(s, j))
 
     def forward_moments(self, s: int, j: Place) -> list[tuple[np.ndarray, np.ndarray | float]]:
         """Worst moments of a forward pass, each with the bytes of autocast's copies of parameters.
@@ -112,7 +114,15 @@ class Activations:
         # Recomputation stops as soon as everything saved is there again, so its output is not made.
         running = self.bytes.forward_peaks[s] - kept
         worst = np.maximum(np.maximum(running, again), again + peak)
-        return np.asarray(alive + np.where(recomputes, RNG_STATE_BYTES + worst, peak))
+        return np.asarray(
+            alive + np.where(recomputes, RNG_STATE_BYTES + worst + self._brought_back(s, j), peak)
+        )
+
+    def _brought_back(self, s: int, j: Place) -> np.ndarray | float:
+        """[R] of a block that is recomputed from inputs in host memory: its input, while it runs."""
+        if not self.offloads or self.recomputes(s, j) is False:
+            return 0.0
+        return np.where(self.recomputes(s, j), self.bytes.outputs[s], 0.0)
 
     def leaving_backward(self, s: int, j: Place) -> np.ndarray:
         """[R] when a backward pass is over: the gradient of its input is there."""
@@ -152,7 +162,7 @@ class Activations:
         again = self._num_recomputed(s, count)
         kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
         if np.any(again):
-            output = self.bytes.outputs[s]
+            output = 0.0 if self.offloads else self.bytes.outputs[s]
             kept = kept + again * (output + RNG_STATE_BYTES + self._kept_inside(s))
         return np.asarray(kept)
 

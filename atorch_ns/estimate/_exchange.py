@@ -12,7 +12,14 @@ import numpy as np
 from atorch_ns.estimate._passes import recomputed_shares
 from atorch_ns.estimate._ring import collective_seconds
 from atorch_ns.estimate._scene import Scene
-from atorch_ns.estimate._units import DTYPE_BYTES, computed_in, cost_of, reduced_bytes
+from atorch_ns.estimate._units import (
+    DTYPE_BYTES,
+    LOSS_CALLS,
+    LOSS_NUMBERS,
+    computed_in,
+    cost_of,
+    reduced_bytes,
+)
 from atorch_ns.profile import Segment
 
 __all__ = ["Exchange", "exchanges_of", "partial_sums"]
@@ -63,11 +70,12 @@ def partial_sums(scene: Scene) -> np.ndarray:
     return collective_seconds("all_reduce", num_bytes, scene.groups(("sequence",)), scene.hardware)
 
 
-def _tensor(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.ndarray, float]:
+def _tensor(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.ndarray, np.ndarray | float]:
     """Megatron's exchanges: one sum for each row layer forward, one for each group of column layers backward.
 
     With the residual stream divided, a gather and a scattered sum take the place of each sum, which is as many
-    bytes. Around the blocks the embedding's rows are summed, and the logits gathered.
+    bytes. Around the blocks the embedding's rows are summed, and the logits gathered; a loss on parts of the logits
+    sums three numbers for each token instead.
     """
     groups = scene.groups(("tensor",))
     output = _output(scene, s) / scene.sizes.sequence
@@ -84,10 +92,14 @@ def _tensor(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.nd
     tokens = scene.num_samples * scene.num_tokens * DTYPE_BYTES.get(autocast or weights, 4)
     logits = collective_seconds("all_gather", tokens * words[0].shape[0], groups, scene.hardware)
     hidden = collective_seconds("all_reduce", tokens * words[0].shape[1], groups, scene.hardware)
-    return logits + hidden, 2.0
+    parts = scene.sizes.parallel_loss
+    seen = scene.num_samples * scene.num_tokens * scene.trace.loss_share
+    numbers = seen * LOSS_NUMBERS * DTYPE_BYTES["float32"]
+    sums = collective_seconds("all_reduce", numbers, groups, scene.hardware, LOSS_CALLS)
+    return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
 
 
-def _sequence(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.ndarray, float]:
+def _sequence(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.ndarray, np.ndarray | float]:
     """Ulysses: queries, keys, values and results change between tokens and heads in each attention; a ring: keys
     and values pass every rank, forward, and with their gradients backward. Keys and values have fewer heads."""
     groups = scene.groups(("sequence",))
@@ -97,12 +109,15 @@ def _sequence(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.
     heads = trace.num_key_value_heads / trace.num_heads if trace.num_heads else 1.0
     width = _output(scene, s) / scene.sizes.tensor
     passes = segment.num_attentions * (2 + again)
-    if scene.plan.sequence_exchange == "ulysses":
-        count = 4 * passes
-        num_bytes = width * (2 + 2 * heads) * passes / scene.sizes.sequence
-        return collective_seconds("all_to_all", num_bytes, groups, scene.hardware, count), count
-    count = segment.num_attentions * (1 + again + 2)
-    return collective_seconds("all_gather", width * 2 * heads * count, groups, scene.hardware, count), count
+    is_ring = scene.sizes.is_ring
+    count = 4 * passes
+    num_bytes = width * (2 + 2 * heads) * passes / scene.sizes.sequence
+    seconds = collective_seconds("all_to_all", num_bytes, groups, scene.hardware, count)
+    if not is_ring.any():
+        return seconds, count
+    turns = segment.num_attentions * (1 + again + 2)
+    around = collective_seconds("all_gather", width * 2 * heads * turns, groups, scene.hardware, turns)
+    return np.where(is_ring, around, seconds), np.where(is_ring, turns, count)
 
 
 def _expert(scene: Scene, s: int, segment: Segment, again: float) -> tuple[np.ndarray, float]:

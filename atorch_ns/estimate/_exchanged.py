@@ -13,7 +13,14 @@ import numpy as np
 from atorch_ns.estimate._estimate import Collective, Workload
 from atorch_ns.estimate._passes import recomputed_shares
 from atorch_ns.estimate._stages import schedule_of, stages_of
-from atorch_ns.estimate._units import DTYPE_BYTES, computed_in, cost_of, stored_dtype
+from atorch_ns.estimate._units import (
+    DTYPE_BYTES,
+    LOSS_CALLS,
+    LOSS_NUMBERS,
+    computed_in,
+    cost_of,
+    stored_dtype,
+)
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import Plan
 
@@ -123,7 +130,11 @@ def _of_segment(
     if segment.name != trace.segments[-1].name:
         yield "all_reduce", 1, width * residual
         return
-    yield "all_gather", 1, samples * trace.num_tokens * trace.vocabulary_size * computed
+    tokens = samples * trace.num_tokens
+    if plan.parallel_loss:
+        yield "all_reduce", LOSS_CALLS, LOSS_NUMBERS * tokens * trace.loss_share * DTYPE_BYTES["float32"]
+    else:
+        yield "all_gather", 1, tokens * trace.vocabulary_size * computed
     yield "all_reduce", 1, width * residual
 
 

@@ -78,12 +78,15 @@ class UnitBytes:
         return np.asarray(total * self._kind.accumulates)
 
     def kept_gathered(self, s: int, j: Place) -> np.ndarray:
-        """[R] what stays gathered of the units up to a place, this one included."""
+        """[R] what stays gathered of the units up to a place, this one included; in a pipeline, which comes back
+        to them with the next micro-batch, of all."""
         total = self._none
-        if self._kind.plan.keeps_gathered:
-            for index in self.units:
-                if index <= s:
-                    total = total + self.gathered[index] * (self._counts[index] if index < s else j + 1)
+        if not self._kind.plan.keeps_gathered:
+            return total
+        stays = self._kind.parts.sizes.pipeline > 1
+        for index in self.units:
+            count, upto = self._counts[index], j + 1 if index == s else self._counts[index] * (index < s)
+            total = total + self.gathered[index] * np.where(stays, count, upto)
         return total
 
     def buffer(self, s: int) -> np.ndarray:

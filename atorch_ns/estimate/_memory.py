@@ -58,12 +58,11 @@ def price_memory(
     for index, plan in enumerate(table.templates):
         rows, sizes = table.sizes(index, workload, memo)
         if rows.size:
-            parts, owner = staged(plan, trace, sizes, memo)
+            parts, owners = staged(plan, trace, sizes, memo)
             kind = _kind(plan, trace, workload, parts, device_type, memo)
             found, moments = _price(kind)
-            # Of the stages of one plan, the one that needs most comes last and stays.
-            order = np.argsort(found.sum(axis=1), kind="stable")
-            memory[rows[owner[order]]], worst[rows[owner[order]]] = found[order], moments[order]
+            most = owners.largest(found.sum(axis=1))  # of the stages of each plan
+            memory[rows], worst[rows] = found[most], moments[most]
     return memory, worst, moment_names(trace)
 
 
@@ -74,12 +73,7 @@ def _kind(plan: Plan, trace: Trace, workload: Workload, parts: Parts, device_typ
     parameters = parameters_of(trace, plan, tied=parts.is_cut)
     expanded = _expanded(parameters, trace)
     if parts.divides:
-        counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
-        # Experts are divided over the ranks that have the same ones.
-        alike = np.where(sizes.zero > 1, sizes.zero, sizes.data)
-        keys, row = np.unique(
-            np.column_stack([degree, alike, sizes.tensor, sizes.expert, counts]), axis=0, return_inverse=True
-        )
+        keys, row = memo.get(("held", id(parts)), lambda: _held(parts, degree))
         parameters = parameters.part(keys[:, 2], keys[:, 3], keys[:, 4:])
         degrees = keys[:, 0]
         if parameters.is_expert.any():
@@ -93,7 +87,9 @@ def _kind(plan: Plan, trace: Trace, workload: Workload, parts: Parts, device_typ
     return Kind(
         plan=plan,
         trace=trace,
-        activations=Activations(plan, trace, of_segments),
+        activations=Activations(
+            plan, trace, of_segments, offloads=plan.offload_activations and device_type != "cpu"
+        ),
         parameters=parameters,
         shares=shares,
         kept=kept_of(plan, parameters, shares, trace.optimizer),
@@ -105,6 +101,18 @@ def _kind(plan: Plan, trace: Trace, workload: Workload, parts: Parts, device_typ
         expanded=expanded,
         is_cpu=device_type == "cpu",
     )
+
+
+def _held(parts: Parts, degree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[K, 4 + S] what decides about the states that a rank holds, each once, and [R] which of them a row has."""
+    sizes = parts.sizes
+    counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
+    # Experts are divided over the ranks that have the same ones.
+    alike = np.where(sizes.zero > 1, sizes.zero, sizes.data)
+    keys, row = np.unique(
+        np.column_stack([degree, alike, sizes.tensor, sizes.expert, counts]), axis=0, return_inverse=True
+    )
+    return keys, row
 
 
 def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: Parts) -> SegmentBytes:
@@ -141,7 +149,7 @@ def _price(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     columns = {
         "parameters": kind.kept.parameters[kind.row] * on_device + buffers,
         "gradients": gradients + weights * sum(extra.gradient_copies for extra in plan.extras),
-        "optimizer": kind.kept.optimizer[kind.row] * on_device,
+        "optimizer": kind.kept.optimizer[kind.row] * (0.0 if kind.offloads_optimizer else 1.0),
         "activations": activations + batch,
         "temporaries": temporaries + weights * sum(extra.parameter_copies for extra in plan.extras),
         "reserve": float(sum(extra.fixed_bytes for extra in plan.extras)),

@@ -109,6 +109,11 @@ class Kind:
         return self.plan.offload and not self.is_cpu
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's states stay in a memory that is not the device's."""
+        return self.offloads or (self.plan.offload_optimizer and not self.is_cpu)
+
+    @property
     def accumulates(self) -> np.ndarray:
         """[R] whether gradients of earlier micro-batches are there, to which others are added."""
         return self.parts.accumulates
@@ -149,7 +154,7 @@ class Kind:
     def step_temporaries(self) -> np.ndarray:
         """[R] what the optimizer needs while it steps."""
         spec = self.trace.optimizer
-        if spec is None or self.offloads:
+        if spec is None or self.offloads_optimizer:
             return np.zeros(len(self.row))
         updated = self.parameters.itemsize
         if self.plan.master_dtype is not None:

@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from atorch_ns.estimate._axis_use import AxisUse
 from atorch_ns.profile import Trace
-from atorch_ns.strategy import Plan
 
 __all__ = ["Parts", "Sizes"]
 
@@ -24,6 +24,8 @@ class Sizes:
     Attributes:
         data, zero, tensor, sequence, expert, pipeline: [R].
         micro_batches: [R].
+        use: [R] index into ``uses``.
+        uses: how the axes are used.
     """
 
     data: np.ndarray
@@ -33,13 +35,45 @@ class Sizes:
     expert: np.ndarray
     pipeline: np.ndarray
     micro_batches: np.ndarray
+    use: np.ndarray
+    uses: tuple[AxisUse, ...]
 
     def __len__(self) -> int:
         return len(self.data)
 
     def take(self, rows: np.ndarray) -> Sizes:
         """Those of some rows."""
-        return Sizes(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        columns = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__ if name != "uses"}
+        return Sizes(uses=self.uses, **columns)
+
+    @cached_property
+    def tensor_sequence(self) -> np.ndarray:
+        """[R] whether the axis ``tensor`` divides the residual stream too."""
+        return self._used("tensor_sequence", True)
+
+    @cached_property
+    def parallel_loss(self) -> np.ndarray:
+        """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
+        return self._used("parallel_loss", True)
+
+    @cached_property
+    def is_ring(self) -> np.ndarray:
+        """[R] whether keys and values travel around the axis ``sequence``."""
+        return self._used("sequence_exchange", "ring")
+
+    @cached_property
+    def schedules(self) -> tuple[tuple[str, int], ...]:
+        """The schedules of pipelines that there are, each with its stages on a rank."""
+        return tuple(dict.fromkeys((use.schedule, use.stages_per_rank) for use in self.uses))
+
+    @cached_property
+    def schedule(self) -> np.ndarray:
+        """[R] index into :attr:`schedules`."""
+        found = [self.schedules.index((use.schedule, use.stages_per_rank)) for use in self.uses]
+        return np.asarray(np.asarray(found, dtype=np.int64)[self.use])
+
+    def _used(self, name: str, value: object) -> np.ndarray:
+        return np.asarray(np.asarray([getattr(use, name) == value for use in self.uses])[self.use])
 
     @cached_property
     def divides(self) -> bool:
@@ -68,7 +102,6 @@ class Parts:
     Attributes:
         trace: of the whole model.
         sizes: of the axes.
-        tensor_sequence: whether the axis ``tensor`` divides the residual stream too.
         counts: for each segment the blocks on the rank: one number for all plans, or [R].
         live: [R] micro-batches whose activations are alive at the worst moment.
         accumulates: [R] whether gradients of earlier micro-batches are there then.
@@ -78,7 +111,6 @@ class Parts:
 
     trace: Trace
     sizes: Sizes
-    tensor_sequence: bool
     counts: tuple[np.ndarray | int, ...]
     live: np.ndarray
     accumulates: np.ndarray
@@ -87,12 +119,12 @@ class Parts:
     known: dict[Hashable, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def whole(cls, plan: Plan, trace: Trace, sizes: Sizes) -> Parts:
+    def whole(cls, trace: Trace, sizes: Sizes) -> Parts:
         """Of plans without a pipeline: every rank has a part of every block."""
         ones, no = np.ones(len(sizes), dtype=np.int64), np.zeros(len(sizes), dtype=bool)
         counts = tuple(segment.count for segment in trace.segments)
         many = sizes.micro_batches > 1
-        return cls(trace, sizes, plan.tensor_sequence, counts, ones, many, no, no)
+        return cls(trace, sizes, counts, ones, many, no, no)
 
     def staged(
         self,
@@ -116,19 +148,21 @@ class Parts:
         """Whether the plans have stages."""
         return any(isinstance(count, np.ndarray) for count in self.counts)
 
-    def share(self, s: int, divided: float) -> np.ndarray | float:
+    def share(self, s: int, divided: float, words: float = 0.0) -> np.ndarray | float:
         """[R] of a quantity of segment ``s`` the share that a rank has.
 
         Args:
             s: the segment.
             divided: share of the quantity that lies between divided layers.
+            words: share of it that lies between the head and the loss.
         """
         if not self.sizes.divides:
             return 1.0
         is_block = self.trace.segments[s].is_block
-        inside = 1.0 if self.tensor_sequence and is_block else divided
-        key = (inside, is_block)
+        key = (divided, words, is_block)
         if key not in self.known:
+            inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, divided)
+            inside = inside + self.sizes.parallel_loss * words
             share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)
             self.known[key] = share / self.sizes.sequence if is_block else share
         return self.known[key]
@@ -155,9 +189,10 @@ class Parts:
         Megatron's sequence parallelism divides the residual stream, and gathers it before each group of divided
         layers; what these keep for their weights' gradients is whole.
         """
-        if not self.tensor_sequence:
+        if not self.sizes.tensor_sequence.any():
             return 0.0
-        return np.asarray(self.trace.segments[s].num_rows * (1.0 - 1.0 / self.sizes.tensor))
+        gathered = self.trace.segments[s].num_rows * (1.0 - 1.0 / self.sizes.tensor)
+        return np.where(self.sizes.tensor_sequence, gathered, 0.0)
 
     def has(self, s: int) -> np.ndarray | bool:
         """[R] whether the rank has a block of the segment."""

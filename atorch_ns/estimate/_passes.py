@@ -8,12 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from atorch_ns.estimate._host_work import recompute_operators
+from atorch_ns.estimate._narrow import NarrowShare, narrow_share
 from atorch_ns.estimate._scene import Scene
 from atorch_ns.estimate._units import computed_in, cost_of, matches
 from atorch_ns.profile import PhaseCost, Segment, SegmentCost, precision_key
 from atorch_ns.strategy import Plan
 
-__all__ = ["Passes", "SegmentSeconds", "passes_of", "phase_seconds", "recomputed_shares", "segments_of"]
+__all__ = [
+    "Passes",
+    "SegmentSeconds",
+    "offloaded_activations",
+    "passes_of",
+    "phase_seconds",
+    "recomputed_shares",
+    "segments_of",
+]
 
 COMPILED_LAUNCHES = 0.25
 """Share of operators that a compiled block still starts: TorchInductor fuses chains of element-wise operators
@@ -106,7 +115,8 @@ def phase_seconds(scene: Scene, segment: Segment, phase: PhaseCost, which: str) 
     factor = float(np.prod([extra.compute_factor for extra in plan.extras]))
     moved = COMPILED_MOVED if fused else 1.0
     place = scene.trace.segments.index(segment) if scene.parts.divides else None
-    seconds = factor * _roofline(scene, phase, moved, scene.num_samples, scene.num_tokens, place)
+    narrow = narrow_share(plan, segment, scene.trace.num_samples, scene.trace.num_tokens)
+    seconds = factor * _roofline(scene, phase, moved, scene.num_samples, scene.num_tokens, place, narrow)
     measured = scene.trace.seconds.get(f"{segment.fingerprint}:{_key(plan)}:{which}")
     if measured is None or fused or not segment.fingerprint:
         return seconds
@@ -123,8 +133,13 @@ def _roofline(
     num_samples: np.ndarray | float,
     num_tokens: int,
     place: int | None = None,
+    narrow: NarrowShare | None = None,
 ) -> np.ndarray:
-    """[R] seconds of a pass; of a rank's part of it where the segment's ``place`` is given."""
+    """[R] seconds of a pass; of a rank's part of it where the segment's ``place`` is given.
+
+    Measured times are in the precision of the weights or of autocast, so they are held against a pass without
+    ``narrow`` products.
+    """
     device = scene.hardware.device
     weights, autocast = computed_in(scene.plan)
     peak = device.flops_of(autocast or weights) * device.efficiency
@@ -132,10 +147,15 @@ def _roofline(
     num_bytes = np.asarray(phase.moved.at(num_samples, num_tokens), dtype=float)
     if place is not None:
         flops = flops * scene.parts.share(place, phase.flops.divided)
-        num_bytes = num_bytes * scene.parts.share(place, phase.moved.divided)
-    return np.asarray(
-        np.maximum(flops, 0) / peak + np.maximum(num_bytes, 0) * moved / device.memory_bytes_per_s
-    )
+        num_bytes = num_bytes * scene.parts.share(place, phase.moved.divided, phase.moved.words)
+    flops, num_bytes = np.maximum(flops, 0), np.maximum(num_bytes, 0)
+    products = flops / peak
+    if narrow is not None and scene.plan.narrow is not None and narrow.flops:
+        rate = device.flops_per_s.get(scene.plan.narrow.dtype)
+        faster = peak if rate is None else rate * device.efficiency
+        products = flops * ((1 - narrow.flops) / peak + narrow.flops / faster)
+        num_bytes = num_bytes + flops * narrow.bytes_per_flop
+    return np.asarray(products + num_bytes * moved / device.memory_bytes_per_s)
 
 
 def _key(plan: Plan) -> str:
@@ -153,6 +173,21 @@ def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
         shares.append((-(-last // every) - -(-position // every)) / segment.count)
         position = last
     return shares
+
+
+def offloaded_activations(scene: Scene) -> np.ndarray:
+    """[R] seconds of moving inputs of recomputed blocks to the host and back, in a step; none of it is hidden."""
+    plan, hardware = scene.plan, scene.hardware
+    if not plan.offload_activations or hardware.device.type == "cpu":
+        return np.zeros(len(scene.micro_batches))
+    rate = hardware.to_host.rate
+    each = []
+    for segment, share in zip(
+        scene.trace.segments, recomputed_shares(plan, scene.trace.segments), strict=True
+    ):
+        num_bytes = cost_of(plan, segment).output.at(scene.num_samples, scene.num_tokens)
+        each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
+    return np.asarray(scene.micro_batches * scene.parts.total(each))
 
 
 def _may_recompute(plan: Plan, segment: Segment) -> bool:

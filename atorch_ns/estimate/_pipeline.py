@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from atorch_ns.estimate._exchange import Exchange
-from atorch_ns.estimate._memo import Memo
 from atorch_ns.estimate._passes import SegmentSeconds
 from atorch_ns.estimate._scene import Scene
 from atorch_ns.estimate._stages import Stages, known_stages
 from atorch_ns.estimate._units import cost_of
-from atorch_ns.pipeline import StageCosts, actions, simulate
+from atorch_ns.pipeline import ScheduleInfo, StageCosts, actions, simulate, split_backward
 
 __all__ = ["Waiting", "as_pipeline"]
 
@@ -29,10 +28,12 @@ class Waiting(NamedTuple):
     Attributes:
         bubble: [R] seconds of waiting for other ranks to compute.
         sends: [R] seconds of waiting for what they send.
+        twice: [R] seconds of computing that a backward pass in two parts takes longer.
     """
 
     bubble: np.ndarray
     sends: np.ndarray
+    twice: np.ndarray
 
 
 def as_pipeline(
@@ -41,11 +42,12 @@ def as_pipeline(
     """The scene of each pipeline's slowest rank, and what it waits for.
 
     While the slowest rank works without a pause, all others are hidden behind it. Before and after, each of the
-    others takes one micro-batch once, forward and backward: the bubble. With v stages on a rank it is one v-th.
+    others takes one micro-batch once, forward and backward: the bubble. Schedules with several stages on a rank,
+    or with the backward pass in two parts, leave a share of it.
     """
     none = np.zeros(len(scene.sizes))
     if not (scene.sizes.pipeline > 1).any():
-        return scene, Waiting(none, none)
+        return scene, Waiting(none, none, none)
     launch = scene.hardware.device.launch_s if scene.hardware.device.type == "cpu" else 0.0
     seconds = np.stack(
         [
@@ -60,42 +62,88 @@ def as_pipeline(
             for one, other in zip(segments, exchanges, strict=True)
         ]
     )  # [S, R]
+    backward = np.stack([np.broadcast_to(one.backward, none.shape) for one in segments])
+    again = _recomputed(segments)
     counts = np.tile([segment.count for segment in scene.trace.segments], (len(none), 1))
-    bubble, sends = none.copy(), none.copy()
-    for num_ranks in np.unique(scene.sizes.pipeline):
-        rows = np.flatnonzero(scene.sizes.pipeline == num_ranks)
+    waiting = Waiting(none.copy(), none.copy(), none.copy())
+    sizes = scene.sizes
+    for num_ranks, schedule in np.unique(np.column_stack([sizes.pipeline, sizes.schedule]), axis=0).tolist():
         if num_ranks == 1:
             continue
-        stages = known_stages(scene.plan, scene.trace, int(num_ranks), scene.memo)
+        rows = np.flatnonzero((sizes.pipeline == num_ranks) & (sizes.schedule == schedule))
+        stages = known_stages(scene.plan, sizes.schedules[schedule], scene.trace, num_ranks, scene.memo)
         of_rank = stages.on_rank @ seconds[:, rows]  # [p, R']
         slowest = of_rank.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
-        bubble[rows] = others * _shares(stages, scene.micro_batches[rows], scene.memo)
-        sends[rows] = _sends(scene, rows, stages)
+        waiting.bubble[rows] = others * _shares(scene, rows, stages, again)
+        waiting.sends[rows] = _sends(scene, rows, stages)
+        if stages.info.splits_backward and not scene.plan.whole_backward:
+            once = (counts[rows] * backward[:, rows].T).sum(axis=1)
+            waiting.twice[rows] = scene.micro_batches[rows] * once * _SECOND_WALK
     ones = np.ones(len(none), dtype=bool)
     staged = scene.parts.staged(counts, scene.parts.live, scene.parts.accumulates, ones, ones)
-    return replace(scene, parts=staged), Waiting(bubble, sends)
+    return replace(scene, parts=staged), waiting
 
 
-def _shares(stages: Stages, micro_batches: np.ndarray, memo: Memo) -> np.ndarray:
+_SECOND_WALK = sum(part[0] for part in split_backward([1.0])) - 1.0
+"""By how much both parts of a backward pass take longer than the whole."""
+
+
+def _recomputed(segments: Sequence[SegmentSeconds]) -> float:
+    """Seconds of recomputation for each of the forward pass, in halves."""
+    forward = sum(float(np.mean(one.forward)) for one in segments)
+    again = sum(float(np.mean(one.recompute)) for one in segments)
+    return round(2 * again / forward) / 2 if forward else 0.0
+
+
+def _shares(scene: Scene, rows: np.ndarray, stages: Stages, again: float) -> np.ndarray:
     """[R] what is left of the bubble: 1 with one stage on each rank; simulated for all other schedules."""
+    micro_batches = scene.micro_batches[rows]
     if stages.info.is_single:
-        return np.ones(len(micro_batches))
+        return np.ones(len(rows))
     p, v = stages.numbers.shape
+    whole = scene.plan.whole_backward
     found = {}
     for count in np.unique(micro_batches).tolist():
-        key = ("bubble", stages.info.name, p, v, count)
-        found[count] = memo.get(key, functools.partial(_share, stages, count))
+        numbers = (*_as_small(p, count), v)
+        make = functools.partial(_share, stages.info, numbers, again, whole)
+        found[count] = scene.memo.get(("bubble", stages.info.name, numbers, again, whole), make)
     return np.asarray([found[count] for count in micro_batches.tolist()])
 
 
-def _share(stages: Stages, micro_batches: int) -> float:
-    p, v = stages.numbers.shape
-    if stages.info.problem(p, micro_batches, v):
+def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
+    """A pipeline with the same share of idle time: it depends on the micro-batches for each rank alone, where these
+    are a whole number, and not on that from two on."""
+    each, rest = divmod(micro_batches, num_ranks)
+    if rest or not each:
+        return num_ranks, micro_batches
+    few = min(num_ranks, 4)
+    return few, few * min(each, 2)
+
+
+def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
+    """Of p ranks with v equal stages each and m micro-batches: idle seconds for each second of the others' passes.
+
+    Args:
+        info: the schedule.
+        numbers: p, m and v.
+        again: seconds of recomputation for each of the forward pass.
+        whole: whether backward passes are never taken apart.
+    """
+    p, micro_batches, v = numbers
+    if info.problem(p, micro_batches, v):
         return 1.0
-    timeline = simulate(actions(stages.info, p, micro_batches, v), StageCosts.equal(p * v))
-    return float((timeline.step_seconds - 3.0 * v * micro_batches) / (3.0 * v * (p - 1)))
+    (first,), (second,) = ((2.0 + again,), (0.0,)) if whole else split_backward([2.0], [again])
+    costs = StageCosts(
+        forward=(1.0,) * (p * v),
+        backward_input=(first,) * (p * v),
+        backward_weight=(second,) * (p * v),
+        backward=(2.0 + again,) * (p * v),
+    )
+    timeline = simulate(actions(info, p, micro_batches, v), costs)
+    idle = timeline.step_seconds - max(timeline.busy_seconds)
+    return float(idle / ((3.0 + again) * v * (p - 1)))
 
 
 def _sends(scene: Scene, rows: np.ndarray, stages: Stages) -> np.ndarray:

@@ -8,6 +8,8 @@ import numpy as np
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
+from atorch_ns.estimate._auto import settled
+from atorch_ns.estimate._axis_use import AxisUse
 from atorch_ns.estimate._collectives import collectives
 from atorch_ns.estimate._estimate import Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate._memo import Memo
@@ -68,6 +70,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
     if cluster.hardware is None:
         raise InputError("an estimate needs the cluster's hardware; see Cluster.with_hardware().")
     memo = Memo()
+    table = settled(table, profile.trace, cluster, workload, memo)
     memory, peak_at, moments = price_memory(
         table, profile.trace, workload, device_type=cluster.device_type, memo=memo
     )
@@ -77,8 +80,11 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload) -> Estimate:
     """Prices one plan, with what it communicates."""
-    prices = price(PlanTable.of([plan]), profile, cluster, workload)
+    table = PlanTable.of([plan])
+    prices = price(table, profile, cluster, workload)
     assert profile.trace is not None
+    if plan.schedule == "auto":
+        plan = AxisUse.of(settled(table, profile.trace, cluster, workload, Memo()).plan(0)).onto(plan)
     priced = prices.estimate(0)
     return Estimate(
         memory=priced.memory,

@@ -56,9 +56,7 @@ class Scene:
         return cls(
             plan=plan,
             sizes=sizes,
-            parts=memo.get(
-                ("whole", plan.tensor_sequence, id(sizes)), lambda: Parts.whole(plan, trace, sizes)
-            ),
+            parts=memo.get(("whole", id(sizes)), lambda: Parts.whole(trace, sizes)),
             num_tokens=workload.num_tokens,
             global_batch=workload.global_batch,
             cluster=cluster,

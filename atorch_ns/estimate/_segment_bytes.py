@@ -42,7 +42,7 @@ class SegmentBytes:
     def value(self, growth: Growth, s: int) -> np.ndarray:
         """[R] of a growth of segment ``s``."""
         whole = growth.at(self.num_samples, self.num_tokens)
-        return np.asarray(whole * self.parts.share(s, growth.divided))
+        return np.asarray(whole * self.parts.share(s, growth.divided, growth.words))
 
     @cached_property
     def outputs(self) -> tuple[np.ndarray, ...]:

@@ -5,7 +5,7 @@ Legend: p ranks of a pipeline, v stages on each, S segments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from atorch_ns.pipeline import (
     ScheduleInfo,
     actions,
     get_schedule,
-    live_micro_batches,
+    live_bytes,
     parameter_cuts,
     partition,
     stage_ranges,
@@ -63,12 +63,32 @@ class Stages:
             return np.full(p, float(num_micro_batches))
         if self.info.name == "1F1B":
             return np.asarray(np.minimum(p - np.arange(p), num_micro_batches), dtype=float)
+        if self.info.name != "LoopedBFS" and num_micro_batches % p == 0:
+            num_micro_batches = min(num_micro_batches, 2 * v * p)  # no more live later
         orders = actions(self.info, p, num_micro_batches, v)
-        by_stage = np.asarray(live_micro_batches(orders), dtype=float)
-        return np.asarray(by_stage[self.numbers].mean(axis=1))
+        return np.asarray(live_bytes(orders, [1.0 / v] * (p * v)))
 
 
-def staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, np.ndarray]:
+class Owners(NamedTuple):
+    """Rows that belong to plans, those of a plan one after the other.
+
+    Attributes:
+        plans: [R'] the plan that each belongs to, ascending.
+        starts: [R] the first row of each plan.
+    """
+
+    plans: np.ndarray
+    starts: np.ndarray
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """[R] of each plan's rows the one whose value is largest."""
+        most = np.maximum.reduceat(values, self.starts)[self.plans]
+        rows = np.flatnonzero(values == most)
+        _, first = np.unique(self.plans[rows], return_index=True)
+        return np.asarray(rows[first])
+
+
+def staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, Owners]:
     """Every rank of a pipeline that differs from the others, as a row of its own.
 
     Args:
@@ -78,27 +98,33 @@ def staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, n
         memo: of the pricing.
 
     Returns:
-        What the ranks of R' rows have, and [R'] the plan that each belongs to.
+        What the ranks of R' rows have, and the plans that these belong to.
     """
-    key = ("staged", plan.tensor_sequence, _cut_of(plan), id(sizes))
+    key = ("staged", *_cut_of(plan), id(sizes))
     return memo.get(key, lambda: _staged(plan, trace, sizes, memo))
 
 
-def _staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, np.ndarray]:
+def _staged(plan: Plan, trace: Trace, sizes: Sizes, memo: Memo) -> tuple[Parts, Owners]:
     if not (sizes.pipeline > 1).any():
-        return Parts.whole(plan, trace, sizes), np.arange(len(sizes))
+        every = np.arange(len(sizes))
+        return Parts.whole(trace, sizes), Owners(every, every)
     owner, counts, live, flags = [], [], [], []
-    keys = np.column_stack([sizes.pipeline, sizes.micro_batches])
+    keys = np.column_stack([sizes.pipeline, sizes.micro_batches, sizes.schedule])
     for key in np.unique(keys, axis=0):
         rows = np.flatnonzero((keys == key).all(axis=1))
-        for one in _distinct(plan, trace, int(key[0]), int(key[1]), memo):
+        used = sizes.schedules[key[2]]
+        for one in _distinct(plan, used, trace, int(key[0]), int(key[1]), memo):
             owner.append(rows)
             counts.append(np.broadcast_to(one.counts, (len(rows), len(one.counts))))
             live.append(np.full(len(rows), one.live))
             flags.append(np.broadcast_to(one[2:], (len(rows), 3)))
-    index = np.concatenate(owner)
-    parts = Parts.whole(plan, trace, sizes.take(index))
-    return parts.staged(np.concatenate(counts), np.concatenate(live), *np.concatenate(flags).T), index
+    together = np.concatenate(owner)
+    order = np.argsort(together, kind="stable")
+    index = together[order]
+    starts = np.searchsorted(index, np.arange(len(sizes)))
+    parts = Parts.whole(trace, sizes.take(index))
+    columns = (np.concatenate(counts)[order], np.concatenate(live)[order], *np.concatenate(flags)[order].T)
+    return parts.staged(*columns), Owners(index, starts)
 
 
 class _Rank(NamedTuple):
@@ -109,35 +135,43 @@ class _Rank(NamedTuple):
     is_last: bool
 
 
-def _distinct(plan: Plan, trace: Trace, num_ranks: int, micro_batches: int, memo: Memo) -> list[_Rank]:
+def _distinct(
+    plan: Plan, schedule: tuple[str, int], trace: Trace, num_ranks: int, micro_batches: int, memo: Memo
+) -> list[_Rank]:
     """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
     if num_ranks == 1:
         counts = np.asarray([segment.count for segment in trace.segments])
         return [_Rank(counts, 1.0, micro_batches > 1, True, True)]
-    stages = known_stages(plan, trace, num_ranks, memo)
+    stages = known_stages(plan, schedule, trace, num_ranks, memo)
+    alive = memo.get(("live", *schedule, num_ranks, micro_batches), lambda: stages.live(micro_batches))
     found: dict[tuple[object, ...], _Rank] = {}
     last = stages.numbers.max()
-    for rank, (counts, live) in enumerate(zip(stages.on_rank, stages.live(micro_batches), strict=True)):
+    for rank, (counts, live) in enumerate(zip(stages.on_rank, alive, strict=True)):
         numbers = stages.numbers[rank]
         ends = (bool((numbers == 0).any()), bool((numbers == last).any()))
         # Where all forward passes come first, there are no gradients yet when the first backward pass begins.
         moments = [(live, True)] if live < micro_batches else [(live, False), (live - 1, micro_batches > 1)]
-        for alive, accumulates in moments:
-            one = _Rank(counts, float(alive), accumulates, *ends)
+        for count, accumulates in moments:
+            one = _Rank(counts, float(count), accumulates, *ends)
             key = (*counts.tolist(), accumulates, *ends)
-            if alive >= 1 and (key not in found or found[key].live < one.live):
+            if count >= 1 and (key not in found or found[key].live < one.live):
                 found[key] = one
     return list(found.values())
 
 
-def known_stages(plan: Plan, trace: Trace, num_ranks: int, memo: Memo) -> Stages:
-    """:func:`stages_of`, once for each way to cut."""
-    return memo.get(("stages", _cut_of(plan), num_ranks), lambda: stages_of(plan, trace, num_ranks))
+def known_stages(plan: Plan, schedule: tuple[str, int], trace: Trace, num_ranks: int, memo: Memo) -> Stages:
+    """:func:`stages_of` with a schedule and its stages on a rank, once for each way to cut."""
+    name, on_rank = schedule
+
+    def make() -> Stages:
+        return stages_of(replace(plan, schedule=name, stages_per_rank=on_rank), trace, num_ranks)
+
+    return memo.get(("stages", *_cut_of(plan), *schedule, num_ranks), make)
 
 
 def _cut_of(plan: Plan) -> tuple[object, ...]:
-    """What of a plan decides about its stages."""
-    return plan.schedule, plan.stages_per_rank, plan.split_method, plan.split_points
+    """What of a plan decides where a model is cut, besides the number of stages."""
+    return plan.split_method, plan.split_points
 
 
 def schedule_of(plan: Plan) -> ScheduleInfo:

@@ -151,10 +151,22 @@ def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, deg
         # The optimizer sees one vector for each unit, not the parameters in it.
         units = dict(zip(parameters.unit.tolist(), parameters.copies.tolist(), strict=True))
         return replace(share, parameters=np.full(len(degrees), sum(units.values())))
-    state = _state_itemsizes(plan, parameters, spec)
-    fixed = spec.fixed_bytes if spec else 0
-    elements = parameters.elements
-    return whole_share(parameters, degrees, lambda index: float(elements[index] * state[index] + fixed))
+    costs = state_bytes_of(plan, parameters, spec, parameters.elements) + (spec.fixed_bytes if spec else 0)
+    return whole_share(parameters, degrees, lambda index: float(costs[index]))
+
+
+def state_bytes_of(
+    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, held: np.ndarray
+) -> np.ndarray:
+    """[P] or [K, P] bytes of the states of one copy of each parameter, of which the optimizer sees so many elements.
+
+    States of a size of their own are not among them.
+    """
+    plain = held * _state_itemsizes(plan, parameters, spec)
+    if spec is None or spec.compact is None:
+        return np.asarray(plain)
+    small = spec.compact.num_bytes(held) * parameters.trainable
+    return np.asarray(np.where(spec.compact.has(held), small, plain))
 
 
 def _state_itemsizes(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None) -> np.ndarray:
@@ -202,7 +214,7 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
     gradients = _sum(of_gradients, copies * trains * updated)
     held = shares.optimizer.elements
-    optimizer = _sum(held, copies * _state_itemsizes(plan, parameters, spec))
+    optimizer = _all_states(plan, parameters, held, spec)
     if spec is not None:
         optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
     # Masters are made of every parameter that the rank holds, whoever updates it.
@@ -212,6 +224,37 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     if plan.frees_gradients:
         gradients = np.zeros_like(gradients)
     return KeptBytes(weights, gradients, optimizer)
+
+
+def _all_states(
+    plan: Plan, parameters: Parameters, held: np.ndarray, spec: OptimizerSpec | None
+) -> np.ndarray:
+    """[K] bytes of states of the parameters' sizes, of ``held`` [K, P] elements."""
+    copies = parameters.copies
+    if spec is None or spec.compact is None:
+        return _sum(held, copies * _state_itemsizes(plan, parameters, spec))
+    shared = spec.compact.shared_bytes
+    if plan.shard_layout == "parameters" and plan.optimizer_over:  # held is a mean over whole copies
+        share = held / np.maximum(parameters.elements, 1)
+        whole = state_bytes_of(plan, parameters, spec, parameters.elements)
+        return np.asarray((share * copies * whole).sum(axis=-1) + shared)
+    if plan.shard_layout == "flat" and plan.optimizer_over and not plan.flat_alignment:
+        return _states_of_units(plan, parameters, held, spec) + shared
+    return np.asarray((copies * state_bytes_of(plan, parameters, spec, held)).sum(axis=-1) + shared)
+
+
+def _states_of_units(plan: Plan, parameters: Parameters, held: np.ndarray, spec: OptimizerSpec) -> np.ndarray:
+    """[K] bytes where the optimizer sees one vector for each unit."""
+    assert spec.compact is not None
+    total = np.zeros(len(held))
+    plain = held * _state_itemsizes(plan, parameters, spec)
+    for unit in np.unique(parameters.unit):
+        own = np.flatnonzero((parameters.unit == unit) & parameters.trainable)
+        if own.size:
+            n = held[:, own].sum(axis=1)
+            each = np.where(spec.compact.has(n), spec.compact.num_bytes(n), plain[:, own].sum(axis=1))
+            total += each * int(parameters.copies[own[0]])
+    return total
 
 
 def _sum(held: np.ndarray, weights: np.ndarray) -> np.ndarray:

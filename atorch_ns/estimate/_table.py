@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from atorch_ns.estimate._axis_use import AxisUse
 from atorch_ns.estimate._estimate import Workload
 from atorch_ns.estimate._memo import Memo
 from atorch_ns.estimate._parts import Sizes
@@ -32,6 +34,8 @@ class PlanTable:
         micro_batches: [N] passes that one step's batch is split into.
         model: [N, 4] sizes of the axes that divide the model, as :data:`~atorch_ns.strategy.MODEL_AXES` has
             them; ``None`` where all are 1.
+        use: [N] index into ``uses``; ``None`` where the axes are used as the templates say.
+        uses: how the axes that divide the model are used.
     """
 
     templates: tuple[Plan, ...]
@@ -40,6 +44,8 @@ class PlanTable:
     zero: np.ndarray
     micro_batches: np.ndarray
     model: np.ndarray | None = None
+    use: np.ndarray | None = None
+    uses: tuple[AxisUse, ...] = (AxisUse(),)
 
     def __len__(self) -> int:
         return len(self.template)
@@ -48,7 +54,9 @@ class PlanTable:
     def of(cls, plans: Sequence[Plan]) -> PlanTable:
         """The table of these plans, in their order."""
         kinds: dict[Plan, int] = {}
-        index = [kinds.setdefault(kind_of(plan), len(kinds)) for plan in plans]
+        uses: dict[AxisUse, int] = {}
+        index = [kinds.setdefault(AxisUse().onto(kind_of(plan)), len(kinds)) for plan in plans]
+        used = [uses.setdefault(AxisUse.of(plan), len(uses)) for plan in plans]
         return cls(
             tuple(kinds),
             np.asarray(index, dtype=np.int64),
@@ -56,6 +64,8 @@ class PlanTable:
             np.asarray([plan.size("zero") for plan in plans], dtype=np.int64),
             np.asarray([plan.num_micro_batches for plan in plans], dtype=np.int64),
             np.asarray([[plan.size(name) for name in MODEL_AXES] for plan in plans], dtype=np.int64),
+            np.asarray(used, dtype=np.int64),
+            tuple(uses),
         )
 
     @classmethod
@@ -79,14 +89,26 @@ class PlanTable:
             np.ones((len(rows), len(MODEL_AXES)), dtype=np.int64) if self.model is None else self.model[rows]
         )
         passes = self.micro_batches[rows]
+        use, uses = self._uses(index, rows)
         pipeline, expert = (model[:, MODEL_AXES.index(name)] for name in ("pipeline", "expert"))
         for row in np.flatnonzero((pipeline > 1) & (passes == 1)).tolist():
             ranks = self.data[rows[row]] * self.zero[rows[row]] * expert[row]
-            plan, num_samples = self.templates[index], workload.global_batch // int(ranks)
+            plan, num_samples = (
+                uses[use[row]].onto(self.templates[index]),
+                workload.global_batch // int(ranks),
+            )
             passes = passes.copy()
             passes[row] = usual_micro_batches(plan, int(pipeline[row]), num_samples)
-        columns = np.column_stack([self.data[rows], self.zero[rows], passes, model])
-        return rows, memo.get(("sizes", columns.shape, columns.tobytes()), lambda: _sizes(columns))
+        columns = np.column_stack([self.data[rows], self.zero[rows], passes, use, model])
+        return rows, memo.get(
+            ("sizes", uses, columns.shape, columns.tobytes()), lambda: _sizes(columns, uses)
+        )
+
+    def _uses(self, index: int, rows: np.ndarray) -> tuple[np.ndarray, tuple[AxisUse, ...]]:
+        """Of the rows of a template: which of the uses each has, and the uses."""
+        if self.use is None:
+            return np.zeros(len(rows), dtype=np.int64), (AxisUse.of(self.templates[index]),)
+        return self.use[rows], self.uses
 
     def plan(self, row: int) -> Plan:
         """The plan of a row."""
@@ -94,34 +116,46 @@ class PlanTable:
         if self.model is not None:
             sizes |= {name: int(size) for name, size in zip(MODEL_AXES, self.model[row], strict=True)}
         template = self.templates[self.template[row]]
+        if self.use is not None:
+            template = self.uses[self.use[row]].onto(template)
         axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
         return _sharded(plan, plan.shard_axes)
 
 
-def _sizes(columns: np.ndarray) -> Sizes:
-    data, zero, micro_batches, *model = columns.T
+def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
+    data, zero, micro_batches, use, *model = columns.T
     return Sizes(
-        data=data, zero=zero, micro_batches=micro_batches, **dict(zip(MODEL_AXES, model, strict=True))
+        data=data,
+        zero=zero,
+        micro_batches=micro_batches,
+        use=use,
+        uses=uses,
+        **dict(zip(MODEL_AXES, model, strict=True)),
     )
 
 
-def kind_of(plan: Plan) -> Plan:
+def kind_of(plan: Plan, **changes: Any) -> Plan:
     """The plan without its sizes: what rows of a table have in common.
 
     States that are sharded are divided along ``zero`` where a row has one, else along ``data``.
+
+    Args:
+        plan: of a row.
+        changes: fields that a kind has otherwise.
     """
-    axes = tuple((name, 0) for name, _ in plan.axes)
-    return _sharded(replace(plan, axes=axes, num_micro_batches=1), ("data",))
+    changes = {"axes": tuple((name, 0) for name, _ in plan.axes), "num_micro_batches": 1, **changes}
+    return _sharded(plan, ("data",), **changes)
 
 
-def _sharded(plan: Plan, axes: tuple[str, ...]) -> Plan:
-    """The plan with all that it shards divided over ``axes``."""
+def _sharded(plan: Plan, over: tuple[str, ...], **changes: Any) -> Plan:
+    """The plan with all that it shards divided over the axes ``over``, and with other changes."""
     none: tuple[str, ...] = ()
     return replace(
         plan,
-        parameters_over=axes if plan.parameters_over else none,
-        gradients_over=axes if plan.gradients_over else none,
-        optimizer_over=axes if plan.optimizer_over else none,
+        **changes,
+        parameters_over=over if plan.parameters_over else none,
+        gradients_over=over if plan.gradients_over else none,
+        optimizer_over=over if plan.optimizer_over else none,
     )

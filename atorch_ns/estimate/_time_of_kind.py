@@ -15,7 +15,7 @@ from atorch_ns.estimate._exchange import exchanges_of, partial_sums
 from atorch_ns.estimate._host_work import communication_operators
 from atorch_ns.estimate._memo import Memo
 from atorch_ns.estimate._parts import Sizes
-from atorch_ns.estimate._passes import passes_of, segments_of
+from atorch_ns.estimate._passes import offloaded_activations, passes_of, segments_of
 from atorch_ns.estimate._pipeline import as_pipeline
 from atorch_ns.estimate._ring import collective_seconds
 from atorch_ns.estimate._scene import Scene
@@ -47,19 +47,20 @@ def price_kind(
     scene = Scene.of(plan, sizes, trace, cluster, workload, memo)
     computing = _computing(plan)
     segments = memo.get(("seconds", computing, id(scene.parts)), lambda: segments_of(scene))
-    key = ("exchanges", computing, plan.sequence_exchange, scene.order, id(scene.parts))
+    key = ("exchanges", computing, scene.order, id(scene.parts))
     exchanges = memo.get(key, lambda: exchanges_of(scene))
     scene, waiting = as_pipeline(scene, segments, exchanges)
     passes = passes_of(scene, segments)
+    compute = passes.compute + waiting.twice
     gather, reduce = gather_and_reduce(scene, passes)
     update, update_operators = update_seconds(scene)
-    offload = offload_seconds(scene)
+    offload = offload_seconds(scene) + offloaded_activations(scene)
     exchange = scene.micro_batches * scene.parts.total([each.seconds for each in exchanges])
-    device_seconds = passes.compute + passes.recompute + gather + reduce + update + offload + exchange
+    device_seconds = compute + passes.recompute + gather + reduce + update + offload + exchange
     operators = passes.operators + communication_operators(scene) + update_operators + _STEP_OPERATORS
     operators = operators + scene.micro_batches * scene.parts.total([each.operators for each in exchanges])
     parts = {
-        "compute": passes.compute,
+        "compute": compute,
         "recompute": passes.recompute,
         "gather": gather,
         "reduce": reduce + partial_sums(scene),
@@ -78,7 +79,15 @@ def price_kind(
 def _computing(plan: Plan) -> tuple[object, ...]:
     """What of a plan decides how long its passes take."""
     recomputed = (plan.recompute, plan.recompute_every, plan.recomputed, plan.saved_operators)
-    return (*computed_in(plan), plan.compiled, plan.compiler, plan.extras, *recomputed)
+    return (
+        *computed_in(plan),
+        plan.narrow,
+        plan.replaced,
+        plan.compiled,
+        plan.compiler,
+        plan.extras,
+        *recomputed,
+    )
 
 
 def _overhead(scene: Scene, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:

@@ -57,9 +57,11 @@ def _by_units(scene: Scene, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
     gather, reduce = np.zeros(len(micro_batches)), np.zeros(len(micro_batches))
     # On a CPU, fully_shard waits for each collective where it starts it.
     overlap = 0.0 if scene.hardware.device.type == "cpu" else scene.hardware.within_node.overlap
-    # A pipeline keeps what a backward pass gathered for the pass that comes next, and its root for the step.
+    # A pipeline keeps what a backward pass gathered for the pass that comes next, and its root for the step; or
+    # all of it for the step.
     is_cut = scene.sizes.pipeline > 1
-    passes_gathered = np.where(is_cut, (micro_batches + 1) / 2, micro_batches)
+    in_pipeline = 1 if plan.keeps_gathered else (micro_batches + 1) / 2
+    passes_gathered = np.where(is_cut, in_pipeline, micro_batches)
     is_first = True
     for unit in scene.units:
         gathered, reduced, added = _unit_seconds(scene, unit)

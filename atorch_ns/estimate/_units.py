@@ -9,10 +9,24 @@ from dataclasses import dataclass
 from atorch_ns.profile import ParameterSpec, Segment, SegmentCost, Trace, precision_key
 from atorch_ns.strategy import Plan
 
-__all__ = ["DTYPE_BYTES", "Unit", "computed_in", "cost_of", "gathered_bytes", "reduced_bytes", "units_of"]
+__all__ = [
+    "DTYPE_BYTES",
+    "LOSS_CALLS",
+    "LOSS_NUMBERS",
+    "Unit",
+    "computed_in",
+    "cost_of",
+    "gathered_bytes",
+    "reduced_bytes",
+    "units_of",
+]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8}
 """Bytes of an element, by torch name."""
+
+LOSS_CALLS, LOSS_NUMBERS = 2, 3
+"""All-reduces of a cross-entropy on parts of the logits, and the numbers for each token in them: the largest logit; the
+sum of exponentials and the target's logit."""
 
 _FLOATING = ("float64", "float32", "bfloat16", "float16")
 
@@ -69,9 +83,10 @@ def cost_of(plan: Plan, segment: Segment) -> SegmentCost:
     exact = precision_key(weights, autocast)
     # Weights that are gathered in autocast's dtype cost what weights kept in it do, and a cast more at most.
     wanted = (exact, precision_key(weights, None), precision_key("float32", autocast), "float32")
-    for key in (*wanted, *segment.costs):
-        if key in segment.costs:
-            return segment.costs[key]
+    costs = segment.replaced_costs if plan.replaced and segment.replaced_costs else segment.costs
+    for key in (*wanted, *costs):
+        if key in costs:
+            return costs[key]
     raise AssertionError(f"the segment {segment.name} has no costs")
 
 

@@ -16,19 +16,23 @@ _IN_PLACE = (3, 8, 17)
 SGD reads two and writes one; momentum adds ``mul_`` and ``add_``; Adam runs seven operators in place."""
 _FRESH = (0, 0, 4)
 """The same for operators that make new tensors: Adam's root and its quotient."""
+_FUSED = (3, 5, 7)
+"""The same for one kernel: the parameter, its gradient and its states are read once, all but the gradient written."""
 
 
 def update_seconds(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     """[R] seconds of moving states, and [R] operators started on the host."""
     trainable = _trainable(scene)
-    num_states = min(2, len(scene.trace.optimizer.state_dtypes)) if scene.trace.optimizer else 0
+    optimizer = scene.trace.optimizer
+    num_states = min(2, len(optimizer.state_dtypes)) if optimizer else 0
+    fused = optimizer is not None and optimizer.fused
     plan, device = scene.plan, scene.hardware.device
     num_elements = scene.elements(trainable=True)
     shards = scene.shards(plan.optimizer_over)
     updated = plan.master_dtype or plan.parameter_dtype
     share = num_elements / shards
-    in_place = _IN_PLACE[num_states] * share * DTYPE_BYTES.get(updated, 4)
-    fresh = _FRESH[num_states] * share * DTYPE_BYTES.get(updated, 4)
+    in_place = (_FUSED if fused else _IN_PLACE)[num_states] * share * DTYPE_BYTES.get(updated, 4)
+    fresh = (0 if fused else _FRESH[num_states]) * share * DTYPE_BYTES.get(updated, 4)
     if plan.master_dtype is not None:  # gradients to new fp32 ones, masters into weights
         in_place, fresh = in_place + share * (4 + 2), fresh + share * (2 + 4)
     if plan.loss_scaling:  # gradients are read and written once to unscale them
@@ -39,14 +43,17 @@ def update_seconds(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
         if plan.shard_layout == "parameters"
         else np.broadcast_to(_num_trainable(scene), shards.shape)
     )
-    if plan.offload and device.type != "cpu":  # the host updates, at about the speed of the link to it
+    # The host updates, at about the speed of the link to it.
+    if (plan.offload or plan.offload_optimizer) and device.type != "cpu":
         seconds = (in_place + fresh) / scene.hardware.to_host.rate.bytes_per_s
-    return seconds, update_operators(plan, own, num_states, device.type)
+    return seconds, update_operators(plan, own, num_states, device.type, fused=fused)
 
 
 def offload_seconds(scene: Scene) -> np.ndarray:
     """[R] seconds of moving shards of parameters to the device and of gradients back, for each micro-batch."""
     plan, device = scene.plan, scene.hardware.device
+    if plan.offload_optimizer and device.type != "cpu":
+        return _copied_weights(scene)
     if not plan.offload or device.type == "cpu":
         return np.zeros(len(scene.micro_batches))
     held = [p for unit in scene.units for p in unit.parameters * unit.count]
@@ -57,6 +64,16 @@ def offload_seconds(scene: Scene) -> np.ndarray:
     rate = scene.hardware.to_host.rate
     per_pass = rate.latency_s * len(held) + num_bytes / shards / rate.bytes_per_s
     return np.asarray(scene.micro_batches * per_pass * passes + per_pass)
+
+
+def _copied_weights(scene: Scene) -> np.ndarray:
+    """[R] seconds of sending gradients to the host and updated weights back, once a step."""
+    rate = scene.hardware.to_host.rate
+    num_bytes = DTYPE_BYTES[scene.plan.parameter_dtype] + 4  # gradients in their own dtype, weights in fp32
+    seconds = scene.elements(trainable=True) * num_bytes / rate.bytes_per_s
+    return np.asarray(seconds + 2 * rate.latency_s * len(_trainable(scene))) * np.ones(
+        len(scene.micro_batches)
+    )
 
 
 def _num_trainable(scene: Scene) -> np.ndarray | float:

@@ -6,6 +6,7 @@ from atorch_ns.job._apply import apply_strategy
 from atorch_ns.job._build import build, make_user_optimizer
 from atorch_ns.job._clip import clip_gradients, gradient_norm
 from atorch_ns.job._dry_run import dry_run
+from atorch_ns.job._fused import optimizer_arguments
 from atorch_ns.job._gradient_sums import GradientSums
 from atorch_ns.job._gradient_sync import SkipSync
 from atorch_ns.job._inputs import Inputs
@@ -14,6 +15,7 @@ from atorch_ns.job._layout import divided_like, local_part
 from atorch_ns.job._loss import first_loss
 from atorch_ns.job._materialise import Materialiser, is_on_meta
 from atorch_ns.job._memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
+from atorch_ns.job._optim_func import explained_groups
 from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job._packing import Packing
 from atorch_ns.job._parameter_states import ParameterStates
@@ -66,6 +68,7 @@ __all__ = [
     "clip_gradients",
     "divided_like",
     "dry_run",
+    "explained_groups",
     "first_loss",
     "gradient_norm",
     "in_user_order",
@@ -74,6 +77,7 @@ __all__ = [
     "local_part",
     "make_user_optimizer",
     "on_all_stages",
+    "optimizer_arguments",
     "parameter_names",
     "state_bytes",
     "track_memory",

@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job._clip import clip_gradients, gradient_norm
+from atorch_ns.job._fused import optimizer_arguments
 from atorch_ns.job._groups import parameter_groups
-from atorch_ns.job._job import Job, ParameterGroups
+from atorch_ns.job._job import OPTIMIZER, Job, ParameterGroups
 from atorch_ns.job._loss import LossFunction, wrap_loss
 from atorch_ns.job._masters import MasterWeights
+from atorch_ns.job._optim_func import explained_groups, optim_func_parameters
 from atorch_ns.job._optimizer import StepOptimizer
+from atorch_ns.job._optimizer_limits import refuse_what_fails
 from atorch_ns.job._precision import autocast_forward, cast_inputs
 from atorch_ns.job._randomness import SharedRandomness
 from atorch_ns.job._report import MethodRow, Report
@@ -63,7 +66,7 @@ def build(job: Job, resolved: Resolved) -> Result:
             "requires_set_gradient_accumulation_boundary": job.requires_boundary,
         },
         train_step=step,
-        applied=_report(job, resolved),
+        make_applied=partial(_report, job, resolved, _bytes_per_rank(job)),
         job=job,
     )
 
@@ -83,7 +86,7 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
     if job.inputs.optim_func is None:
         return None
     groups = parameter_groups(job.module, job.groups, whole=not job.stages, tied=job.tied)
-    masters = MasterWeights(job.module.parameters()) if job.plan.master_dtype else None
+    masters = _masters(job)
     if masters is not None:
         groups = masters.groups(groups)
     if job.take_over is not None:
@@ -106,6 +109,13 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
         finish=partial(job.sums.run, job.module) if job.sums else None,
         norm=norm,
     )
+
+
+def _masters(job: Job) -> MasterWeights | None:
+    """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
+    if job.plan.offload_optimizer:
+        return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
+    return MasterWeights(job.module.parameters()) if job.plan.master_dtype else None
 
 
 def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
@@ -142,20 +152,21 @@ def _data_group(job: Job) -> dist.ProcessGroup | None:
 
 
 def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimizer:
-    """Calls the user's ``optim_func``.
+    """Calls the user's ``optim_func`` with what :func:`optim_func_parameters` makes of the groups.
 
     Raises:
-        InputError: if it does not return a torch optimizer.
+        InputError: if it takes other arguments, or does not return a torch optimizer.
     """
     assert job.inputs.optim_func is not None
-    try:
-        optimizer = job.inputs.optim_func(groups, **dict(job.inputs.optim_args or {}))
-    except TypeError as error:
-        raise InputError(
-            f"optim_func cannot be called with optim_args={job.inputs.optim_args}: {error}"
-        ) from error
+    arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups)
+    if why:
+        job.explain(OPTIMIZER, why)
+    parameters = optim_func_parameters(job, groups)
+    with explained_groups(job, parameters):
+        optimizer = job.inputs.optim_func(parameters, **arguments)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optim_func returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+    refuse_what_fails(optimizer)
     return optimizer
 
 
@@ -184,8 +195,9 @@ def _loader(job: Job) -> TrainLoader | None:
 def _loss(job: Job, scaler: LossScaler | None) -> LossFunction | None:
     if job.inputs.loss_func is None:
         return None
+    own = job.inputs.loss_func
     return wrap_loss(
-        job.inputs.loss_func,
+        own if job.watch_loss is None else job.watch_loss(own),
         autocast=job.autocast,
         scaler=scaler,
         upcast=job.input_dtype is not None,
@@ -203,27 +215,27 @@ def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
         ) from error
 
 
-def _report(job: Job, resolved: Resolved) -> Report:
+def _report(job: Job, resolved: Resolved, bytes_per_rank: int) -> Report:
     rows = []
     steps = {step.name: step for step in resolved.strategy}
     for item in resolved.chosen:
         step = steps[item.method.name]
-        done = job.explanations.get(item.method.name, [])
+        done = job.explained(item.method.name)
         why = "; ".join([item.method.explain(item.config, job.cluster).rstrip("."), *done])
         settings = str(step).removeprefix(step.name).strip("()")
         rows.append(MethodRow(name=item.method.name, settings=settings, why=why))
     return Report(
         strategy=resolved.strategy,
         rows=tuple(rows),
-        notes=tuple(note.text for note in resolved.notes),
+        notes=(*(note.text for note in resolved.notes), *job.explained(OPTIMIZER)),
         world_size=job.cluster.world_size,
         axes=job.mesh.axes if job.mesh is not None else (),
         device=job.cluster.device,
         num_parameters=job.num_parameters,
-        parameter_bytes_per_rank=sum(_local_bytes(parameter) for parameter in job.module.parameters()),
+        parameter_bytes_per_rank=bytes_per_rank,
     )
 
 
-def _local_bytes(parameter: torch.Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel() * local.element_size()
+def _bytes_per_rank(job: Job) -> int:
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in job.module.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in local)

@@ -78,27 +78,42 @@ class GradientSums:
             return
         self._pending, self._summed = False, True
         for entry in self._sums:
-            for grads in _alike(_grads(module, entry.names)):
-                flat = torch.cat([grad.reshape(-1) for grad in grads])
-                dist.all_reduce(flat, group=entry.group)
-                if entry.mean:
-                    flat /= entry.group.size()
-                pieces = flat.split([grad.numel() for grad in grads])
-                for grad, piece in zip(grads, pieces, strict=True):
-                    grad.copy_(piece.view_as(grad))
+            for parameters in _alike(_parameters(module, entry.names)):
+                _sum(parameters, entry)
 
     def _note(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self.expect(module)
 
 
-def _grads(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
-    """This rank's part of the gradients."""
-    for parameter in _parameters(module, names):
+def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
+    """Sums the gradients of ``parameters``, whose parts travel as one tensor.
+
+    A mean takes along which of them any rank has: an optimizer decays a parameter whose gradient is zero, and leaves
+    alone one that took no part in the loss.
+    """
+    used = [parameter.grad is not None for parameter in parameters]
+    for parameter in parameters:
         if parameter.grad is None:  # no token of this rank used it, but one of another rank's may have
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
-        yield grad.to_local() if isinstance(grad, DTensor) else grad
+    grads = [_local(parameter.grad) for parameter in parameters]
+    pieces = [grad.reshape(-1) for grad in grads]
+    if entry.mean:
+        pieces.append(grads[0].new_tensor(used))
+    flat = torch.cat(pieces)
+    dist.all_reduce(flat, group=entry.group)
+    summed = flat.split([piece.numel() for piece in pieces])
+    for grad, piece in zip(grads, summed[: len(grads)], strict=True):
+        grad.copy_((piece / entry.group.size() if entry.mean else piece).view_as(grad))
+    if entry.mean:
+        for parameter, count in zip(parameters, summed[-1].tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+
+def _local(grad: torch.Tensor | None) -> torch.Tensor:
+    assert grad is not None
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
@@ -113,9 +128,9 @@ def _parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tens
         yield parameter
 
 
-def _alike(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients by dtype, which can travel as one tensor."""
+def _alike(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Parameters by the dtype of their gradients, which can travel as one tensor."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault(grad.dtype, []).append(grad)
+    for parameter in parameters:
+        kinds.setdefault(parameter.dtype, []).append(parameter)
     yield from kinds.values()

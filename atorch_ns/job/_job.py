@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from atorch_ns.job._gradient_sums import GradientSums
 from atorch_ns.job._gradient_sync import SkipSync, never_synchronised
 from atorch_ns.job._groups import NamedGroup, name_groups
 from atorch_ns.job._inputs import Inputs
+from atorch_ns.job._loss import LossFunction
 from atorch_ns.job._materialise import Materialiser, is_on_meta
 from atorch_ns.job._packing import Packing
 from atorch_ns.job._parameter_states import ParameterStates
@@ -27,6 +29,9 @@ from atorch_ns.profile._structure import copy_structure
 from atorch_ns.strategy import Plan
 
 __all__ = ["Autocast", "Clip", "Job", "LossScaling", "MakeOptimizer", "TakeOver"]
+
+OPTIMIZER = "optimizer"
+"""What is said of the user's optimizer stands under this name in :attr:`Job.explanations`."""
 
 ParameterGroups = list[dict[str, Any]]
 MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
@@ -90,6 +95,14 @@ class Job:
             where the model is called as one. Together they hold its parameters.
         experts: modules whose parameters are divided over the expert axis, so that only the other data ranks
             hold copies of them. They scale their gradients themselves to the mean over the expert axis.
+        restore_precision: makes all layers of a copy of a module compute in the dtype of their weights again; ``None``
+            where they do. See :meth:`in_full_precision`.
+        listed_experts: likewise, modules that are never called themselves: :attr:`sums` averages the gradients of
+            their copies, and nothing may shard them further.
+        recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
+            ``(module, *args, **kwargs)``; ``None`` for torch's.
+        in_step: a context around everything that ``train_step`` and its ``evaluate`` run.
+        watch_loss: puts something around the user's loss function, called with it; ``None`` for nothing.
         make_runner: how a batch is run where calling the model is not enough.
         sums: gradients to be summed over other ranks than those of the data.
         randomness: the random states that forward passes begin from, where ranks must share them.
@@ -103,7 +116,7 @@ class Job:
         worked_out: settings that methods have found for themselves, by method, as its config would say them.
         make_states: how weights and optimizer states are read and written by name, for checkpoints.
         save_lane: what checkpoints written in the background need from one to the next.
-        explanations: what each method did, by its name, for the report.
+        explanations: what each method did, by its name, for the report; read them by :meth:`explained`.
     """
 
     inputs: Inputs
@@ -134,6 +147,11 @@ class Job:
     requires_boundary: bool = False
     stages: tuple[nn.Module, ...] = ()
     experts: tuple[nn.Module, ...] = ()
+    listed_experts: tuple[nn.Module, ...] = ()
+    restore_precision: Callable[[nn.Module], None] | None = None
+    recompute: Callable[..., Any] | None = None
+    in_step: Callable[[], AbstractContextManager[object]] = nullcontext
+    watch_loss: Callable[[LossFunction], LossFunction] | None = None
     make_runner: MakeRunner | None = None
     sums: GradientSums = field(default_factory=GradientSums)
     randomness: SharedRandomness | None = None
@@ -145,7 +163,7 @@ class Job:
     worked_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     make_states: MakeStates = ParameterStates
     save_lane: object | None = None
-    explanations: dict[str, list[str]] = field(default_factory=dict)
+    explanations: dict[str, list[str | Callable[[], str]]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int) -> Job:
@@ -232,6 +250,23 @@ class Job:
 
         self.uncut = copy_structure(self.module, without_memory, {})
 
-    def explain(self, method: str, text: str) -> None:
-        """Records what a method did or chose, for the report."""
+    def in_full_precision(self, model: nn.Module) -> nn.Module:
+        """``model``, or, where a method has lowered the precision of single layers, a copy without that.
+
+        The copy has the same parameters. In low precision a divided layer differs from the whole one by rounding, which
+        hides what a test of the division is to find.
+        """
+        if self.restore_precision is None:
+            return model
+        copy = copy_structure(model, lambda _, tensor: tensor, {})
+        self.restore_precision(copy)
+        return copy
+
+    def explain(self, method: str, text: str | Callable[[], str]) -> None:
+        """Records what a method did or chose, for the report; a function, where later batches show more of it."""
         self.explanations.setdefault(method, []).append(text)
+
+    def explained(self, method: str) -> list[str]:
+        """What a method did or chose, by what is known now."""
+        texts = (text if isinstance(text, str) else text() for text in self.explanations.get(method, []))
+        return [text for text in texts if text]

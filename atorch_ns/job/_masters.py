@@ -1,4 +1,4 @@
-"""fp32 copies of half-precision weights, which the optimizer updates in their place."""
+"""fp32 copies of weights, which the optimizer updates in their place: of half-precision ones, or in host memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ __all__ = ["MasterWeights"]
 
 
 class MasterWeights:
-    """Pairs of a model's half-precision parameter and its fp32 copy.
+    """Pairs of a model's parameter and its fp32 copy.
 
     Args:
         parameters: the model's parameters; those that are not floating or already fp32 are their own master.
+        on_host: all floating parameters have a master, in host memory; they are plain tensors then.
+        pinned: whether that memory is pinned, so that the device moves it by itself.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], *, on_host: bool = False, pinned: bool = False
+    ) -> None:
+        self._on_host = on_host
+        self._pinned = pinned
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in parameters:
-            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            if not parameter.requires_grad:
+                continue
+            if on_host and parameter.is_floating_point():
+                master = self._host_tensor(parameter).copy_(parameter.detach())
+                self._masters[parameter] = torch.nn.Parameter(master)
+            elif parameter.dtype in (torch.float16, torch.bfloat16):
                 master = parameter.detach().to(torch.float32)
                 self._masters[parameter] = torch.nn.Parameter(master)
 
@@ -40,14 +52,26 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Moves the parameters' gradients to the masters, in fp32; the half-precision ones are freed."""
+        """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed."""
         for parameter, master in self._masters.items():
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if self._on_host:
+                if parameter not in self._gradients:
+                    self._gradients[parameter] = self._host_tensor(parameter)
+                gradient = self._gradients[parameter]
+                master.grad = gradient.copy_(parameter.grad, non_blocking=self._pinned)
+            else:
                 master.grad = parameter.grad.to(torch.float32)
-                parameter.grad = None
+            parameter.grad = None
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()  # the host reads them next
 
     @torch.no_grad()
     def give_weights(self) -> None:
         """Rounds the masters into the parameters."""
         for parameter, master in self._masters.items():
-            parameter.copy_(master)
+            parameter.copy_(master, non_blocking=self._pinned)
+
+    def _host_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned)

@@ -152,7 +152,7 @@ def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
                 return torch.no_grad()(function)()
         raise InputError(
             f"the model is on the meta device, and {type(module).__qualname__} has no reset_parameters() to "
-            "give it values. Add one, pass param_init_fn in the config of fsdp, or build it on a device."
+            "give it values. Add one, or build the model on a device; a strategy with fsdp may give param_init_fn."
         )
 
     return reset

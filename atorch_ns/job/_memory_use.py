@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from atorch_ns.job._optimizer import inner_optimizer
 from atorch_ns.job._result import Result
+from atorch_ns.profile import plain_tensors
 from atorch_ns.torch_compat import CpuMemoryRecord
 
 __all__ = ["MemoryTracker", "PeakMemory", "StateBytes", "state_bytes", "track_memory"]
@@ -97,9 +98,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of the memory behind ``tensors`` on this rank, whole storages, by address."""
     storages: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.detach().untyped_storage()
+    for part in itertools.chain.from_iterable(map(plain_tensors, tensors)):
+        storage = part.detach().untyped_storage()
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return storages

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+
+from atorch_ns.torch_compat import tree_map_only
 
 __all__ = ["autocast_forward", "cast_inputs", "floats_to"]
 

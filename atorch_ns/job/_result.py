@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from atorch_ns.tracking import StepMeter, Tracker, Tracking
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,24 +46,31 @@ class Result(_Fields):
         lr_scheduler: the scheduler, or ``None``. Stepping it is the user's.
         args: ``use_optim_backward`` and ``requires_set_gradient_accumulation_boundary``.
         train_step: ``batch -> loss``: the whole step, right for every strategy.
-        applied: what was applied, and why.
+        make_applied: makes :attr:`applied`.
         make_report: makes :attr:`report`.
     """
 
     train_step: TrainStep
-    applied: Report
     job: Job
+    make_applied: Callable[[], Report]
     make_report: Callable[[], Any]
 
     @classmethod
-    def of(cls, *, train_step: TrainStep, applied: Report, job: Job, **fields: Any) -> Result:
+    def of(
+        cls, *, train_step: TrainStep, make_applied: Callable[[], Report], job: Job, **fields: Any
+    ) -> Result:
         """Makes a result from its seven fields and its attributes."""
         result = cls(**fields)
         result.train_step = train_step
-        result.applied = applied
         result.job = job
-        result.make_report = lambda: applied
+        result.make_applied = make_applied
+        result.make_report = make_applied
         return result
+
+    @property
+    def applied(self) -> Report:
+        """What was applied and why, with what methods have found since, as with the first batch."""
+        return self.make_applied()
 
     @property
     def report(self) -> TrainingReport:
@@ -91,3 +101,35 @@ class Result(_Fields):
         Call it between the backward pass and ``optim.step()``. Collective where gradients are sharded.
         """
         return self.train_step.clip_grad_norm_(max_norm, norm_type)
+
+    def track(self, tracker: Tracker, *, every: int = 10, samples_per_step: int | None = None) -> Tracking:
+        """Gives the metrics of every so many steps of ``train_step`` to a tracker; see ``atorch_ns.tracking``.
+
+        Call it on every rank, or on rank 0 alone: nothing is communicated, and only rank 0 measures and writes.
+        A logged step waits for the device; the others do not. A tracker that fails is one warning.
+
+        Args:
+            tracker: where the metrics go.
+            every: steps from one logged step to the next.
+            samples_per_step: samples in a global batch; ``None`` for that of ``dataloader``.
+
+        Returns:
+            What ends it, and takes metrics of your own. The end of the interpreter ends it too.
+
+        Raises:
+            InputError: if ``every`` is no number of steps.
+        """
+        if samples_per_step is None and self.dataloader is not None:
+            samples_per_step = self.dataloader.global_batch_size
+        observers = self.train_step.observers
+
+        def closed(tracking: Tracking) -> None:
+            observers.remove(tracking)
+            atexit.unregister(tracking.close)
+
+        meter = StepMeter(self.device, self.optim, samples_per_step)
+        tracking = Tracking(tracker if self.rank == 0 else None, meter, every=every, on_close=closed)
+        if self.rank == 0:
+            observers.append(tracking)
+            atexit.register(tracking.close)
+        return tracking

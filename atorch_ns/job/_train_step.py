@@ -19,7 +19,10 @@ from atorch_ns.job._step_times import StepTimes
 if TYPE_CHECKING:
     from atorch_ns.job._job import Job
 
-__all__ = ["TrainStep"]
+__all__ = ["StepObserver", "TrainStep"]
+
+StepObserver = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+"""Hears of a training step: steps so far, the loss, the norm of the gradients if they were clipped."""
 
 
 class TrainStep:
@@ -34,6 +37,8 @@ class TrainStep:
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
         skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
         times: how long the last steps took on this rank.
+        observers: called after every step of this rank, as ``(num_steps, loss, grad_norm)``. They must not
+            communicate; those that read a tensor wait for the device.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class TrainStep:
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
+        self.observers: list[StepObserver] = []
         self._job = job
         self._optimizer = optimizer
         self._loss_func = loss_func
@@ -81,10 +87,16 @@ class TrainStep:
         optimizer.step()
         self.times.stop()
         self.num_steps += 1
+        for observer in tuple(self.observers):  # one may take itself out
+            observer(self.num_steps, loss, self.grad_norm)
         return loss
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
+        with self._job.in_step():
+            return self._forward_backward_all(batch)
+
+    def _forward_backward_all(self, batch: Any) -> torch.Tensor:
         optimizer, _ = self._require()
         job = self._job
         micro_batches = self._micro_batches(batch)
@@ -124,10 +136,11 @@ class TrainStep:
         for root in roots:
             root.eval()
         try:
-            if self._runner is not None:
-                total = self._runner.forward(micro_batches)
-            else:
-                total = torch.stack([self._forward(part)[0] for part in micro_batches]).mean()
+            with job.in_step():
+                if self._runner is not None:
+                    total = self._runner.forward(micro_batches)
+                else:
+                    total = torch.stack([self._forward(part)[0] for part in micro_batches]).mean()
         finally:
             for root in roots:
                 root.train(modes[root])

@@ -15,6 +15,8 @@ from atorch_ns.method._config import MethodConfig
 from atorch_ns.method._phase import Phase
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from atorch_ns.cluster import Cluster
     from atorch_ns.job import Job
     from atorch_ns.profile import Profile
@@ -167,6 +169,29 @@ class Method(ABC, Generic[C]):
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[C]:
         """The configs that a search may choose from; none if the method is never searched."""
         return ()
+
+    def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
+        """``model`` as it computes under a plan with ``replaced``; ``None`` if this method does not set it.
+
+        Asked for the profile of such plans, when a search may choose the method.
+
+        Args:
+            model: a copy that may be changed; only its structure counts.
+            profile: of the model as it is.
+            cluster: where it is to run.
+        """
+        return None
+
+    def carry(self) -> Any:
+        """What a user told this process about the method outside of a config; ``None`` for nothing.
+
+        Trials run in processes of their own. It is sent there, by cloudpickle, and given to :meth:`restore`.
+        """
+        return None
+
+    def restore(self, carried: Any) -> None:
+        """Takes over what :meth:`carry` gave in the process that this one runs trials for."""
+        return None
 
     @abstractmethod
     def apply(self, job: Job, config: C) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from atorch_ns.errors import MethodNotFoundError, Problem, RegistrationError
@@ -72,6 +72,17 @@ class Registry:
     def default_for(self, role: str) -> Method[Any] | None:
         """The method that is added where nothing in a strategy fills ``role``."""
         return next((method for method in self if method.default_for == role), None)
+
+    def carried(self) -> dict[str, Any]:
+        """What methods carry to another process, by their names."""
+        states = ((method.name, method.carry()) for method in self)
+        return {name: state for name, state in states if state is not None}
+
+    def restore(self, carried: Mapping[str, Any]) -> None:
+        """Gives every method what its like carried from another process."""
+        for name, state in carried.items():
+            if name in self:
+                self.get(name).restore(state)
 
     def origin(self, name: str) -> str:
         """The distribution that a method comes from."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from atorch_ns.pipeline._actions import Action, Orders, actions, live_bytes, live_micro_batches
+from atorch_ns.pipeline._advice import train_step_only
 from atorch_ns.pipeline._block_costs import BlockCosts, split_backward
-from atorch_ns.pipeline._choose import ScheduleCandidate, ScheduleChoice, choose_schedule
+from atorch_ns.pipeline._choose import ScheduleCandidate, ScheduleChoice, choose_for_device, choose_schedule
 from atorch_ns.pipeline._crossing import Carried, Crossing, plan_crossings, refused_cuts
 from atorch_ns.pipeline._division import Division, divide_parameters
 from atorch_ns.pipeline._graph import Call, CallGraph, TensorSpec, Value
@@ -50,6 +51,7 @@ __all__ = [
     "Unit",
     "Value",
     "actions",
+    "choose_for_device",
     "choose_schedule",
     "custom_cuts",
     "divide_parameters",
@@ -68,6 +70,7 @@ __all__ = [
     "split_backward",
     "stage_ranges",
     "trace_really",
+    "train_step_only",
     "uniform_cuts",
     "uniform_floor_cuts",
     "without_memory",

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.pipeline._follow import Follower
 from atorch_ns.pipeline._graph import CallGraph
 from atorch_ns.pipeline._nests import leaves
 from atorch_ns.profile._operators import count_flops, is_free, moved_bytes
+from atorch_ns.torch_compat import TorchDispatchMode
 
 __all__ = ["CallCosts"]
 

@@ -14,7 +14,7 @@ from atorch_ns.pipeline._schedules import SCHEDULES, ScheduleInfo
 from atorch_ns.pipeline._simulate import simulate
 from atorch_ns.pipeline._step import PipelineStep
 
-__all__ = ["ScheduleCandidate", "ScheduleChoice", "choose_schedule"]
+__all__ = ["ScheduleCandidate", "ScheduleChoice", "choose_for_device", "choose_schedule"]
 
 _SAME = 1e-6  # steps whose simulated seconds differ by less than this share are equal
 
@@ -98,6 +98,60 @@ def choose_schedule(
     best = min(equal, key=lambda one: max(one.peak_bytes))
     ranked = sorted(weighed, key=lambda one: (one is not best, bool(one.problem), one.step_seconds))
     return ScheduleChoice(best=best, candidates=tuple(ranked))
+
+
+def choose_for_device(
+    costs: BlockCosts,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    schedule: ScheduleInfo | None = None,
+    stages_per_rank: int | None = None,
+    whole_backward: bool = False,
+    limit_bytes: float | None = None,
+    memory_bytes: float,
+    cuts: Sequence[int] | None = None,
+) -> ScheduleChoice:
+    """What a pipeline runs on a device, which is what an estimate prices: :func:`choose_schedule` of all schedules
+    that can be used there.
+
+    Args:
+        costs: of the blocks.
+        num_ranks: ranks of the pipeline.
+        num_micro_batches: of a step.
+        schedule: the one that the user names, only to be cut; ``None`` for the fastest.
+        stages_per_rank: the user's; ``None`` for the schedule's own, or one and two.
+        whole_backward: whether backward passes are never taken apart, as those of compiled blocks.
+        limit_bytes: what the user lets a rank hold; ``None`` for the device's memory, which then is no condition:
+            the bytes are an estimate.
+        memory_bytes: of the device.
+        cuts: the user's; ``None`` to look for the best.
+
+    Raises:
+        InputError: as :func:`choose_schedule` does.
+    """
+    schedules = [one for one in SCHEDULES if not (whole_backward and one.splits_backward)]
+    numbers: tuple[int, ...] = (stages_per_rank,) if stages_per_rank else (1, 2)
+    if schedule is not None:
+        schedules, numbers = [schedule], (stages_per_rank or schedule.usual_stages,)
+
+    def choose(limit: float | None) -> ScheduleChoice:
+        return choose_schedule(
+            costs,
+            num_ranks,
+            num_micro_batches,
+            limit_bytes=limit,
+            schedules=schedules,
+            stages_per_rank=numbers,
+            cuts=cuts,
+        )
+
+    if limit_bytes is not None:
+        return choose(limit_bytes)
+    try:
+        return choose(float(memory_bytes))
+    except InputError:
+        return choose(None)
 
 
 @dataclass(frozen=True)

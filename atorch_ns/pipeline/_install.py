@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.errors import StepError
+from atorch_ns.pipeline._advice import train_step_only
 from atorch_ns.pipeline._division import Division
 from atorch_ns.pipeline._pass import PassSwitch, seed_generators
 from atorch_ns.pipeline._stage import StageModule, Stub, Unit
@@ -24,10 +26,12 @@ class StageSettings:
     Attributes:
         device: where they compute.
         model_input_format: how a batch is passed to the model.
+        method: the name of the method that cuts the model, for messages.
     """
 
     device: torch.device
     model_input_format: str | None
+    method: str = "pipeline"
 
 
 def install_stages(
@@ -65,12 +69,12 @@ def install_stages(
         if unit.name in mine:
             made = Unit(unit.module, unit.name, switch)
         else:
-            made = _stub(unit.module, unit.name, switch, kept_ids, in_use, settings.device)
+            made = _stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
         modules[unit.name] = made
         for parent, name in places[id(unit.module)]:
             parent._modules[name] = made
     _release_between(model, units, kept_ids, settings.device)
-    model.register_forward_pre_hook(_Seeded(switch, settings.device))
+    model.register_forward_pre_hook(_Seeded(switch, settings))
     return tuple(
         StageModule(
             model,
@@ -86,15 +90,20 @@ def install_stages(
 
 
 class _Seeded:
-    """Before a pass of the model: random numbers of the pass, whatever was set before."""
+    """Before a pass of the model: random numbers of the pass, whatever was set before. Where no stage runs, the user
+    has called the model himself, which is refused on every rank alike."""
 
-    def __init__(self, switch: PassSwitch, device: torch.device) -> None:
+    def __init__(self, switch: PassSwitch, settings: StageSettings) -> None:
         self._switch = switch
-        self._device = device
+        self._settings = settings
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._switch.running is not None:
-            seed_generators(self._switch.running.seed, self._device)
+        if self._switch.running is None:
+            raise StepError(
+                f"the model is cut over the ranks of a pipeline: {train_step_only(self._settings.method)}, or leave "
+                "the axis pipeline out of parallel_mode."
+            )
+        seed_generators(self._switch.running.seed, self._settings.device)
 
 
 def _held(
@@ -151,13 +160,13 @@ def _stub(
     switch: PassSwitch,
     kept: set[int],
     in_use: set[int],
-    device: torch.device,
+    settings: StageSettings,
 ) -> Stub:
     """A stand-in for ``module``, which gives up its memory; parameters that this rank needs move into the stand-in."""
-    stub = Stub(module, path, switch)
+    stub, device = Stub(module, path, switch, settings.method), settings.device
     for name, child in module.named_children():
         if any(id(p) in kept for p in child.parameters()):
-            stub._modules[name] = _stub(child, f"{path}.{name}", switch, kept, in_use, device)
+            stub._modules[name] = _stub(child, f"{path}.{name}", switch, kept, in_use, settings)
         else:
             for inner in child.modules():
                 _release(inner, in_use, device)

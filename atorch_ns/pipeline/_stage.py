@@ -12,6 +12,7 @@ from torch import nn
 
 from atorch_ns.data import call_model
 from atorch_ns.errors import StepError
+from atorch_ns.pipeline._advice import train_step_only
 from atorch_ns.pipeline._graph import CallGraph
 from atorch_ns.pipeline._pass import PassSwitch, StageEnd, StagePass, StageRange, random_stream
 
@@ -63,14 +64,16 @@ class Stub(nn.Module):
         module: the unit, whose memory has been given up.
         path: of the unit in the user's model.
         switch: of the rank.
+        method: the name of the method that has cut the model, for messages.
     """
 
     is_stand_in = True
 
-    def __init__(self, module: nn.Module, path: str, switch: PassSwitch) -> None:
+    def __init__(self, module: nn.Module, path: str, switch: PassSwitch, method: str) -> None:
         super().__init__()
         object.__setattr__(self, "_original", module)  # so that it is no child
         self._path = path
+        self._method = method
         self._switch = switch
         self.training = module.training
 
@@ -97,8 +100,8 @@ class Stub(nn.Module):
         running = self._switch.running
         if running is None:
             raise StepError(
-                f"{self._path} is on another rank of the pipeline, so the model cannot be called here as a whole. "
-                "Use result.train_step(batch), or result.train_step.evaluate(batch) for the loss alone."
+                f"{self._path} is on another rank of the pipeline, so the model cannot be called here: "
+                f"{train_step_only(self._method)}, or leave the axis pipeline out of the strategy."
             )
         return running.call(self._path, None, args, kwargs)
 

@@ -54,9 +54,9 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
     num = max(merged) + 1
     kinds = np.asarray(recording.kinds)
     phases = _phases(recording, merged)
-    alive = _in_two(_alive, measured)
-    kept = _in_two(lambda *both: _gradients_alive(*both)[0], measured)
-    passing = _in_two(lambda *both: _gradients_alive(*both)[1], measured)
+    alive = _in_three(_alive, measured)
+    kept = _in_three(lambda *both: _gradients_alive(*both)[0], measured)
+    passing = _in_three(lambda *both: _gradients_alive(*both)[1], measured)
     costs = []
     for stretch in range(num):
         forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
@@ -68,9 +68,9 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
             SegmentCost(
                 forward=forward.cost(),
                 backward=of_backward,
-                saved=growth(forward.net[0], forward.net[1], measured.at),
+                saved=_growth(forward.net, measured.at),
                 output=growth(measured.outputs[merged.index(stretch)]),
-                kept=growth(forward.net[0] + backward.net[0], forward.net[1] + backward.net[1], measured.at),
+                kept=_growth(forward.net + backward.net, measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
                 operators=_operators(measured, np.concatenate([forward.events, backward.events])),
             )
@@ -79,26 +79,33 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
 
 
 class _Span:
-    """The events of one phase; bytes are [2, E, 4]: all, and those that tensor parallelism divides."""
+    """The events of one phase; bytes are [3, E, 4]: all, those that tensor parallelism divides, and
+    those between the head and the loss."""
 
     def __init__(self, measured: Measured, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray) -> None:
         self.events = events
         self._measured = measured
         self._operators = events[kinds[events] == Event.OPERATOR]
         first = int(events[0]) if events.size else 0
-        self.before = alive[:, first - 1] if first else np.zeros((2, 4))
+        self.before = alive[:, first - 1] if first else np.zeros((3, 4))
         self._added = alive[:, events] - self.before[:, None]
-        self.net = self._added[:, -1] if events.size else np.zeros((2, 4))
+        self.net = self._added[:, -1] if events.size else np.zeros((3, 4))
 
     def cost(self) -> PhaseCost:
         flops = self._measured.sizes[self._operators]
         other = ~flops.any(axis=1)
         moved = self._measured.moved[self._operators]
         divided = np.isin(self._operators, list(self._measured.division.operators))
+        words = np.isin(self._operators, list(self._measured.division.word_operators))
         at = self._measured.at
         return PhaseCost(
             flops=growth(flops.sum(axis=0), flops[divided].sum(axis=0), at),
-            moved=growth(moved[other].sum(axis=0), moved[other & divided].sum(axis=0), at),
+            moved=growth(
+                moved[other].sum(axis=0),
+                moved[other & divided].sum(axis=0),
+                at,
+                moved[other & words & ~divided].sum(axis=0),
+            ),
             num_operators=len(self._operators),
             peak=self._peak(),
             peaks=self.peaks(),
@@ -115,14 +122,15 @@ class _Span:
             added = added + gradients[:, self.events] - before
         num_tokens = self._measured.at[1]
         lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[0, :, 2:].any() else [num_tokens]
-        divisions = [added[0], added[0] - (1 - 1 / _FAR) * added[1]] if added[1].any() else [added[0]]
+        divided = [added[1], added[1] + added[2]] if added[2].any() else [added[1]]
+        divisions = [added[0], *(added[0] - (1 - 1 / _FAR) * parts for parts in divided if parts.any())]
         worst = {
             int(values_at(left, num_samples, length).argmax()): None
             for left in divisions
             for num_samples in _MANY_BATCHES
             for length in lengths
         }
-        return tuple(growth(added[0, index], added[1, index], self._measured.at) for index in worst)
+        return tuple(_growth(added[:, index], self._measured.at) for index in worst)
 
     def _peak(self) -> Growth:
         """The most that is alive beyond what was before.
@@ -133,16 +141,16 @@ class _Span:
         if not self.events.size:
             return Growth()
         num_samples, num_tokens = self._measured.at
-        whole, part = self._added
+        whole, part, words = self._added
         worst = int(values_at(whole, num_samples, num_tokens).argmax())
         if whole[:, 2:].any():
-            return growth(whole[worst], part[worst], self._measured.at)
+            return _growth(self._added[:, worst], self._measured.at)
         far = max(num_samples, 2)
         at_one = max(float(values_at(whole, 1, 1).max()), 0.0)
         at_far = max(float(values_at(whole, far, 1).max()), 0.0)
         slope = (at_far - at_one) / (far - 1)
         line = np.asarray([at_one - slope, slope, 0.0, 0.0])
-        return growth(line, part[worst], self._measured.at)
+        return growth(line, part[worst], self._measured.at, words[worst])
 
 
 def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
@@ -157,13 +165,21 @@ def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
     return phases
 
 
-def _in_two(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measured) -> np.ndarray:
-    """[2, E, 4] a figure of all memory, and of that which tensor parallelism divides."""
-    recording, divided = measured.recording, measured.division.storages
-    chosen = np.asarray([key in divided for key in recording.keys]) & (
-        np.asarray(recording.kinds) == Event.ALLOCATE
-    )
-    return np.stack([of(recording, measured.sizes), of(recording, measured.sizes * chosen[:, None])])
+def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measured) -> np.ndarray:
+    """[3, E, 4] a figure of all memory, of that which tensor parallelism divides, and of that between the head and
+    the loss."""
+    recording, division = measured.recording, measured.division
+    allocates = np.asarray(recording.kinds) == Event.ALLOCATE
+    found = [of(recording, measured.sizes)]
+    for storages in (division.storages, division.words - division.storages):
+        chosen = np.asarray([key in storages for key in recording.keys]) & allocates
+        found.append(of(recording, measured.sizes * chosen[:, None]))
+    return np.stack(found)
+
+
+def _growth(rows: np.ndarray, at: tuple[float, float]) -> Growth:
+    """[3, 4] coefficients of all, of what is divided and of what is between the head and the loss."""
+    return growth(rows[0], rows[1], at, rows[2])
 
 
 def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:

@@ -32,11 +32,13 @@ class Traced:
         segments: of the whole model, with costs.
         how: ``"fake"`` or ``"real"``.
         notes: what was assumed, as sentences.
+        loss_share: tokens whose loss is computed, of all that the head computes.
     """
 
     segments: tuple[Segment, ...]
     how: str = "fake"
     notes: tuple[str, ...] = ()
+    loss_share: float = 1.0
 
 
 class Attempts:
@@ -87,7 +89,10 @@ class Attempts:
         steps, notes = self._in_each_precision(
             lambda precision: [fakes.record(precision, (num_samples, length)) for length in lengths]
         )
-        return Traced(segments_of(subject, steps, containers), notes=notes)
+        first = steps[self._precisions[0].key][0]
+        return Traced(
+            segments_of(subject, steps, containers), notes=notes, loss_share=first.division.loss_share
+        )
 
     def _in_each_precision(
         self, record: Callable[[Precision], list[Step]]

@@ -40,12 +40,18 @@ class Division:
         storages: numbers of storages of which a rank holds a part.
         operators: events of operators of which a rank computes a part.
         dims: for each divided parameter, by its number among the given tensors, the dim.
+        words: numbers of storages that hold values for words of the vocabulary, between the head and the loss.
+        word_operators: events of operators that make them.
+        loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
         columns, rows: for each phase of a forward pass, products divided along outputs and along inputs.
     """
 
     storages: set[int] = field(default_factory=set)
     operators: set[int] = field(default_factory=set)
     dims: dict[int, int] = field(default_factory=dict)
+    words: set[int] = field(default_factory=set)
+    word_operators: set[int] = field(default_factory=set)
+    loss_share: float = 1.0
     columns: dict[int, int] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
 
@@ -99,8 +105,14 @@ class _Walk:
         self._sources: dict[int, frozenset[int]] = {}  # of each divided storage the weights that divided it
         self._origin = {-1 - number: number for number in range(len(shapes))}
         self._sizes: dict[int, int] = {}
+        self._made = {
+            key: size
+            for kind, key, size in zip(recording.kinds, recording.keys, recording.sizes, strict=True)
+            if kind == Event.ALLOCATE
+        }
         self._blocks: dict[int, str] = {}  # of each divided parameter
         self._found = Division(dims=dict(vocabulary))
+        self._head_bytes = 0
         self._phase = 0
         self._block = ""
 
@@ -129,6 +141,7 @@ class _Walk:
             for made in self._recording.writes[event]:
                 self._origin[made] = self._origin[reads[0]]
             return
+        self._follow_words(event, reads)
         divided = [mark for mark in reads if mark in self._sources]
         if not divided:
             return
@@ -136,10 +149,26 @@ class _Walk:
             self._meet(reads, divided)
         self._divide(event, frozenset().union(*(self._sources[mark] for mark in divided)))
 
+    def _follow_words(self, event: int, reads: Sequence[int]) -> None:
+        """What is made of values for words is for words too, if there is as much of it."""
+        found = self._found.words
+        least = 0.5 * min((self._made.get(mark, 0) for mark in reads if mark in found), default=0)
+        made = [mark for mark in self._recording.writes[event] if self._made.get(mark, 0) >= least > 0]
+        if made:
+            found.update(made)
+            self._found.word_operators.add(event)
+            if self._recording.labels[event] == "aten._log_softmax" and self._head_bytes:
+                share = self._made[made[0]] / self._head_bytes
+                self._found.loss_share = share / 2 if share > 1 else share  # 16-bit logits, of which fp32 is made
+
     def _product(self, event: int, product: Product, number: int) -> None:
         output_dim = 0 if product.transposed else 1
         if number in self._vocabulary:
             self._found.operators.add(event)
+            if output_dim == 0 and product.left not in self._found.words:
+                made = [made for made in self._recording.writes[event] if made >= 0]
+                self._found.words.update(made)
+                self._head_bytes = max((self._made.get(mark, 0) for mark in made), default=0)
             return
         dim = self._found.dims.get(number)
         sources = self._sources.get(product.left, frozenset())

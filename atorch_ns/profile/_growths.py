@@ -67,7 +67,10 @@ def values_at(coefficients: np.ndarray, num_samples: float, num_tokens: float) -
 
 
 def growth(
-    coefficients: np.ndarray, inside: np.ndarray | None = None, at: tuple[float, float] = (1, 1)
+    coefficients: np.ndarray,
+    inside: np.ndarray | None = None,
+    at: tuple[float, float] = (1, 1),
+    words: np.ndarray | None = None,
 ) -> Growth:
     """One row of coefficients as a :class:`Growth`; what rounding left behind is 0.
 
@@ -75,10 +78,15 @@ def growth(
         coefficients: [4].
         inside: [4] of the part that tensor parallelism divides.
         at: the B and T at which its share is taken.
+        words: [4] of the part between the head and the loss.
     """
     largest = float(np.abs(coefficients).max())
     found = Growth(*(0.0 if abs(value) < 1e-9 * largest else float(value) for value in coefficients))
-    if inside is None or not inside.any():
-        return found
-    whole, part = (float(values_at(row[None], *at)[0]) for row in (coefficients, inside))
-    return replace(found, divided=min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0)
+    whole = float(values_at(coefficients[None], *at)[0])
+
+    def share(of: np.ndarray | None) -> float:
+        if of is None or not of.any() or whole <= 0:
+            return 0.0
+        return min(1.0, max(0.0, float(values_at(of[None], *at)[0]) / whole))
+
+    return replace(found, divided=share(inside), words=share(words))

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from atorch_ns.profile._trace import precision_key
+from atorch_ns.torch_compat import tree_map_only
 
 __all__ = ["ALL_PRECISIONS", "KEPT_IN_FP32", "Precision"]
 

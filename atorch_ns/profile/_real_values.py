@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.profile._fake_kernels import FAKE_KERNELS
 from atorch_ns.profile._operators import label
-from atorch_ns.torch_compat import fake_tensor_type, outside_fake_mode
+from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_type, outside_fake_mode
 
 __all__ = ["RealValues", "may_be_real"]
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.profile._operators import count_flops, is_free, label, moved_bytes
+from atorch_ns.torch_compat import TorchDispatchMode
 
 __all__ = ["Event", "Product", "Recorder", "Recording"]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from atorch_ns.profile._compact import CompactStates
+
 __all__ = [
     "Growth",
     "OperatorCost",
@@ -49,6 +51,7 @@ class Growth:
         constant, per_sample, per_token, per_pair: coefficients.
         divided: share of the quantity, at the sizes that were traced, that lies between layers which tensor
             parallelism divides: t ranks along its axis each have a t-th of this share.
+        words: the same of what lies between the head and the loss, divided where the loss is computed on parts.
     """
 
     constant: float = 0.0
@@ -56,6 +59,7 @@ class Growth:
     per_token: float = 0.0
     per_pair: float = 0.0
     divided: float = 0.0
+    words: float = 0.0
 
     def at(self, num_samples: float | np.ndarray, num_tokens: float | np.ndarray = 1) -> Any:
         """The value at B and T on one rank that divides nothing; arrays give arrays."""
@@ -64,13 +68,14 @@ class Growth:
 
     def __add__(self, other: Growth) -> Growth:
         own, more = abs(self.at(1)), abs(other.at(1))
-        share = (own * self.divided + more * other.divided) / (own + more) if own + more else 0.0
+        total = own + more or 1.0
         return Growth(
             self.constant + other.constant,
             self.per_sample + other.per_sample,
             self.per_token + other.per_token,
             self.per_pair + other.per_pair,
-            share,
+            (own * self.divided + more * other.divided) / total,
+            (own * self.words + more * other.words) / total,
         )
 
     def __mul__(self, factor: float) -> Growth:
@@ -80,6 +85,7 @@ class Growth:
             self.per_token * factor,
             self.per_pair * factor,
             self.divided,
+            self.words,
         )
 
 
@@ -200,6 +206,7 @@ class Segment:
         parameters: of one instance; for stretches between blocks, of the modules first used there.
         buffer_bytes: of one instance.
         costs: by :func:`precision_key`.
+        replaced_costs: the same where modules are replaced; empty where that was not traced.
         num_columns: products in one forward pass whose weight tensor parallelism divides along its outputs.
         num_rows: the same along its inputs; the partial results of each are summed over ranks.
         num_attentions: attentions in one forward pass.
@@ -214,6 +221,7 @@ class Segment:
     parameters: tuple[ParameterSpec, ...] = ()
     buffer_bytes: int = 0
     costs: Mapping[str, SegmentCost] = field(default_factory=dict)
+    replaced_costs: Mapping[str, SegmentCost] = field(default_factory=dict)
     num_columns: int = 0
     num_rows: int = 0
     num_attentions: int = 0
@@ -244,6 +252,8 @@ class OptimizerSpec:
         factored_dtypes: for a state that keeps of each matrix only its rows or its columns (Adafactor has one
             of each), its dtype; rows first.
         parameter_temporaries: tensors of the size of the largest parameter that a step holds besides.
+        fused: whether one kernel updates all parameters.
+        compact: states in fewer bits, of parameters that are large enough; ``state_dtypes`` are those of the others.
     """
 
     name: str
@@ -252,6 +262,8 @@ class OptimizerSpec:
     temporary_copies: float = 0.0
     factored_dtypes: tuple[str, ...] = ()
     parameter_temporaries: float = 0.0
+    fused: bool = False
+    compact: CompactStates | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +276,7 @@ class Trace:
         num_tokens: tokens in each; 1 where there is no sequence.
         batch_bytes: of the batch itself.
         num_heads, num_key_value_heads, vocabulary_size: 0 where unknown.
+        loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
         num_experts: of a layer of experts; 0 without one.
         experts_per_token: how many of them compute each token.
         optimizer: the optimizer's states; ``None`` without an optimizer.
@@ -281,6 +294,7 @@ class Trace:
     num_heads: int = 0
     num_key_value_heads: int = 0
     vocabulary_size: int = 0
+    loss_share: float = 1.0
     num_experts: int = 0
     experts_per_token: int = 0
     optimizer: OptimizerSpec | None = None

@@ -117,6 +117,7 @@ def _trace(subject: Subject, traced: Traced) -> Trace:
         num_heads=num_heads(subject.model),
         num_key_value_heads=num_key_value_heads(subject.model),
         vocabulary_size=vocabulary_size(subject.model),
+        loss_share=traced.loss_share,
         num_experts=num_experts(subject.model),
         experts_per_token=experts_per_token(subject.model),
         how=traced.how,

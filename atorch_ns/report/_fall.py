@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from atorch_ns.report._svg import FONT, Canvas, fitted
+from atorch_ns.report._svg import FONT, Canvas, fitted, text_width
 from atorch_ns.report._units import percent_text, seconds_text
-from atorch_ns.report._waterfall import WaterfallInfo
+from atorch_ns.report._waterfall import WaterfallBar, WaterfallInfo
 
 __all__ = ["waterfall_picture"]
 
 _ROW = 48
 _BAR = 18
-_AMOUNT = 130
+_GAP = 6  # between a bar and its figure
 
 
 def waterfall_picture(info: WaterfallInfo, width: int, name: str) -> str:
@@ -24,21 +24,20 @@ def waterfall_picture(info: WaterfallInfo, width: int, name: str) -> str:
         name, "From the baseline to the winner", description, width, _ROW * (len(info.bars) + 2) + 8
     )
     longest = max(info.baseline_seconds, *(max(bar.before, bar.after) for bar in info.bars), 1e-12)
-    scale = (width - _AMOUNT) / longest
+    amounts = [_amount(bar) for bar in info.bars]
+    ends = (seconds_text(info.baseline_seconds), seconds_text(info.winner_seconds))
+    scale = (width - max(map(text_width, (*amounts, *ends))) - _GAP) / longest
     _bar(canvas, 0, f"baseline: {info.baseline}", 0.0, info.baseline_seconds * scale, "total")
-    canvas.text(info.baseline_seconds * scale + 6, FONT + 20, seconds_text(info.baseline_seconds))
+    canvas.text(info.baseline_seconds * scale + _GAP, FONT + 20, ends[0])
     for position, bar in enumerate(info.bars, 1):
         low, high = sorted((bar.before * scale, bar.after * scale))
         style = "faster" if bar.change <= 0 else "slower"
         note = "" if bar.source == "measured" else f" ({bar.source})"
         _bar(canvas, position, f"{bar.label}{note}", low, high, style)
-        share = percent_text(bar.change / bar.before if bar.before else None)
-        arrow = "◀" if bar.change <= 0 else "▶"
-        text = f"{arrow} {_signed(bar.change)} ({share})"
-        canvas.text(high + 6, _ROW * position + FONT + 20, text)
+        canvas.text(high + _GAP, _ROW * position + FONT + 20, amounts[position - 1])
     last = len(info.bars) + 1
     _bar(canvas, last, f"winner: {info.winner}", 0.0, info.winner_seconds * scale, "total")
-    canvas.text(info.winner_seconds * scale + 6, _ROW * last + FONT + 20, seconds_text(info.winner_seconds))
+    canvas.text(info.winner_seconds * scale + _GAP, _ROW * last + FONT + 20, ends[1])
     return canvas.finish()
 
 
@@ -46,6 +45,11 @@ def _bar(canvas: Canvas, position: int, label: str, low: float, high: float, sty
     y = _ROW * position
     canvas.text(0, y + FONT, fitted(label, canvas.width))
     canvas.box(low, y + FONT + 6, max(high - low, 1.5), _BAR, style=style)
+
+
+def _amount(bar: WaterfallBar) -> str:
+    share = percent_text(abs(bar.change) / bar.before if bar.before else None)
+    return f"{'◀' if bar.change <= 0 else '▶'} {_signed(bar.change)} ({share})"
 
 
 def _signed(seconds: float) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 __all__ = ["Heartbeat"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Heartbeat:
@@ -48,5 +51,6 @@ class Heartbeat:
                 continue
             try:
                 self._beat()
-            except Exception:
+            except Exception:  # the user's observer: a heartbeat must not end the job
+                _LOGGER.warning("the heartbeat fails and ends", exc_info=True)
                 return

@@ -35,7 +35,7 @@ from atorch_ns.report._verdict import setting_text, verdict
 from atorch_ns.report._waterfall import waterfall_info
 from atorch_ns.search import SearchOutcome
 
-__all__ = ["report_html"]
+__all__ = ["Figure", "report_figures", "report_html"]
 
 _WIDE, _NARROW = 860, 358
 """Widths of the two forms of each picture: the page shows the one that is legible where it is read."""
@@ -43,11 +43,17 @@ _WIDE, _NARROW = 860, 358
 _SHOWN = 12
 """Candidates that are not folded away, besides those that were tried."""
 
+_LONG_TITLE = 60
+"""A longer strategy has only its methods' names in the title: the first sentence has all of it."""
+
 _PLANNED = "Every figure is a prediction."
 _TRIED = "Predicted before any trial; measured in trials, with the number of steps and the standard error."
 
 
-class _Figure(NamedTuple):
+class Figure(NamedTuple):
+    """A picture in its two forms, each the text of an SVG, and what is written below."""
+
+    name: str
     wide: Any
     narrow: Any
     caption: str
@@ -56,7 +62,7 @@ class _Figure(NamedTuple):
 class _Section(NamedTuple):
     name: str
     title: str
-    figures: tuple[_Figure, ...]
+    figures: tuple[Figure, ...]
     table: Sheet | None
 
 
@@ -92,6 +98,14 @@ def report_html(
     if timeline is not None:
         values["sections"] = (*values["sections"], _timeline_section(timeline))
     return page.render(values)
+
+
+def report_figures(search: SearchOutcome | None, timeline: TimelineInfo | None) -> tuple[Figure, ...]:
+    """The pictures of the page, in its order."""
+    sections = list(_sections(search)) if search is not None else []
+    if timeline is not None:
+        sections.append(_timeline_section(timeline))
+    return tuple(figure for section in sections for figure in section.figures)
 
 
 def _search_values(search: SearchOutcome) -> dict[str, Any]:
@@ -184,18 +198,22 @@ def _timeline_section(info: TimelineInfo) -> _Section:
     return _Section("timeline", "The pipeline's step", (figure,), timeline_sheet(info))
 
 
-def _figure(name: str, draw: Callable[[int, str], str], caption: str) -> _Figure:
+def _figure(name: str, draw: Callable[[int, str], str], caption: str) -> Figure:
     from markupsafe import Markup
 
     # The pictures escape what they are given; everything else in them is this package's own.
     wide = Markup(draw(_WIDE, f"{name}-wide"))
     narrow = Markup(draw(_NARROW, f"{name}-narrow"))
-    return _Figure(wide, narrow, caption)
+    return Figure(name, wide, narrow, caption)
 
 
 def _title(applied: Report | None, search: SearchOutcome | None) -> str:
     if search is not None:
-        chosen = search.winner.candidate.label if search.winner is not None else "no strategy could be chosen"
+        if search.winner is None:
+            return f"{search.setting.model}: no strategy could be chosen"
+        candidate = search.winner.candidate
+        names = " → ".join(name for name, _ in candidate.steps)
+        chosen = candidate.label if len(candidate.label) <= _LONG_TITLE else names
         return f"{search.setting.model}: {chosen}"
     return str(applied.strategy) if applied is not None else "Nothing was applied"
 

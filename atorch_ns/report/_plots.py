@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from atorch_ns.report._accuracy import AccuracyInfo
 from atorch_ns.report._history import HistoryInfo
 from atorch_ns.report._pareto import ParetoInfo, ParetoPoint
-from atorch_ns.report._svg import FONT, Canvas, nice_ticks
+from atorch_ns.report._svg import FONT, Canvas, nice_ticks, text_width
 from atorch_ns.report._units import bytes_text, counted, number_text, percent_text, seconds_text
 
 __all__ = ["accuracy_picture", "history_picture", "pareto_picture"]
@@ -46,10 +47,13 @@ class _Axes:
         for value in self._up:
             canvas.line(_LEFT, self.y(value), canvas.width - _RIGHT, self.y(value), style="grid")
             canvas.text(_LEFT - 6, self.y(value) + 4, up[1](value), anchor="end", style="muted")
-        every = 2 if canvas.width < 500 and len(self._across) > 5 else 1
+        longest = max(text_width(across[1](value)) for value in self._across)
+        every = max(1, math.ceil((longest + 4) / (self.x(self._across[1]) - self.x(self._across[0]))))
         for value in self._across[::every]:
             canvas.line(self.x(value), _TOP, self.x(value), bottom, style="grid")
-            canvas.text(self.x(value), bottom + 16, across[1](value), anchor="middle", style="muted")
+            canvas.text(self.x(value), bottom + 18, across[1](value), anchor="middle", style="muted")
+        canvas.keep_free(0, bottom, canvas.width, canvas.height)
+        canvas.keep_free(0, _TOP, _LEFT, bottom)
         canvas.text(canvas.width - _RIGHT, canvas.height - 8, f"{across[0]} →", anchor="end", style="muted")
         canvas.text(0, _TOP - 16, f"↑ {up[0]}", style="muted")
 
@@ -58,6 +62,9 @@ def history_picture(info: HistoryInfo, width: int, name: str) -> str:
     """Every trial's step, the best so far as a stair, failures as crosses above."""
     failed = [point for point in info.points if point.seconds is None]
     known = [point.seconds + point.spread for point in info.points if point.seconds is not None]
+    least = [point.seconds - point.spread for point in info.points if point.seconds is not None]
+    if info.lower_bound_seconds is not None:
+        least.append(info.lower_bound_seconds)
     best = min((point.best_seconds for point in info.points if point.best_seconds), default=None)
     description = (
         f"{counted(len(info.points), 'trial')}, {len(failed)} failed; the best step was {seconds_text(best)}."
@@ -65,7 +72,8 @@ def history_picture(info: HistoryInfo, width: int, name: str) -> str:
     canvas = Canvas(name, "Trials in their order", description, width, 300)
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / (12 if width > 500 else 6)))
-    axes = _Axes(canvas, range(0, last + step + 1, step), nice_ticks(max(known, default=1.0) * 1.05))
+    up = _ticks([*least, *(value * 1.01 for value in known)], seconds_text)
+    axes = _Axes(canvas, range(0, last + step + 1, step), up)
     axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
     stair: list[tuple[float, float]] = []
     for point in info.points:
@@ -77,7 +85,7 @@ def history_picture(info: HistoryInfo, width: int, name: str) -> str:
     if info.lower_bound_seconds is not None:
         y = axes.y(info.lower_bound_seconds)
         canvas.line(_LEFT, y, width - _RIGHT, y, style="bound")
-        canvas.text(width - _RIGHT, y + 14, "lower bound (predicted)", anchor="end", style="muted")
+        canvas.text(width - _RIGHT, y - 5, "lower bound (predicted)", anchor="end", style="muted")
     for point in info.points:
         if point.seconds is None:
             canvas.mark(
@@ -103,8 +111,8 @@ def accuracy_picture(info: AccuracyInfo, width: int, name: str) -> str:
     )
     title = f"{info.quantity.capitalize()}: predicted against measured"
     canvas = Canvas(name, title, f"{title}: {merit}.", width, 330)
-    highest = max((max(point.predicted, point.measured) for point in info.points), default=1.0)
-    ticks = _bytes_ticks(highest) if info.quantity == "memory" else nice_ticks(highest)
+    values = [value for point in info.points for value in (point.predicted, point.measured)]
+    ticks = _bytes_ticks(values) if info.quantity == "memory" else _ticks(values, seconds_text)
     axes = _Axes(canvas, ticks, ticks)
     axes.draw(("predicted", shown), ("measured", shown))
     canvas.text(0, FONT, merit)
@@ -113,8 +121,7 @@ def accuracy_picture(info: AccuracyInfo, width: int, name: str) -> str:
         x, y = axes.x(point.predicted), axes.y(point.measured)
         figures = f"predicted {shown(point.predicted)}, measured {shown(point.measured)}"
         canvas.mark(x, y, "circle", style="dot", size=4, tip=f"#{point.number} {point.label}: {figures}")
-        if len(info.points) <= 16:
-            canvas.text(x + 7, y + 4, f"#{point.number}", style="muted")
+        canvas.label(x, y, f"#{point.number}", rise=-6)
     return canvas.finish()
 
 
@@ -123,16 +130,18 @@ def pareto_picture(info: ParetoInfo, width: int, name: str) -> str:
     front = info.front
     description = f"{len(info.points)} candidates, {len(front)} on the front of time and memory."
     canvas = Canvas(name, "Time against memory", description, width, 340)
-    slowest = max((point.time.value or 0.0 for point in info.points), default=1.0)
-    most = max((point.memory.value or 0.0 for point in info.points), default=1.0)
-    drawn = 0 < info.limit_bytes <= 2 * most
-    up = _bytes_ticks(max(most, info.limit_bytes if drawn else 0.0))
-    axes = _Axes(canvas, nice_ticks(slowest), up)
+    peaks = [point.memory.value or 0.0 for point in info.points]
+    drawn = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)
+    up = _bytes_ticks([*peaks, info.limit_bytes] if drawn else peaks)
+    across = _ticks([point.time.value or 0.0 for point in info.points], seconds_text)
+    axes = _Axes(canvas, across, up)
     axes.draw(("step", seconds_text), ("peak memory per rank", bytes_text))
     if drawn:
         y = axes.y(info.limit_bytes)
         canvas.line(_LEFT, y, width - _RIGHT, y, style="limit")
-        canvas.text(width - _RIGHT, y - 4, f"limit {bytes_text(info.limit_bytes)}", anchor="end")
+        limit = f"limit {bytes_text(info.limit_bytes)}"
+        canvas.text(width - _RIGHT, y - 4, limit, anchor="end")
+        canvas.keep_free(width - _RIGHT - text_width(limit), y - 4 - FONT, width - _RIGHT, y)
     canvas.path([_place(axes, point) for point in front], style="stair")
     for point in sorted(info.points, key=lambda point: (point.on_front, point.is_best)):
         x, y = _place(axes, point)
@@ -142,7 +151,7 @@ def pareto_picture(info: ParetoInfo, width: int, name: str) -> str:
         tip = f"#{point.number} {point.label}: {point.time.as_seconds()}, {point.memory.as_bytes()}"
         canvas.mark(x, y, shape, style=style, size=7 if point.is_best else 4, tip=tip)
         if point.on_front:
-            canvas.text(x + 9, y - 6, f"#{point.number}", style="muted")
+            canvas.label(x, y, f"#{point.number}", reach=9, rise=9)
     canvas.text(0, FONT, "● measured   □ predicted   ◆ the winner   ─ front")
     return canvas.finish()
 
@@ -151,7 +160,25 @@ def _place(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
     return axes.x(point.time.value or 0.0), axes.y(point.memory.value or 0.0)
 
 
-def _bytes_ticks(highest: float) -> tuple[float, ...]:
+def _ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tuple[float, ...]:
+    """From zero; from below the least where the values lie close together far from zero.
+
+    Not so close that ticks would read alike.
+    """
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if 0.7 * high < low < high:
+        near = nice_ticks(high, lowest=low - 0.05 * (high - low))
+        if len({shown(tick) for tick in near}) == len(near):
+            return near
+    return nice_ticks(high)
+
+
+def _in_unit(unit: float) -> Callable[[float | None], str]:
+    return lambda value: bytes_text(None if value is None else value * unit)
+
+
+def _bytes_ticks(values: Sequence[float]) -> tuple[float, ...]:
     """Ticks that are round in the binary unit that they are written in."""
+    highest = max(values, default=1.0)
     unit = next((size for size in (2.0**40, 2.0**30, 2.0**20, 2.0**10) if highest >= size), 1.0)
-    return tuple(tick * unit for tick in nice_ticks(highest / unit))
+    return tuple(tick * unit for tick in _ticks([value / unit for value in values], _in_unit(unit)))

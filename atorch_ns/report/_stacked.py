@@ -56,7 +56,7 @@ def _stacked(
         _draw_bar(canvas, bar, y, scale, used, info.names, shown)
         if drawn and limit is not None:  # beside the bar only: a line through the labels would hide them
             x = limit[1] * scale
-            canvas.line(x, y + FONT + 2, x, y + FONT + _BAR + 10, style="limit")
+            canvas.line(x, y + FONT + 4, x, y + FONT + _BAR + 10, style="limit")
     return canvas.finish()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["FONT", "Canvas", "fitted", "legend_rows", "nice_ticks"]
+__all__ = ["FONT", "Canvas", "fitted", "legend_rows", "nice_ticks", "text_width"]
 
 FONT = 13
 """Height of text, in the units of the picture: a picture is shown at its own size or smaller."""
@@ -26,6 +26,7 @@ class Canvas:
 
     def __init__(self, name: str, title: str, description: str, width: int, height: int) -> None:
         self.width, self.height = width, height
+        self._labels: list[tuple[float, float, float, float]] = []
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" role="img" aria-labelledby="{name}-title {name}-desc">',
@@ -74,6 +75,32 @@ class Canvas:
         place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
         self._parts.append(f'<text {place} class="{style}">{escape(text)}</text>')
 
+    def label(self, x: float, y: float, text: str, *, reach: float = 7, rise: float = 0) -> None:
+        """Text beside the point ``(x, y)``: on the first of its sides where no other label is, or nowhere.
+
+        Args:
+            x, y, text: the point and its label.
+            reach: of the point's mark, in each direction.
+            rise: how far a label at the left or right stands above the point.
+        """
+        width = text_width(text)
+        for left, base in (
+            (x + reach, y + 4 - rise),
+            (x - reach - width, y + 4 - rise),
+            (x - width / 2, y - reach - 2),
+            (x - width / 2, y + reach + FONT - 2),
+        ):
+            box = (left, base - FONT - 1, left + width, base + 5)
+            inside = box[0] >= 0 and box[1] >= 0 and box[2] <= self.width and box[3] <= self.height
+            if inside and not any(_overlap(box, other) for other in self._labels):
+                self._labels.append(box)
+                self.text(left, base, text, style="muted")
+                return
+
+    def keep_free(self, left: float, top: float, right: float, bottom: float) -> None:
+        """No label is put here."""
+        self._labels.append((left, top, right, bottom))
+
     def finish(self) -> str:
         """The picture's text."""
         return "\n".join([*self._parts, "</svg>"])
@@ -81,6 +108,16 @@ class Canvas:
     def _add(self, tag: str, attributes: str, style: str, tip: str = "") -> None:
         start = f"<{tag} {attributes} class={quoteattr(style)}"
         self._parts.append(f"{start}><title>{escape(tip)}</title></{tag}>" if tip else f"{start}/>")
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def text_width(text: str) -> float:
+    """About how wide the text is, rather more than less."""
+    wide = sum(not character.isascii() for character in text)  # arrows and marks are as wide as high
+    return FONT * (0.7 * (len(text) - wide) + wide)
 
 
 def fitted(text: str, width: float) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["PAGE", "STYLE"]
+__all__ = ["PAGE", "STYLE", "SVG_STYLE"]
 
-STYLE = """
+_COLOURS = """
 :root { color-scheme: light dark; --bg: #ffffff; --fg: #1c1e21; --muted: #5a6068; --line: #d5d9de;
   --soft: #f4f5f7; --accent: #0b5cad; --good: #1b7a3d; --bad: #b3261e; --mark: #111111; }
 @media (prefers-color-scheme: dark) { :root { --bg: #16181c; --fg: #e8eaed; --muted: #a6adb7; --line: #3a3f47;
   --soft: #1f2228; --accent: #7ab8f5; --good: #6cc88a; --bad: #f2877f; --mark: #ffffff; } }
+"""
+
+_LAYOUT = """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1100px; padding: 1rem; background: var(--bg); color: var(--fg);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; overflow-wrap: anywhere; }
@@ -21,7 +24,8 @@ figure { margin: 0 0 1rem; }
 figcaption { font-size: .9rem; margin: .25rem 0; }
 svg { display: block; max-width: 100%; height: auto; }
 .wide { display: none; }
-@media (min-width: 800px) { .wide { display: block; } .narrow { display: none; } }
+@media (min-width: 800px) { .wide { display: block; } .narrow { display: none; } .wide svg { width: 100%; } }
+@media (min-width: 1100px) { td:not(.words):not(:first-child) { min-width: 5.1rem; } }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--muted); font-weight: 600; }
@@ -41,6 +45,9 @@ dt { color: var(--muted); } dd { margin: 0; }
   td::before { content: attr(data-name); color: var(--muted); font-weight: 400; }
   dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
 }
+"""
+
+_PICTURES = """
 svg text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--fg);
   paint-order: stroke; stroke: var(--bg); stroke-width: 3px; stroke-linejoin: round; }
 svg text.muted { fill: var(--muted); } svg text.strong { font-weight: 700; } svg text.on { fill: #111111; stroke: none; }
@@ -59,8 +66,17 @@ svg text.muted { fill: var(--muted); } svg text.strong { font-weight: 700; } svg
 .measured { fill: var(--mark); stroke: var(--bg); stroke-width: 1.5; }
 .idle { fill: var(--soft); stroke: var(--line); stroke-width: 1; } .lap { fill: #111111; }
 .total { fill: #7db8e0; } .faster { fill: #8fcf98; } .slower { fill: #e99a8c; }
+"""
+
+_PRINT = """
 @media print { body { max-width: none; } details > * { display: block; } }
 """
+
+STYLE = _COLOURS + _LAYOUT + _PICTURES + _PRINT
+"""Of the page."""
+
+SVG_STYLE = f"{_COLOURS}{_PICTURES}.ground {{ fill: var(--bg); }}\n"
+"""Of a picture that stands alone."""
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -20,6 +20,7 @@ from atorch_ns.search._events import (
 from atorch_ns.search._history import History
 from atorch_ns.search._json import from_json, outcome_from_json, outcome_to_json, to_json
 from atorch_ns.search._outcome import Row, SearchOutcome, Setting
+from atorch_ns.search._read_history import StudyRecord, TrialRecord, read_history
 from atorch_ns.search._search import Known, Recorder, Search
 from atorch_ns.search._select import Limits, memory_limit
 from atorch_ns.search._settings import SearchSettings
@@ -48,8 +49,10 @@ __all__ = [
     "Setting",
     "Space",
     "StopRule",
+    "StudyRecord",
     "TrialEnded",
     "TrialOutcome",
+    "TrialRecord",
     "TrialStarted",
     "TrialStatus",
     "TrialTask",
@@ -59,6 +62,7 @@ __all__ = [
     "memory_limit",
     "outcome_from_json",
     "outcome_to_json",
+    "read_history",
     "read_wishes",
     "to_json",
 ]

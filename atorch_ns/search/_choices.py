@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from atorch_ns.cluster import Cluster
+from atorch_ns.estimate import AxisUse
 from atorch_ns.method import Chosen, Method, MethodConfig, Registry
 from atorch_ns.profile import Profile
 from atorch_ns.search._wishes import Wishes, why_not
-from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
 
-__all__ = ["Choices", "find_choices"]
+__all__ = ["Choices", "axes_of", "find_choices"]
 
 EXCLUDED = "it is excluded."
+
+_USE = frozenset(AxisUse._fields)
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Choices:
         kinds: for each method that changes what is done, its alternatives; ``None`` is to do without.
         meshes: alternatives of the method that arranges the ranks; ``(None,)`` where nothing is arranged.
         passes: alternatives by number of micro-batches, ``None`` for one without a method.
+        uses: for each axis that divides the model, how it may be used; ``None`` as the method that is added for
+            it uses it.
         refused: methods that are left out, and why.
     """
 
@@ -32,6 +37,7 @@ class Choices:
     meshes: tuple[Chosen | None, ...]
     passes: dict[int, Chosen | None]
     refused: dict[str, str]
+    uses: dict[str, tuple[Chosen | None, ...]] = field(default_factory=dict)
 
 
 def find_choices(
@@ -54,6 +60,7 @@ def find_choices(
     meshes: tuple[Chosen | None, ...] = (None,)
     passes: dict[int, Chosen | None] = {1: None}
     refused: dict[str, str] = {}
+    uses: dict[str, tuple[Chosen | None, ...]] = {}
     for method in registry:
         if base is not None and not _named(method, base):
             continue
@@ -67,13 +74,20 @@ def find_choices(
         changed = set().union(*(_changed(item) for item in chosen))
         if changed and changed <= {"axes", "rank_order"}:
             meshes = chosen
+        elif changed <= _USE and not must and len(axes := _axes(chosen)) == 1:
+            uses[axes.pop()] = (None, *chosen)
         elif changed == {"num_micro_batches"}:
             passes = {item.method.plan(Plan(), item.config).num_micro_batches: item for item in chosen}
             if not must:
                 passes = {1: None, **passes}
         else:
             kinds.append(chosen if must else (None, *chosen))
-    return Choices(tuple(kinds), meshes, passes, refused)
+    return Choices(tuple(kinds), meshes, passes, refused, uses)
+
+
+def _axes(chosen: Sequence[Chosen]) -> set[str]:
+    """The axes that divide the model and that a method is added for."""
+    return {axis for item in chosen if item.method.default_for is not None for axis in axes_of(item)}
 
 
 def _named(method: Method[Any], strategy: Strategy) -> bool:
@@ -118,6 +132,13 @@ def _base_configs(method: Method[Any], base: Strategy | None) -> list[MethodConf
 def _is_default(method: Method[Any], config: MethodConfig) -> bool:
     """Whether ``resolve`` adds just this where its role is needed."""
     return method.default_for is not None and config == method.Config()
+
+
+def axes_of(item: Chosen) -> tuple[str, ...]:
+    """The axes that a method divides the model along; empty for most."""
+    roles = (role for role in item.method.roles(item.config) if role.startswith("axis:"))
+    axes = (role.removeprefix("axis:") for role in roles)
+    return tuple(axis for axis in axes if axis in MODEL_AXES)
 
 
 def _changed(item: Chosen) -> set[str]:

@@ -14,7 +14,7 @@ __all__ = ["effective"]
 _DEFAULT = Plan()
 _OF_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "tensor": ("tensor_sequence",),
+        "tensor": ("tensor_sequence", "parallel_loss"),
         "sequence": ("sequence_exchange", "sequence_blocks"),
         "expert": ("experts",),
         "pipeline": ("schedule", "stages_per_rank", "split_method", "split_points"),

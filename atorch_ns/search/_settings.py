@@ -42,7 +42,8 @@ class SearchSettings(BaseModel):
     max_micro_batches: int = Field(
         default=8,
         ge=1,
-        description="Largest number of micro-batches that accumulation may use; pipelines may use 4 for each rank.",
+        description="Largest number of micro-batches that accumulation may use; pipelines may use 4 for each rank. "
+        "Unless it is given, more are tried where nothing fits in memory otherwise.",
     )
     trial_deadline_s: float = Field(default=120.0, gt=0, description="Seconds after which a trial hangs.")
     probe: bool = Field(

@@ -12,15 +12,16 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.estimate import Estimate, PlanTable, Workload, price
 from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.pipeline import train_step_only
 from atorch_ns.profile import Profile
 from atorch_ns.search._candidate import Candidate, Pruned
-from atorch_ns.search._choices import Choices, find_choices
+from atorch_ns.search._choices import Choices, axes_of, find_choices
 from atorch_ns.search._priced import PricedRows, price_rows
 from atorch_ns.search._same import effective
 from atorch_ns.search._select import Limits, Picked, memory_limit, pick
 from atorch_ns.search._settings import SearchSettings
 from atorch_ns.search._shares import indivisible, refusal
-from atorch_ns.search._templates import Templates, axes_of, find_templates, steps_of
+from atorch_ns.search._templates import Templates, find_templates, steps_of
 from atorch_ns.search._wishes import Wishes, read_wishes
 from atorch_ns.search._words import bytes_text, key_of, label_of, seconds_text
 from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
@@ -158,11 +159,8 @@ class _Job:
         templates = find_templates(choices, self.cluster, self.registry, wishes, only=only)
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices))
-        rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, self.settings)
-        if not len(rows):
-            raise InputError(self._nothing_divides(templates, choices))
         limit = memory_limit(self.cluster, self.settings)
-        picked = pick(rows, limit)
+        rows, picked = self._priced(templates, choices, limit)
         baseline = self._canonical(base) if base is not None else self._plain(wishes)
         if baseline is not None and indivisible(baseline.plan, self.workload) is not None:
             baseline = None
@@ -171,9 +169,33 @@ class _Job:
             candidates = self._with_hint(candidates, wishes, limit)
         known = {candidate.key for candidate in candidates}
         candidates += [one for one in self._duplicates(templates) if one.key not in known]
-        return Space(
-            candidates=tuple(candidates), num_priced=len(rows), notes=_notes(rows, picked, templates, choices)
-        )
+        notes = (*_notes(rows, picked, templates, choices), *self._advice(candidates))
+        return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
+
+    def _priced(self, templates: Templates, choices: Choices, limit: Limits) -> tuple[PricedRows, Picked]:
+        """The rows and the best of them; where nothing fits in few micro-batches, with as many as there can be.
+
+        Raises:
+            InputError: if no row can divide the batch.
+        """
+        rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, self.settings)
+        if not len(rows):
+            raise InputError(self._nothing_divides(templates, choices))
+        picked = pick(rows, limit)
+        most = max(choices.passes)
+        if picked.fitting or "max_micro_batches" in self.settings.model_fields_set:
+            return rows, picked
+        if most <= self.settings.max_micro_batches:
+            return rows, picked
+        more = self.settings.model_copy(update={"max_micro_batches": most})
+        rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, more)
+        return rows, pick(rows, limit)
+
+    def _advice(self, candidates: list[Candidate]) -> list[str]:
+        """What the user has to know of candidates that may win."""
+        cuts = {method.name for method in self.registry if "axis:pipeline" in method.provides}
+        used = {name for one in candidates if one.pruned is None for name, _ in one.steps if name in cuts}
+        return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(used)]
 
     def _plain(self, wishes: Wishes) -> Resolved | None:
         """The strategy of nothing but what every strategy has; ``None`` if the wishes forbid it."""

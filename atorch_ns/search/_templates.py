@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
 from atorch_ns.method import Chosen, Registry, Resolved, clash, fold_plan, ordered, resolve
-from atorch_ns.search._choices import Choices
+from atorch_ns.search._choices import Choices, axes_of
 from atorch_ns.search._same import effective
 from atorch_ns.search._wishes import Wishes
 from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
@@ -18,7 +18,6 @@ __all__ = [
     "Shape",
     "Template",
     "Templates",
-    "axes_of",
     "find_templates",
     "mesh_groups",
     "steps_of",
@@ -205,13 +204,6 @@ def _combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tupl
         left_out += max(0, len(grown) - MAX_COMBINATIONS)
         found = grown[:MAX_COMBINATIONS]
     return found, left_out
-
-
-def axes_of(item: Chosen) -> tuple[str, ...]:
-    """The axes that a method divides the model along; empty for most."""
-    roles = (role for role in item.method.roles(item.config) if role.startswith("axis:"))
-    axes = (role.removeprefix("axis:") for role in roles)
-    return tuple(axis for axis in axes if axis in MODEL_AXES)
 
 
 def mesh_groups(meshes: Iterable[Chosen | None]) -> list[MeshGroup]:

@@ -12,10 +12,14 @@ from atorch_ns.sharding._collectives import (
     reduce_scatter,
     scatter_to,
 )
+from atorch_ns.sharding._divided_logits import LogitUses
+from atorch_ns.sharding._expert_list import divide_expert_list
+from atorch_ns.sharding._expert_list_check import why_not_answerable
 from atorch_ns.sharding._experts import divide_experts
 from atorch_ns.sharding._experts_balance import GlobalBalance
 from atorch_ns.sharding._experts_check import why_not_dividable
-from atorch_ns.sharding._experts_find import FoundExperts, UnfitExperts, find_experts
+from atorch_ns.sharding._experts_find import FoundExperts, ListedExperts, UnfitExperts, find_experts
+from atorch_ns.sharding._loss_guard import explain_divided_weights
 from atorch_ns.sharding._packing import Packing
 from atorch_ns.sharding._runs import find_runs
 from atorch_ns.sharding._sequence_join import join_at_first_call, join_blocks
@@ -34,8 +38,11 @@ from atorch_ns.sharding._tensor_sequence import StreamSpec
 from atorch_ns.sharding._tensor_test import Tested, fits, self_test
 from atorch_ns.sharding._tensor_trace import LayerGraph, trace_layers
 from atorch_ns.sharding._tensor_units import Unit, unit_for
+from atorch_ns.sharding._vocabulary_outputs import LogitOutputs
+from atorch_ns.sharding._vocabulary_test import LOSS_TOLERANCE, LossStudy, compare_losses, study_logits
 
 __all__ = [
+    "LOSS_TOLERANCE",
     "STYLES",
     "ChosenPlan",
     "Divided",
@@ -45,6 +52,10 @@ __all__ = [
     "LayerGraph",
     "LayerStyle",
     "Layout",
+    "ListedExperts",
+    "LogitOutputs",
+    "LogitUses",
+    "LossStudy",
     "Packing",
     "RegionSpec",
     "SequenceRun",
@@ -58,11 +69,14 @@ __all__ = [
     "all_to_all",
     "check_degree",
     "choose_plan",
+    "compare_losses",
     "copy_to",
     "degrees",
     "divide",
+    "divide_expert_list",
     "divide_experts",
     "exchange",
+    "explain_divided_weights",
     "find_experts",
     "find_runs",
     "find_tensor_plan",
@@ -79,9 +93,11 @@ __all__ = [
     "regions_in",
     "scatter_to",
     "self_test",
+    "study_logits",
     "style_named",
     "trace_layers",
     "unit_for",
+    "why_not_answerable",
     "why_not_dividable",
     "with_vocabulary",
 ]

@@ -19,6 +19,7 @@ reduce_scatter     reduce-scatter (sum)          all-gather along ``dim``      i
 all_to_all         split ``split_dim``, join     the reverse                   from one division to another
                    ``join_dim``
 exchange           rows to ranks by counts       the reverse                   tokens to experts
+scale_gradient     as it is                      times a factor                sums that become means
 =================  ============================  ============================  ==========================
 """
 
@@ -38,6 +39,7 @@ __all__ = [
     "gather_from",
     "reduce_from",
     "reduce_scatter",
+    "scale_gradient",
     "scatter_to",
 ]
 
@@ -96,6 +98,11 @@ def exchange(
         ``[sum(receive_counts), …]``: the rows from rank 0, then those from rank 1, ….
     """
     return x if group.size() == 1 else _apply(_Exchange, x, tuple(send_counts), tuple(receive_counts), group)
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x``; its gradient is multiplied by ``factor``."""
+    return _apply(_ScaleGradient, x, factor) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 def _apply(function: Any, *arguments: Any) -> torch.Tensor:
@@ -229,3 +236,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchanged(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None

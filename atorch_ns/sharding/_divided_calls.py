@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from atorch_ns.errors import InputError
 from atorch_ns.sharding._attention_calls import AttentionCall, read_call
 from atorch_ns.sharding._multi_head import multi_head_attention
-from atorch_ns.sharding._position_calls import position_count, with_positions
+from atorch_ns.sharding._position_calls import position_count, square_view, with_positions
 from atorch_ns.sharding._ring import ring_attention
 from atorch_ns.sharding._sequence_layout import SequenceLayout
 from atorch_ns.sharding._sequence_plan import BlockPlan
@@ -100,7 +100,8 @@ class DividedCalls(TorchFunctionMode):
             if numbers is not None:
                 self._expect(count)
                 return with_positions(func, args, kwargs, self._layout, numbers)
-        return func(*args, **kwargs)
+        view = square_view(func, args, kwargs, self._layout)
+        return func(*args, **kwargs) if view is None else view
 
     def enter(self) -> None:
         """From here on, in this thread."""

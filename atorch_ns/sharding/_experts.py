@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from atorch_ns.sharding._collectives import scale_gradient
 from atorch_ns.sharding._experts_find import FoundExperts
 from atorch_ns.sharding._experts_route import Route
 
@@ -111,18 +112,4 @@ class _Place:
 
 def _local(parameter: torch.Tensor, scale: float) -> torch.Tensor:
     plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    scaled: torch.Tensor = _ScaleGradient.apply(plain, scale)  # type: ignore[no-untyped-call]
-    return scaled
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """As it is; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] * ctx.scale, None
+    return scale_gradient(plain, scale)

@@ -11,6 +11,9 @@ transformers keep too:
 * if it needs the number of experts, it reads an attribute of its own whose name ends in ``experts``
   (``num_experts``, ``n_routed_experts``, …).
 
+A list of experts that are modules of their own, alike and without buffers, can be divided as well, whatever the code
+of the layer that calls them on rows of its own choice.
+
 Legend: N tokens, D model, K choices a token, E experts.
 """
 
@@ -59,6 +62,43 @@ class FoundExperts:
 
 
 @dataclass(frozen=True)
+class ListedExperts:
+    """Experts that are modules of their own, and the layer that calls them.
+
+    Attributes:
+        name: the path of their list in the model.
+        layer: the module whose code calls them.
+        experts: the modules, in order.
+    """
+
+    name: str
+    layer: nn.Module = field(repr=False)
+    experts: tuple[nn.Module, ...] = field(repr=False)
+
+    @property
+    def num_experts(self) -> int:
+        """How many there are."""
+        return len(self.experts)
+
+    def dim_of(self, name: str, ranks: int) -> int | None:
+        """The dimension along which a parameter of every expert is divided; ``None`` if none divides."""
+        shape = self.experts[0].get_parameter(name).shape
+        return next((dim for dim, size in enumerate(shape) if size and size % ranks == 0), None)
+
+    def whole(self, ranks: int) -> list[str]:
+        """Names in the model of the parameters that are not divided."""
+        return [
+            f"{self.name}.{number}.{name}"
+            for number, expert in enumerate(self.experts)
+            for name, _ in expert.named_parameters()
+            if self.dim_of(name, ranks) is None
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.experts)} {type(self.experts[0]).__name__})"
+
+
+@dataclass(frozen=True)
 class UnfitExperts:
     """A module that seems to hold experts, or was said to, and why they cannot be divided."""
 
@@ -72,7 +112,7 @@ class UnfitExperts:
 
 def find_experts(
     model: nn.Module, selectors: Iterable[str] | None = None
-) -> tuple[list[FoundExperts], list[UnfitExperts]]:
+) -> tuple[list[FoundExperts | ListedExperts], list[UnfitExperts]]:
     """The modules that hold experts, and those that cannot be divided.
 
     Args:
@@ -85,14 +125,15 @@ def find_experts(
         ]
     else:
         candidates = [(found.name, found.module) for found in select_modules(model, selectors)]
-    found: list[FoundExperts] = []
+    found: list[FoundExperts | ListedExperts] = []
     unfit: list[UnfitExperts] = []
     for name, module in candidates:
-        examined = _examine(name, module)
-        if isinstance(examined, FoundExperts):
-            found.append(examined)
-        else:
+        listed = _is_list_of_experts(module)
+        examined = _examine_list(model, name, module) if listed else _examine(name, module)
+        if isinstance(examined, UnfitExperts):
             unfit.append(examined)
+        else:
+            found.append(examined)
     return found, unfit
 
 
@@ -110,13 +151,6 @@ def _is_list_of_experts(module: nn.Module) -> bool:
 
 def _examine(name: str, module: nn.Module) -> FoundExperts | UnfitExperts:
     arguments = _arguments(module)
-    if _is_list_of_experts(module):
-        return UnfitExperts(
-            name,
-            module,
-            "its experts are modules of their own. Stack their parameters into tensors whose first dimension is "
-            "the expert, in one module with forward(hidden_states, top_k_index, top_k_weights)",
-        )
     if arguments is None:
         return UnfitExperts(
             name,
@@ -142,6 +176,35 @@ def _examine(name: str, module: nn.Module) -> FoundExperts | UnfitExperts:
         if type(value) is int and value == count and _COUNT.search(key)
     )
     return FoundExperts(name, module, count, divided, whole, counts, arguments)
+
+
+def _examine_list(model: nn.Module, name: str, module: nn.Module) -> ListedExperts | UnfitExperts:
+    layer = model.get_submodule(name.rpartition(".")[0])
+    experts = tuple(module.children())
+    reason = (
+        _why_not_listed(layer, experts) if isinstance(module, nn.ModuleList) else "it is no nn.ModuleList"
+    )
+    if reason is None:
+        return ListedExperts(name, layer, experts)
+    return UnfitExperts(
+        name,
+        module,
+        f"its experts are modules of their own, and {reason}. Stack their parameters into tensors whose first "
+        "dimension is the expert, in one module with forward(hidden_states, top_k_index, top_k_weights)",
+    )
+
+
+def _why_not_listed(layer: nn.Module, experts: tuple[nn.Module, ...]) -> str | None:
+    if type(layer).forward is nn.Module.forward or isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+        return f"{type(layer).__name__}, which holds their list, has no forward that calls them"
+    shapes = [[(key, p.shape, p.dtype, p.requires_grad) for key, p in e.named_parameters()] for e in experts]
+    if any(one != shapes[0] for one in shapes) or not shapes[0]:
+        return "their parameters are not alike"
+    if len({id(p) for expert in experts for p in expert.parameters()}) != len(experts) * len(shapes[0]):
+        return "they share parameters"
+    if any(True for expert in experts for _ in expert.buffers()):
+        return "they have buffers, which would differ between ranks"
+    return None
 
 
 def _arguments(module: nn.Module) -> tuple[str, str, str] | None:

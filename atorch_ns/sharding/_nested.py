@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ Path = tuple[Any, ...]
 
 
 def map_leaves(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """``value`` with ``function(path, leaf)`` in place of every leaf of its dictionaries, lists and tuples."""
+    """``value`` with ``function(path, leaf)`` in place of every leaf of its dictionaries, lists, tuples, dataclasses."""
     if isinstance(value, dict):
         items = {key: map_leaves(item, function, (*path, key)) for key, item in value.items()}
         if type(value) is dict:
@@ -23,6 +25,11 @@ def map_leaves(value: Any, function: Callable[[Path, Any], Any], path: Path = ()
     if isinstance(value, (list, tuple)):
         parts = [map_leaves(item, function, (*path, place)) for place, item in enumerate(value)]
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if _is_dataclass(value):
+        made = copy.copy(value)  # not `replace`, which would run __post_init__ again
+        for name, item in _fields(value):
+            object.__setattr__(made, name, map_leaves(item, function, (*path, name)))
+        return made
     return function(path, value)
 
 
@@ -34,8 +41,20 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     elif isinstance(value, (list, tuple)):
         for place, item in enumerate(value):
             yield from leaves(item, (*path, place))
+    elif _is_dataclass(value):
+        for name, item in _fields(value):
+            yield from leaves(item, (*path, name))
     else:
         yield path, value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    names = [entry.name for entry in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def path_text(path: Path) -> str:

@@ -13,7 +13,7 @@ import torch
 from atorch_ns.sharding._sequence_layout import SequenceLayout
 from atorch_ns.sharding._sequence_plan import Numbers
 
-__all__ = ["position_count", "with_positions"]
+__all__ = ["position_count", "square_view", "with_positions"]
 
 Function = Callable[..., Any]
 
@@ -21,6 +21,7 @@ _FILLED: Final[frozenset[Function]] = frozenset({torch.ones, torch.zeros, torch.
 _FILLED_LIKE: Final[frozenset[Function]] = frozenset(
     {torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full, torch.Tensor.new_empty}
 )
+_VIEWS: Final[frozenset[Function]] = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.expand})
 _OTHER = -1
 
 
@@ -70,6 +71,20 @@ def with_positions(
     assert size is not None
     larger = (*size[:-2], layout.length, layout.length)
     return _with_size(func, args, kwargs, larger)
+
+
+def square_view(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], layout: SequenceLayout
+) -> torch.Tensor | None:
+    """A view of a mask [..., L, T] that code takes for a square one, [..., L, L]; ``None`` for any other call."""
+    if func not in _VIEWS or kwargs or len(args) < 2:
+        return None
+    size = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+    own, whole = layout.local, layout.length
+    if own == whole or size[-2:] != (own, own) or args[0].shape[-2:] != (own, whole):
+        return None
+    view: torch.Tensor = func(args[0], (*size[:-1], whole))
+    return view
 
 
 def _range_of(*bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any) -> tuple[Any, Any, Any]:

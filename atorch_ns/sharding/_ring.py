@@ -25,7 +25,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding._attention_calls import AttentionCall
 from atorch_ns.sharding._ring_parts import Part, attend, attend_backward, merge
 from atorch_ns.sharding._sequence_layout import SequenceLayout
-from atorch_ns.sharding._ulysses import whole_mask
+from atorch_ns.sharding._ulysses import own_rows
 
 __all__ = ["ring_attention"]
 
@@ -36,8 +36,7 @@ def ring_attention(call: AttentionCall, layout: SequenceLayout, group: dist.Proc
     The mask is that of the whole sequence or of this rank's positions, in either dimension.
 
     Raises:
-        InputError: for dropout of attention weights, which no rank could draw again alone, and for a mask that
-            is trained.
+        InputError: for dropout of attention weights, which no rank could draw again alone.
     """
     if call.dropout > 0:
         raise InputError(
@@ -45,15 +44,11 @@ def ring_attention(call: AttentionCall, layout: SequenceLayout, group: dist.Proc
             "need a mask of its own, the same in forward and backward. Use kind='ulysses', or set the model's "
             "attention dropout to 0."
         )
-    mask = None if call.mask is None else whole_mask(call.mask, layout, group)
-    if mask is not None and mask.requires_grad:
-        raise InputError("ring attention cannot train an attention bias. Use kind='ulysses'.")
-    if mask is not None and mask.size(-2) > 1:
-        mask = layout.select(mask, -2)
+    mask = None if call.mask is None else own_rows(call.mask, layout, group)
     scale = 1 / math.sqrt(call.query.size(-1)) if call.scale is None else call.scale
-    ring = _Ring(layout, group, scale, call.causal, mask)
+    ring = _Ring(layout, group, scale, call.causal)
     run: Any = _RingAttention.apply
-    out: torch.Tensor = run(call.query, call.key, call.value, ring)
+    out: torch.Tensor = run(call.query, call.key, call.value, mask, ring)
     return out.to(call.query.dtype)
 
 
@@ -75,24 +70,25 @@ class _Ring:
         group: the ranks.
         scale: of the scores.
         causal: whether queries see earlier positions only.
-        mask: for this rank's queries and all keys, or ``None``.
     """
 
     layout: SequenceLayout
     group: dist.ProcessGroup
     scale: float
     causal: bool
-    mask: torch.Tensor | None
 
-    def step(self, sender: int) -> _Step | None:
-        """What this rank computes with the keys of ``sender``; ``None`` if it sees none of them."""
+    def step(self, sender: int, mask: torch.Tensor | None) -> _Step | None:
+        """What this rank computes with the keys of ``sender``; ``None`` if it sees none of them.
+
+        ``mask`` is for this rank's queries and all keys.
+        """
         layout, rank = self.layout, self.layout.rank
         real = layout.num_real(sender)
         if real == 0:
             return None
         everything = slice(0, layout.local)
         if not self.causal or sender == rank:
-            part = Part(self.scale, self.causal, self._columns(sender, real))
+            part = Part(self.scale, self.causal, self._columns(mask, sender, real))
             # Under a causal mask what is padding comes last and need not see anything here.
             return _Step(slice(0, real) if self.causal else everything, slice(0, real), part)
         part = Part(self.scale)
@@ -101,11 +97,22 @@ class _Ring:
             return _Step(everything, slice(0, min(real, half) if layout.zigzag else real), part)
         return _Step(slice(half, layout.local), slice(0, real), part) if layout.zigzag else None
 
-    def _columns(self, sender: int, real: int) -> torch.Tensor | None:
-        if self.mask is None or self.mask.size(-1) == 1:
-            return self.mask
-        positions = torch.tensor(self.layout.positions(sender)[:real], device=self.mask.device)
-        return self.mask.index_select(-1, positions)
+    def _columns(self, mask: torch.Tensor | None, sender: int, real: int) -> torch.Tensor | None:
+        if mask is None or mask.size(-1) == 1:
+            return mask
+        return mask.index_select(-1, self.positions(sender, real, mask.device))
+
+    def positions(self, sender: int, real: int, device: torch.device) -> torch.Tensor:
+        """The first positions of a rank."""
+        return torch.tensor(self.layout.positions(sender)[:real], device=device)
+
+    def add_columns(self, of_mask: torch.Tensor, found: torch.Tensor, sender: int, rows: slice) -> None:
+        """Adds the gradient of the mask that the keys of ``sender`` give: [..., rows, S], or with size 1 for both."""
+        part = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
+        if of_mask.size(-1) == 1:
+            part += found
+        else:
+            part.index_add_(-1, self.positions(sender, found.size(-1), found.device), found)
 
     def turns(self, *tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         """The tensors of every rank in turn, with the rank they are of, this rank's first.
@@ -139,33 +146,39 @@ class _Ring:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: _Ring
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        ring: _Ring,
     ) -> torch.Tensor:
         out = torch.zeros((*query.shape[:-1], value.size(-1)), dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
         groups = _sharing(query, key)
         for sender, (keys, values) in ring.turns(key, value):
-            step = ring.step(sender)
+            step = ring.step(sender, mask)
             if step is not None:
                 rows = step.queries
                 k, v = _spread(keys[..., step.keys, :], groups), _spread(values[..., step.keys, :], groups)
                 more, more_lse = attend(query[..., rows, :], k, v, step.part)
                 merged, total = merge(out[..., rows, :], lse[..., rows], more, more_lse)
                 out[..., rows, :], lse[..., rows] = merged, total
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.ring, ctx.groups = ring, groups
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, mask, out, lse = ctx.saved_tensors
         ring, groups = ctx.ring, ctx.groups
         gradient = gradients[0].float()
         of_query = torch.zeros_like(query, dtype=torch.float32)
+        of_mask = torch.zeros_like(mask, dtype=torch.float32) if ctx.needs_input_grad[3] else None
         # The gradients of keys and values travel one step behind them, and one step more to get home.
         travelling = torch.zeros(key.numel() + value.numel(), dtype=torch.float32, device=query.device)
         for sender, (keys, values) in ring.turns(key, value):
-            step = ring.step(sender)
+            step = ring.step(sender, mask)
             if step is not None:
                 rows, columns = step.queries, step.keys
                 tensors = (
@@ -174,17 +187,22 @@ class _RingAttention(torch.autograd.Function):
                     _spread(values[..., columns, :], groups),
                 )
                 result = (out[..., rows, :], lse[..., rows])
-                found = attend_backward(gradient[..., rows, :], tensors, result, step.part)
+                found = attend_backward(
+                    gradient[..., rows, :], tensors, result, step.part, trains_mask=of_mask is not None
+                )
                 of_query[..., rows, :] += found[0]
                 of_key, of_value = _views(travelling, key, value)
                 of_key[..., columns, :] += _collect(found[1], groups)
                 of_value[..., columns, :] += _collect(found[2], groups)
+                if of_mask is not None and found[3] is not None:
+                    ring.add_columns(of_mask, found[3], sender, rows)
             works, arriving = ring.send_on(travelling)
             for work in works:
                 work.wait()
             travelling = arriving
         of_key, of_value = _views(travelling, key, value)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
+        found_mask = None if of_mask is None else of_mask.to(mask.dtype)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), found_mask, None
 
 
 def _views(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,6 +53,11 @@ class Part:
             return scores.masked_fill_(~mask, float("-inf"))
         return scores.add_(mask)
 
+    def add_rows(self, of_mask: torch.Tensor, of_scores: torch.Tensor, rows: slice) -> None:
+        """Adds the gradient of some rows of scores [..., H, rows, S] to that of the mask, summed as it is broadcast."""
+        target = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
+        target += of_scores.sum_to_size(target.shape)
+
     def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
         """A fused kernel for this part, if there is one."""
         square = query.size(-2) == key.size(-2)
@@ -92,8 +97,13 @@ def merge(
 
 
 def attend_backward(
-    gradient: torch.Tensor, tensors: Tensors, result: tuple[torch.Tensor, torch.Tensor], part: Part
-) -> Tensors:
+    gradient: torch.Tensor,
+    tensors: Tensors,
+    result: tuple[torch.Tensor, torch.Tensor],
+    part: Part,
+    *,
+    trains_mask: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients that a part of the keys contributes and receives.
 
     Args:
@@ -101,27 +111,34 @@ def attend_backward(
         tensors: queries, and the part's keys and values.
         result: the merged result, float32 [..., H, T, E'], and its logarithm [..., H, T].
         part: the part.
+        trains_mask: whether the mask has a gradient.
 
     Returns:
-        Of queries, keys and values.
+        Of queries, keys, values, and the mask, float32 and of its shape.
     """
     query, key, value = tensors
     out, lse = result
     kernel = part.kernel(query, key, value)
     if kernel is not None:
         given = (out.to(query.dtype), _finite(lse))
-        return kernel.backward(gradient.to(query.dtype), tensors, given, part.causal, part.scale)
+        return *kernel.backward(gradient.to(query.dtype), tensors, given, part.causal, part.scale), None
     keys, values = key.float(), value.float()
     of_query, of_key, of_value = [], torch.zeros_like(keys), torch.zeros_like(values)
+    of_mask = None
+    if trains_mask and part.mask is not None:
+        of_mask = torch.zeros_like(part.mask, dtype=torch.float32)
     for rows in _chunks(query, key):
         weights = part.scores(query, key, rows).sub_(_finite(lse[..., rows])[..., None]).exp_()
         mine = gradient[..., rows, :]
         of_value += weights.transpose(-1, -2) @ mine
         share = (mine * out[..., rows, :]).sum(-1, keepdim=True)
-        of_scores = weights.mul_((mine @ values.transpose(-1, -2)).sub_(share)).mul_(part.scale)
+        of_scores = weights.mul_((mine @ values.transpose(-1, -2)).sub_(share))
+        if of_mask is not None:
+            part.add_rows(of_mask, of_scores, rows)
+        of_scores = of_scores.mul_(part.scale)
         of_query.append(of_scores @ keys)
         of_key += of_scores.transpose(-1, -2) @ query[..., rows, :].float()
-    return torch.cat(of_query, -2), of_key, of_value
+    return torch.cat(of_query, -2), of_key, of_value, of_mask
 
 
 def _chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:

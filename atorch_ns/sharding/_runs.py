@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from atorch_ns.errors import InputError
+from atorch_ns.torch_compat import tree_leaves
 
 __all__ = ["find_runs"]
 
@@ -28,7 +28,9 @@ _KINDS = (
 )
 
 
-def find_runs(blocks: Sequence[nn.Module], forward: Callable[[], object]) -> list[list[int]]:
+def find_runs(
+    blocks: Sequence[nn.Module], forward: Callable[[], object], *, shared_parameters: bool = False
+) -> list[list[int]]:
     """Which blocks hand their output to the next one untouched.
 
     Inside a run hidden states may stay divided. Code between two blocks that reads them, changes them or adds a
@@ -37,16 +39,19 @@ def find_runs(blocks: Sequence[nn.Module], forward: Callable[[], object]) -> lis
     Args:
         blocks: in any order.
         forward: runs the model once, undivided; with the loss, where there is one.
+        shared_parameters: whether parameters of blocks may be used outside of them, because what is done with
+            their gradients leaves alone what each rank computes whole, as a mean over ranks does.
 
     Returns:
         Indices of ``blocks`` in the order of their calls, run by run. A block that is called twice is alone, each
         time; blocks that are not called are missing.
 
     Raises:
-        InputError: if something outside of a block uses one of its parameters, or a value that it keeps: each rank
-            would see its own part of the value, and could not tell the two gradients of the parameter apart.
+        InputError: if something outside of a block uses a value that it keeps, of which each rank would see its own
+            part; or one of its parameters, whose two gradients a sum over ranks could not tell apart, unless
+            ``shared_parameters``.
     """
-    watch = _Watch(blocks)
+    watch = _Watch(blocks, shared_parameters)
     handles = []
     for index, block in enumerate(blocks):
         handles.append(block.register_forward_pre_hook(watch.enter(index), with_kwargs=True, prepend=True))
@@ -63,9 +68,10 @@ def find_runs(blocks: Sequence[nn.Module], forward: Callable[[], object]) -> lis
 class _Watch(TorchFunctionMode):
     """Follows the outputs of blocks through the code between them."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], shared_parameters: bool) -> None:
         super().__init__()
         self._blocks = blocks
+        self._shared_parameters = shared_parameters
         self._parameters = {
             id(parameter): (index, name)
             for index, block in enumerate(blocks)
@@ -156,7 +162,9 @@ class _Watch(TorchFunctionMode):
                     "of the block or by a hook. With the sequence divided each rank would see its own part of it. "
                     "Return it from the block, or do not divide the sequence."
                 )
-            if id(leaf) in self._parameters and _has_tensor(result):
+            if self._shared_parameters or id(leaf) not in self._parameters:
+                continue
+            if _has_tensor(result):
                 owner, name = self._parameters[id(leaf)]
                 raise InputError(
                     f"{name} of {self._block(owner)} is used outside of that block, in the model's own code or in the "

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
-from atorch_ns.sharding._collectives import copy_to
+from atorch_ns.sharding._collectives import copy_to, scale_gradient
 from atorch_ns.sharding._nested import Path, map_leaves
 from atorch_ns.sharding._sequence_layout import SequenceLayout
 from atorch_ns.sharding._sequence_plan import BlockPlan
@@ -34,8 +33,8 @@ def divide_arguments(
         dim = plan.divided.get(path)
         if dim is not None:
             is_whole = leaf.dim() > dim and leaf.size(dim) == layout.length
-            return _scaled(layout.divide(leaf, dim, group), 1 / layout.ranks) if is_whole else leaf
-        return _scaled(copy_to(leaf, group), 1 / layout.ranks) if leaf.requires_grad else leaf
+            return scale_gradient(layout.divide(leaf, dim, group), 1 / layout.ranks) if is_whole else leaf
+        return scale_gradient(copy_to(leaf, group), 1 / layout.ranks) if leaf.requires_grad else leaf
 
     return map_leaves(arguments, divide)
 
@@ -47,22 +46,6 @@ def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: 
         dim = plan.outputs.get(path)
         if dim is None or leaf is None:
             return leaf
-        return layout.gather(_scaled(leaf, float(layout.ranks)), dim, group)
+        return layout.gather(scale_gradient(leaf, float(layout.ranks)), dim, group)
 
     return map_leaves(output, gather)
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor  # type: ignore[attr-defined]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
-
-
-def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """``x``; its gradient is multiplied by ``factor``."""
-    return _Scaled.apply(x, factor) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from atorch_ns.sharding._divided_calls import SeenCalls
 from atorch_ns.sharding._nested import Path, leaves, map_leaves
@@ -22,7 +23,7 @@ __all__ = ["Subject", "candidates", "lengths_to_test", "small_arguments", "unsha
 _LOCAL_LENGTHS: Final = (22, 26, 14, 10, 6, 34, 38, 4, 2, 8)
 """Positions of a rank in the test, preferred first: unlike the sizes that models have, and even."""
 _ROWS: Final = 2
-_MOST_SITES: Final = 4
+_MOST_SITES: Final = 5
 """So many position numbers of a block are guessed at one by one."""
 
 
@@ -62,7 +63,9 @@ def candidates(
 ) -> Iterator[tuple[BlockPlan, bool]]:
     hidden = find_hidden(arguments, subject.dim)
     assert hidden is not None
-    divisions = _divisions(arguments, hidden, length, subject.dim)
+    divisions = _divisions(arguments, hidden, length, subject.dim, squares=True)
+    divisions += _divisions(arguments, hidden, length, subject.dim, squares=False)
+    divisions = [division for place, division in enumerate(divisions) if division not in divisions[:place]]
     for kind in _kinds(subject, seen):
         wants = kind == "ring" and subject.balanced and any(call.causal for call in seen.attentions)
         zigzag = wants if subject.zigzag is None else subject.zigzag
@@ -93,20 +96,34 @@ def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
 
 
 def _divisions(
-    arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int
+    arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int, *, squares: bool
 ) -> list[dict[Path, int]]:
-    """Sets of arguments to divide: without what looks like hidden states of another sequence, with it, alone."""
+    """Sets of arguments to divide, the likeliest first.
+
+    What looks like hidden states of another sequence is left out, then in. A bias of attention that is trained has
+    the rows of this rank's queries, so that each rank trains its own; other masks are whole, then have such rows.
+    """
     path, states = hidden
     others: dict[Path, int] = {}
     streams: dict[Path, int] = {}
+    biases: dict[Path, int] = {}
+    masks: dict[Path, int] = {}
     for place, leaf in leaves(arguments):
         if place == path or not isinstance(leaf, torch.Tensor):
             continue
-        dims = sequence_dims(leaf, length, dim)
+        dims = sequence_dims(leaf, length, dim, squares=squares)
         if len(dims) == 1 and not (leaf.dim() >= 3 and dims[0] == leaf.dim() - 1):
             is_stream = leaf.is_floating_point() and leaf.dim() == states.dim() and leaf.shape == states.shape
             (streams if is_stream else others)[place] = dims[0]
-    found = [{path: dim, **others}, {path: dim, **others, **streams}, {path: dim}]
+        elif leaf.dim() >= 3 and leaf.size(-2) == length:
+            (biases if leaf.requires_grad else masks)[place] = leaf.dim() - 2
+    found: list[dict[Path, int]] = []
+    for rows in (biases, {}, {**biases, **masks}):
+        found += [
+            {path: dim, **others, **rows},
+            {path: dim, **others, **streams, **rows},
+            {path: dim, **rows},
+        ]
     return [division for place, division in enumerate(found) if division not in found[:place]]
 
 
@@ -129,8 +146,11 @@ def lengths_to_test(subject: Subject) -> list[int]:
     return list(dict.fromkeys([*chosen[:2], *short[:2], subject.length]))
 
 
-def small_arguments(subject: Subject, length: int) -> Any:
-    """The arguments with ``length`` positions and few rows; hidden states are random, the same on all ranks."""
+def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
+    """The arguments with ``length`` positions and few rows; hidden states are random, the same on all ranks.
+
+    ``squares``: whether what has the sequence's length twice is a mask.
+    """
     found = find_hidden(subject.arguments, subject.dim)
     assert found is not None
     hidden_path, hidden = found
@@ -148,7 +168,7 @@ def small_arguments(subject: Subject, length: int) -> Any:
             random = torch.randn(shape, generator=generator)
             return random.to(subject.device).requires_grad_()
         small = leaf.detach()
-        for dim in sequence_dims(leaf, subject.length, subject.dim):
+        for dim in sequence_dims(leaf, subject.length, subject.dim, squares=squares):
             small = small.narrow(dim, 0, length)
         if rows > _ROWS and small.dim() > 0 and small.size(0) == rows:
             small = small.narrow(0, 0, _ROWS)
@@ -160,11 +180,25 @@ def small_arguments(subject: Subject, length: int) -> Any:
     return map_leaves(subject.arguments, make)
 
 
+class _GraphsDropped(TorchFunctionMode):
+    """Copies tensors that have a graph, which ``copy.deepcopy`` refuses, without it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = copied = tensor.detach().clone()
+            return copied
+        return func(*args, **(kwargs or {}))
+
+
 def unshared(value: Any) -> Any:
     """A cache that a block writes into must not see the test."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     try:
-        return copy.deepcopy(value)
-    except Exception:
+        with _GraphsDropped():
+            return copy.deepcopy(value)
+    except Exception:  # whatever the class says: then the test sees the object itself, as the block would
         return value

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from atorch_ns.sharding._nested import Path, leaves
 from atorch_ns.sharding._runs import find_runs
 from atorch_ns.sharding._sequence_plan import find_hidden
 from atorch_ns.sharding._sequence_run import SequenceRun, SequenceSettings
@@ -23,6 +23,8 @@ from atorch_ns.sharding._sequence_run import SequenceRun, SequenceSettings
 __all__ = ["join_at_first_call", "join_blocks"]
 
 Pair = tuple[int, int]
+Links = tuple[tuple[Path, Path], ...]
+"""Where in a block's results, and where in the next one's arguments, the same tensors are."""
 
 
 def join_blocks(
@@ -42,12 +44,14 @@ def join_blocks(
     blocks = [block.module for run in runs for block in run.blocks]
     apart: set[Pair] = set()
     together: set[Pair] = set()
+    handed: dict[Pair, Links] = {}
     for training in (True, False):
         with _unchanged(module, settings.device), torch.no_grad():
             module.train(training)
-            found, handed = _look(blocks, settings.dim, forward)
+            found, seen = _look(blocks, settings.dim, forward)
+        handed.update(seen)
         called = {index for run in found for index in run}
-        pairs = {pair for run in found for pair in itertools.pairwise(run)} & handed
+        pairs = {pair for run in found for pair in itertools.pairwise(run)} & seen.keys()
         together |= pairs
         apart |= {
             (index, index + 1)
@@ -57,14 +61,15 @@ def join_blocks(
     agreed = _agreed(together - apart, len(blocks), settings)
     first = 0
     for run in runs:
-        run.join(index - first for index in agreed if first <= index < first + len(run.blocks) - 1)
-        first += len(run.blocks)
+        last = first + len(run.blocks) - 1
+        run.join(
+            {index - first: handed.get((index, index + 1), ()) for index in agreed if first <= index < last}
+        )
+        first = last + 1
 
 
-def join_at_first_call(
-    module: nn.Module, runs: Sequence[SequenceRun], settings: SequenceSettings, then: Callable[[], None]
-) -> None:
-    """:func:`join_blocks` with the first batch that ``module`` is called with, and ``then`` after it."""
+def join_at_first_call(module: nn.Module, runs: Sequence[SequenceRun], settings: SequenceSettings) -> None:
+    """:func:`join_blocks` with the first batch that ``module`` is called with."""
 
     def before(called: nn.Module, args: Any, kwargs: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -76,30 +81,34 @@ def join_at_first_call(
             join_blocks(module, runs, settings, lambda: module(*args, **kwargs))
         if isinstance(module, FSDPModule):
             module.unshard()  # as it was before this hook
-        then()
 
     handle = module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
 
 
 def _look(
     blocks: Sequence[nn.Module], dim: int, forward: Callable[[], object]
-) -> tuple[list[list[int]], set[Pair]]:
-    """The runs of a pass, and which blocks gave the hidden states of which."""
-    handed: set[Pair] = set()
-    last: tuple[int, list[Any]] = (-1, [])
+) -> tuple[list[list[int]], dict[Pair, Links]]:
+    """The runs of a pass, and for blocks that gave others their hidden states all that they gave them."""
+    handed: dict[Pair, Links] = {}
+    last: tuple[int, list[tuple[Path, Any]]] = (-1, [])
 
     def entering(index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             hidden = find_hidden((args, kwargs), dim)
-            if hidden is not None and any(hidden[1] is leaf for leaf in last[1]):
-                handed.add((last[0], index))
+            if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
+                given = [
+                    (path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+                ]
+                handed[last[0], index] = tuple(
+                    (source, path) for path, leaf in given for source, made in last[1] if made is leaf
+                )
 
         return hook
 
     def leaving(index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal last
-            last = (index, tree_leaves(output))
+            last = (index, list(leaves(output)))
 
         return hook
 
@@ -108,7 +117,7 @@ def _look(
         handles.append(block.register_forward_pre_hook(entering(index), with_kwargs=True, prepend=True))
         handles.append(block.register_forward_hook(leaving(index)))
     try:
-        return find_runs(blocks, forward), handed
+        return find_runs(blocks, forward, shared_parameters=True), handed
     finally:
         for handle in handles:
             handle.remove()

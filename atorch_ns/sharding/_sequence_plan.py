@@ -46,12 +46,15 @@ def find_hidden(arguments: Any, dim: int) -> tuple[Path, torch.Tensor] | None:
     return None
 
 
-def sequence_dims(tensor: torch.Tensor, length: int, dim: int) -> tuple[int, ...]:
+def sequence_dims(tensor: torch.Tensor, length: int, dim: int, *, squares: bool = True) -> tuple[int, ...]:
     """The dimensions of an argument that are the sequence's, judged by their size.
 
-    ``dim``, or of a table with a row for each position the first; of a mask the last two.
+    ``dim``, or of a table with a row for each position the first; of a mask the last two. What is square is a mask,
+    or without ``squares`` a table whose width happens to be the length.
     """
     sizes = tensor.shape
+    if not squares and tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
+        return (tensor.dim() - 2,)
     if tensor.dim() >= 3 and sizes[-1] == length and sizes[-2] in (1, length):
         return tuple(place for place in (tensor.dim() - 2, tensor.dim() - 1) if sizes[place] == length)
     if tensor.dim() > dim and sizes[dim] == length:

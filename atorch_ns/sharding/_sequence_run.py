@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.profile import NamedModule
 from atorch_ns.sharding._divided_calls import DividedCalls
 from atorch_ns.sharding._isolated import isolated
-from atorch_ns.sharding._nested import map_leaves
+from atorch_ns.sharding._nested import Path, map_leaves
 from atorch_ns.sharding._rank_randomness import RankRandomness
 from atorch_ns.sharding._sequence_arguments import divide_arguments, gather_results
 from atorch_ns.sharding._sequence_candidates import Subject
@@ -45,6 +45,8 @@ class SequenceSettings:
         kind: how attention sees the keys of other ranks.
         balanced: whether causal ring attention divides the sequence in zigzag.
         head_share: over how many ranks the heads of the blocks are still to be divided.
+        restore_precision: makes all layers of a block's copy compute in the dtype of their weights, for tests; ``None``
+            where they do.
     """
 
     group: dist.ProcessGroup
@@ -53,6 +55,7 @@ class SequenceSettings:
     kind: Literal["auto", "ulysses", "ring"] = "auto"
     balanced: bool = True
     head_share: int = 1
+    restore_precision: Callable[[nn.Module], None] | None = None
 
 
 @dataclass
@@ -93,7 +96,7 @@ class SequenceRun:
         self._settings = settings
         self._known: dict[str, _Known] = {}
         self._zigzag: bool | None = None
-        self._joined: frozenset[int] = frozenset()
+        self._joined: dict[int, frozenset[Path]] = {}
         self._due: int | None = None
         self._lengths = _Lengths()
         self._running: list[_Call] = []
@@ -103,17 +106,28 @@ class SequenceRun:
         """Surrounds the forward passes of the blocks."""
         for place, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             if kind not in self._known:
-                self._known[kind] = _Known(_test_copy(block.module))
+                copied = _test_copy(block.module)
+                if self._settings.restore_precision is not None:
+                    self._settings.restore_precision(copied)
+                self._known[kind] = _Known(copied)
             block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
             block.module.register_forward_hook(self._leaving(place), always_call=True)
 
-    def join(self, places: Iterable[int]) -> None:
-        """Lets the blocks at ``places`` hand their results on divided; not between a forward pass and its backward.
+    def join(self, places: Mapping[int, Iterable[tuple[Path, Path]]]) -> None:
+        """Lets blocks hand their results on divided; not between a forward pass and its backward.
 
-        For blocks whose result the next one takes with nothing between that sees it.
+        Args:
+            places: blocks whose result the next one takes with nothing between that sees it; for each, where in its
+                result and in the next one's arguments the same tensors are. What is a part in the one and whole in
+                the other is gathered.
         """
-        self._joined = frozenset(places)
+        self._joined = {place: self._whole_after(place, links) for place, links in places.items()}
         self._due = None
+
+    def _whole_after(self, place: int, links: Iterable[tuple[Path, Path]]) -> frozenset[Path]:
+        following = self._known[self._kinds[place + 1]].plan
+        divided: Container[Path] = () if following is None else following.divided
+        return frozenset(source for source, path in links if path not in divided)
 
     @property
     def num_joined(self) -> int:
@@ -156,10 +170,15 @@ class SequenceRun:
             call.calls.leave()
             if output is None:  # the call failed
                 return None
-            if place in self._joined:
-                self._lengths.remember_results(output, call.plan, call.layout.length)
-                return None
-            return gather_results(output, call.plan, call.layout, self._settings.group)
+            plan, wanted = call.plan, self._joined.get(place)
+            if wanted is not None:
+                self._lengths.remember_results(output, plan, call.layout.length)
+                if wanted.isdisjoint(plan.outputs):
+                    return None
+                plan = replace(
+                    plan, outputs={path: plan.outputs[path] for path in wanted & plan.outputs.keys()}
+                )
+            return gather_results(output, plan, call.layout, self._settings.group)
 
         return _uncompiled(leaving)
 

@@ -7,12 +7,14 @@ that gives the same is used; a block for which none does cannot be divided.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.sharding._divided_calls import DividedCalls, SeenCalls
@@ -31,6 +33,7 @@ from atorch_ns.sharding._sequence_plan import BlockPlan
 
 __all__ = ["find_block_plan"]
 
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TOLERANCE: Final = 1e-3
 """Of the largest value; rounding gives 1e-6, a wrong position or a lost gradient 1e-1."""
 
@@ -67,21 +70,26 @@ def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
 
 def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
     """The block as it is, on the first of several small inputs that it takes."""
-    lengths = lengths_to_test(subject)
-    for place, length in enumerate(lengths):
-        arguments = small_arguments(subject, length)
+    failure: Exception | None = None
+    for length, squares in itertools.product(lengths_to_test(subject), (True, False)):
+        arguments = small_arguments(subject, length, squares=squares)
         seen = SeenCalls(length)
         try:
+            given = _for_one_run(arguments)
             with seen:
-                output = subject.block(*arguments[0], **arguments[1])
+                output = subject.block(*given[0], **given[1])
             return _outcome(subject, output, arguments), seen, arguments, length
         except Exception as error:  # what a user's block raises is its own; a table may end, a view not fit
-            if place == len(lengths) - 1:
-                raise InputError(
-                    f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
-                    f"fails on it undivided: {type(error).__name__}: {error}"
-                ) from error
-    raise AssertionError("no length to try")
+            failure = error if failure is None or squares else failure
+    raise InputError(
+        f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
+        f"fails on it undivided: {type(failure).__name__}: {failure}"
+    ) from failure
+
+
+def _for_one_run(arguments: Any) -> Any:
+    """The same tensors, and copies of all else: what a run writes into a cache, the next one may not read."""
+    return map_leaves(arguments, lambda _, leaf: leaf if _is_tensor(leaf) else unshared(leaf))
 
 
 def _outcome(subject: Subject, output: Any, arguments: Any) -> _Outcome:
@@ -114,8 +122,7 @@ def _error_of(
     """How far the block on parts is from the whole, at most over the ranks; collective."""
     error, why = float("inf"), ""
     try:
-        fresh = map_leaves(arguments, lambda _, leaf: leaf if _is_tensor(leaf) else unshared(leaf))
-        plan, outcome = _run_divided(subject, plan, layout, fresh, whole)
+        plan, outcome = _run_divided(subject, plan, layout, _for_one_run(arguments), whole)
         error, why = _compare(whole, outcome)
     except Exception as failure:  # a wrong guess fails in whatever way the block's code does
         why = f"it raises {type(failure).__name__}: {failure}"
@@ -191,6 +198,11 @@ def _refusal(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
         f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.group.size()} ranks: on a small "
         f"input it does not give on parts what it gives on the whole; {why}."
     )
+    if not seen.attentions and any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules()):
+        return (
+            f"{head} It is made of convolutions, which mix neighbouring positions: there are no tokens that ranks could "
+            "share. Use the axes data, zero or pipeline. If only some modules attend, name those in blocks."
+        )
     if not seen.attentions:
         return (
             f"{head} It makes no call of torch.nn.functional.scaled_dot_product_attention, the one attention that "

@@ -17,6 +17,7 @@ from atorch_ns.sharding._tensor_attention import without_fast_path
 from atorch_ns.sharding._tensor_kinds import kind_of
 from atorch_ns.sharding._tensor_layers import as_divided, attention_by_heads
 from atorch_ns.sharding._tensor_misfits import names_of, parameter_dims
+from atorch_ns.sharding._tensor_narrow import narrow_inputs
 from atorch_ns.sharding._tensor_plan import Layout
 from atorch_ns.sharding._tensor_region import Division, Region
 from atorch_ns.sharding._tensor_sequence import StreamSpec, divide_stream, gather_into
@@ -101,6 +102,7 @@ def divide(
         without_fast_path(modules[path.rpartition(".")[0]])
     for attribute in layout.attributes:
         _divide_attribute(modules, attribute, division.degree)
+    narrow_inputs(modules, layout, division.degree)
     if stream is not None:
         divide_stream(modules, stream, division)
     return done

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.profile import repeated_blocks
 from atorch_ns.profile._boundaries import tensors_in
 from atorch_ns.sharding._runs import find_runs
 from atorch_ns.sharding._tensor_sequence import stream_of
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import TorchDispatchMode, plain_name
 
 __all__ = ["BlockTrace", "follow_blocks"]
 

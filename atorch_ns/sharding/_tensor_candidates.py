@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -26,16 +27,21 @@ _MOST_OTHERS = 64
 Parts = Mapping[str, tuple[int, ...] | None]
 
 
-def candidate_layouts(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[Layout]:
+def candidate_layouts(
+    model: nn.Module, spec: RegionSpec, degree: int, inputs: Iterable[tuple[str, ...]] = ()
+) -> Iterator[Layout]:
     """Layouts of one region, the likeliest first; a test must decide between them.
 
     Code that reshapes by the size it finds needs no number changed; code that reshapes by the number of heads
     needs that, and code that splits a fused result by widths needs those. A fused layer is
-    ``[q | k | v]`` or lies head by head; only its results tell.
+    ``[q | k | v]`` or lies head by head; only its results tell. Code that takes the width of its input for that
+    of its results needs to see another: ``inputs`` are sets of such arguments.
     """
-    for attributes in _attribute_sets(model, spec, degree):
-        for parts in _part_choices(model, spec):
-            yield layout_of(spec, parts, attributes)
+    likely = _distinct(_likely_sets(model, spec, degree))
+    for sets in (likely, _distinct(_other_sets(model, spec, degree), known=likely)):
+        for narrow, attributes in itertools.product(((), *inputs), sets):
+            for parts in _part_choices(model, spec):
+                yield replace(layout_of(spec, parts, attributes), narrow_inputs=narrow)
 
 
 def _sizes(model: nn.Module, path: str) -> tuple[int, int]:
@@ -75,16 +81,21 @@ def _splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | 
     return list(dict.fromkeys([*found, None]))
 
 
-def _attribute_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
-    """Sets of numbers to divide: first those whose names or values tell what they are, then any that could be."""
-    seen: set[frozenset[str]] = set()
-    for group in itertools.chain(_likely_sets(model, spec, degree), _other_sets(model, spec, degree)):
+def _distinct(
+    groups: Iterable[tuple[str, ...]], known: Iterable[tuple[str, ...]] = ()
+) -> list[tuple[str, ...]]:
+    """The first of equal sets, without those that are ``known``."""
+    seen = {frozenset(group) for group in known}
+    found = []
+    for group in groups:
         if frozenset(group) not in seen:
             seen.add(frozenset(group))
-            yield group
+            found.append(group)
+    return found
 
 
 def _likely_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
+    """Sets of numbers to divide whose names or values tell what they are."""
     for of_settings in (False, True):
         heads, wide, _ = _sorted_numbers(model, spec, _numbers(model, spec, degree, of_settings=of_settings))
         yield from ((), heads, (*heads, *wide), wide)

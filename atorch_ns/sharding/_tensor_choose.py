@@ -101,13 +101,18 @@ def choose_plan(
     layout = plan.resolve(model)
     if not users and undivided == "error":
         check_heads(model, layout, graph, division.degree)
+    regions = regions_in(graph, layout)
+    failure, partial = test.whole(layout, regions)
+    while failure is not None and not users:
+        plan = _without(model, plan, layout, failure, division.degree)
+        layout = plan.resolve(model)
+        regions = regions_in(graph, layout)
+        failure, partial = test.whole(layout, regions)
     plan = replace(plan, left=grouped(plan.left))
     if not layout.layers:
         raise _all_whole(model) if users else _nothing(model, division.degree, plan, graph)
-    regions = regions_in(graph, layout)
-    failure, partial = test.whole(layout, regions)
     if failure is not None:
-        raise _failed(model, division, graph, test, plan, failure) if users else _failed_found(failure)
+        raise _failed(model, division, graph, test, plan, failure)
     stream = None
     if sequence_dim is not None:
         stream, partial = choose_stream(model, test, graph, layout, regions, sequence_dim)
@@ -131,7 +136,7 @@ def _own_plan(
         for path, layer in layout.layers.items()
         if path not in apart or layer.style not in ("colwise_gather_output", "embedding_rowwise")
     }
-    layout = with_vocabulary(model, Layout(kept, layout.attributes), degree, graph)
+    layout = with_vocabulary(model, replace(layout, layers=kept), degree, graph)
     apart = misfits(model, layout, degree)
     failure = None
     if not apart:
@@ -203,12 +208,17 @@ def _failed(
     missing = [
         name for name in right.attributes if _inside(name, failure.path) and name not in mine.attributes
     ]
+    inputs = [
+        name for name in right.narrow_inputs if _inside(name, failure.path) and name not in mine.narrow_inputs
+    ]
     parts = [path for path, layer in right.layers.items() if layer.parts and _inside(path, failure.path)]
     ends = open_ends(mine, graph)
     if ends:
         advice = f"{ends}. {advice}"
     elif missing:
         advice = f"The plan lacks attributes: {', '.join(missing)}. {advice}"
+    elif inputs:
+        advice = f"The plan lacks narrow_inputs: {', '.join(inputs)}. {advice}"
     elif any(path in mine.layers and mine.layers[path].parts is None for path in parts):
         advice = f"The plan lacks parts of fused layers: {', '.join(parts)}. {advice}"
     return InputError(
@@ -217,11 +227,23 @@ def _failed(
     )
 
 
-def _failed_found(failure: Failure) -> InputError:
-    return InputError(
-        f"tensor_parallel cannot divide {failure.path or 'the model'} safely: each of its layers passes the test "
-        f"alone, and together {failure.reason}. Give a plan that leaves some of them whole."
-    )
+def _without(model: nn.Module, plan: TensorPlan, layout: Layout, failure: Failure, degree: int) -> TensorPlan:
+    """The plan with the failed unit, and those like it, whole; what shares weights with their layers too."""
+    apart = {
+        path: f"each of its unit's layers passes the test alone, and together {failure.reason}"
+        for path in layout.layers
+        if any(_inside(path, unit) for unit in failure.alike)
+    }
+    while apart.keys() & layout.layers.keys():
+        layout = Layout(
+            {path: layer for path, layer in layout.layers.items() if path not in apart},
+            *(
+                tuple(name for name in names if not any(_inside(name, unit) for unit in failure.alike))
+                for names in (layout.attributes, layout.narrow_inputs)
+            ),
+        )
+        apart |= misfits(model, layout, degree)
+    return replace(plan_from(model, layout, left={**plan.left, **apart}), where=plan.where)
 
 
 def _inside(path: str, parent: str) -> bool:

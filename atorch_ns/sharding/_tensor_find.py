@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from atorch_ns.sharding._tensor_apply import RegionSpec, common_parent
 from atorch_ns.sharding._tensor_candidates import candidate_layouts
+from atorch_ns.sharding._tensor_heads import heads_reason
 from atorch_ns.sharding._tensor_kinds import kind_of
 from atorch_ns.sharding._tensor_misfits import misfits
+from atorch_ns.sharding._tensor_narrow import narrowable
 from atorch_ns.sharding._tensor_plan import LayerStyle, Layout, TensorPlan, with_wildcards
-from atorch_ns.sharding._tensor_reasons import reshape_reason
+from atorch_ns.sharding._tensor_reasons import narrow_reason, reshape_reason
 from atorch_ns.sharding._tensor_regions import candidate_regions, layout_of, relative, signature
 from atorch_ns.sharding._tensor_test import fits
 from atorch_ns.sharding._tensor_trace import LayerGraph
@@ -62,7 +64,7 @@ def find_tensor_plan(
         if inner is None:
             found.left = {**dict.fromkeys((*spec.columns, *spec.rows), why), **found.left}
         else:
-            found.layout = found.layout.joined(_placed(inner, parent))
+            found.layout = found.layout.joined(inner.placed(parent))
     _divide_attention(model, degree, graph, found, accept)
     found.layout = with_vocabulary(model, found.layout, degree, graph)
     found.left = {p: why for p, why in found.left.items() if p not in found.layout.layers}
@@ -85,22 +87,23 @@ def _divide_region(
         random=False,
     )
     refusals: list[str] = []
-    tries = 0
-    for layout in candidate_layouts(model, spec, degree):
+    wrong: list[Layout] = []
+    inputs = narrowable(model, graph, unit.path, spec.columns, degree)
+    for layout in candidate_layouts(model, spec, degree, inputs):
         if misfits(model, layout, degree):
             continue
         local = layout.within(unit.path)
-        refused = fits(unit, local, [inner], degree)
+        refused = fits(unit, local, [inner], degree, training=bool(layout.narrow_inputs))
         if refused is None:
-            tries += 1
             if accept is None or accept(unit, local, [inner]):
                 return layout, ""
             refused = "no layout tried gives the results of the whole"
+            wrong.append(layout)
         refusals.append(refused)
-        if tries >= _MOST_TRIES:
+        if len(wrong) >= _MOST_TRIES:
             break
-    if tries:
-        return None, refusals[0]
+    if wrong:
+        return None, narrow_reason(wrong) or refusals[0]
     layers = (kind_of(model.get_submodule(path)) for path in (*spec.columns, *spec.rows))
     widths = [
         size
@@ -108,7 +111,8 @@ def _divide_region(
         if kind is not None
         for size in kind.sizes(model.get_submodule(path))
     ]
-    return None, reshape_reason(refusals, widths, degree) or next(iter(refusals), "")
+    why = reshape_reason(refusals, widths, degree) or heads_reason(model, spec, degree)
+    return None, why or next(iter(refusals), "")
 
 
 def _divide_attention(
@@ -135,30 +139,24 @@ def _divide_attention(
             found.left[path] = refused
 
 
-def _placed(layout: Layout, parent: str) -> Layout:
-    head = f"{parent}." if parent else ""
-    return Layout(
-        {f"{head}{path}": layer for path, layer in layout.layers.items()},
-        tuple(f"{head}{path}" for path in layout.attributes),
-    )
-
-
 def with_vocabulary(model: nn.Module, layout: Layout, degree: int, graph: LayerGraph) -> Layout:
     """The layout with the embedding of the vocabulary and the heads that end the model divided too."""
+    ends = _ends(model, layout, graph)
+    wanted = layout.joined(Layout(ends))
+    while apart := misfits(model, wanted, degree).keys() & ends.keys():
+        wanted = replace(wanted, layers={p: s for p, s in wanted.layers.items() if p not in apart})
+    return wanted
+
+
+def _ends(model: nn.Module, layout: Layout, graph: LayerGraph) -> dict[str, LayerStyle]:
+    """The embedding of the vocabulary and the heads that end the model, where the layout leaves them whole."""
     heads = {
         path: LayerStyle("colwise_gather_output")
         for path in graph.nodes
-        if path not in layout.layers and path in graph.outputs and _is_head(model, path, graph)
+        if path in graph.outputs and _is_head(model, path, graph)
     }
-    tables = {
-        path: LayerStyle("embedding_rowwise")
-        for path in _vocabularies(model, graph)
-        if path not in layout.layers
-    }
-    wanted = layout.joined(Layout({**heads, **tables}))
-    while apart := misfits(model, wanted, degree).keys() & {*heads, *tables}:
-        wanted = Layout({p: s for p, s in wanted.layers.items() if p not in apart}, wanted.attributes)
-    return wanted
+    tables = {path: LayerStyle("embedding_rowwise") for path in _vocabularies(model, graph)}
+    return {path: style for path, style in {**heads, **tables}.items() if path not in layout.layers}
 
 
 def _is_head(model: nn.Module, path: str, graph: LayerGraph) -> bool:
@@ -187,11 +185,17 @@ def _vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
 
 
 def _name_the_rest(model: nn.Module, graph: LayerGraph, found: _Found, degree: int) -> None:
+    ends = _ends(model, found.layout, graph)
+    uneven = {
+        path: f"its size {size} is not divisible by {degree}"
+        for path in ends
+        if (kind := kind_of(module := model.get_submodule(path))) and (size := kind.sizes(module)[0]) % degree
+    }
     for path in graph.nodes:
         if path not in found.layout.layers and path not in found.left:
             elsewhere = graph.nodes[path].used_elsewhere
-            found.left[path] = (
-                "its weight is used outside it too" if elsewhere else "no pair of layers to divide"
+            found.left[path] = uneven.get(
+                path, "its weight is used outside it too" if elsewhere else "no pair of layers to divide"
             )
 
 
@@ -207,4 +211,7 @@ def plan_from(model: nn.Module, layout: Layout, *, left: dict[str, str] | None =
             if layer.parts is not None:
                 parts[pattern] = layer.parts
     numbers = tuple(with_wildcards(layout.attributes, layout.attributes))
-    return TensorPlan(styles=styles, attributes=numbers, parts=parts, where="found", left=left or {})
+    inputs = tuple(with_wildcards(layout.narrow_inputs, layout.narrow_inputs))
+    return TensorPlan(
+        styles=styles, attributes=numbers, parts=parts, narrow_inputs=inputs, where="found", left=left or {}
+    )

@@ -15,7 +15,7 @@ from atorch_ns.sharding._tensor_plan import Layout, is_settings
 from atorch_ns.sharding._tensor_regions import candidate_regions
 from atorch_ns.sharding._tensor_trace import LayerGraph
 
-__all__ = ["check_heads"]
+__all__ = ["check_heads", "heads_reason"]
 
 
 def check_heads(model: nn.Module, layout: Layout, graph: LayerGraph, degree: int) -> None:
@@ -34,6 +34,22 @@ def check_heads(model: nn.Module, layout: Layout, graph: LayerGraph, degree: int
             f"{told}), and a head is computed by one rank. Use tensor in {{{', '.join(map(str, works))}}}, or set "
             "undivided='keep' in tensor_parallel to leave such attention whole on every rank."
         )
+
+
+def heads_reason(model: nn.Module, spec: RegionSpec, degree: int) -> str:
+    """Why attention's heads keep a region whole, and what would divide them; empty where they do not."""
+    if len(spec.columns) == 1 and _size(model, spec.columns[0], 0) <= _size(model, spec.rows[0], 1):
+        return ""
+    heads = _counts(model, spec, common_parent((*spec.columns, *spec.rows)))
+    uneven = [f"{name}={number}" for name, number in heads.items() if number % degree]
+    if not uneven:
+        return ""
+    works = [n for n in range(1, math.gcd(*heads.values()) + 1) if not _apart(heads, n)]
+    told = "is" if len(uneven) == 1 else "are"
+    return (
+        f"{' and '.join(uneven)} {told} not divisible by {degree}; tensor in {{{', '.join(map(str, works))}}} "
+        "would divide the heads"
+    )
 
 
 def _apart(heads: dict[str, int], degree: int) -> bool:
@@ -59,6 +75,12 @@ def _heads(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
     rows, columns = _size(model, spec.rows[0], 1), [_size(model, column, 0) for column in spec.columns]
     if len(columns) < 3 and max(columns) <= rows:
         return {}
+    return _counts(model, spec, path)
+
+
+def _counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
+    """The numbers of heads that the modules around the layers hold, by name."""
+    rows = _size(model, spec.rows[0], 1)
     home = model.get_submodule(path)
     found: dict[str, int] = {}
     for module in home.modules():

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.sharding._divided_logits import DividedLogits
 from atorch_ns.sharding._tensor_attention import DividedAttention
 from atorch_ns.sharding._tensor_kinds import Kind
 from atorch_ns.sharding._tensor_region import Division, Region
 
-__all__ = ["as_divided", "attention_by_heads", "divided_dims"]
+__all__ = ["as_divided", "attention_by_heads", "divided_dims", "keep_divided"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,12 +39,14 @@ class _Setting:
         kind: of the layer.
         division: this rank's place.
         region: the one that the layer begins or ends; ``None`` for embeddings and heads.
+        keeps_divided: whether a head leaves its outputs divided.
     """
 
     def __init__(self, kind: Kind, division: Division, region: Region | None) -> None:
         self.kind = kind
         self.division = division
         self.region = region
+        self.keeps_divided = False
 
 
 class _Column:
@@ -90,6 +93,8 @@ class _GatheredColumn:
         setting: _Setting = self._tensor
         entered = setting.division.enter(x)
         out = setting.kind.compute(self, entered, _local(self.weight), _local_or_none(self.bias))
+        if setting.keeps_divided:
+            return DividedLogits.of(out, setting.division)
         return setting.division.gather(out, -1)
 
 
@@ -144,6 +149,12 @@ def as_divided(module: nn.Module, kind: Kind, style: str, division: Division, re
         setattr(module, name, getattr(module, name) // division.degree)
     whole: Any = type(module)
     module.__class__ = _class(_CLASSES[style], whole)
+
+
+def keep_divided(module: nn.Module) -> None:
+    """Lets a divided head give its outputs as :class:`DividedLogits`."""
+    setting: _Setting = vars(module)["_tensor"]
+    setting.keeps_divided = True
 
 
 def attention_by_heads(module: nn.Module, division: Division) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ __all__ = [
     "Layout",
     "TensorPlan",
     "Where",
+    "forward_arguments",
     "is_settings",
     "meant",
     "style_named",
@@ -71,6 +73,8 @@ class TensorPlan:
         styles: a style of :data:`STYLES` by pattern. Layers that no pattern names stay whole.
         attributes: patterns of attributes, numbers that are divided by the degree (``"h.*.attn.num_heads"``).
         parts: for layers of several fused matrices, the sizes of their outputs by pattern.
+        narrow_inputs: patterns of arguments of modules' forward (``"h.*.attn.x"``) whose width code takes for that of
+            its results: it sees the share of one rank.
         where: who made it.
         left: what stays whole although it could be large, by path or pattern (``"blocks.*.attn.{q,k,v,o}"``), with the
             reason.
@@ -79,6 +83,7 @@ class TensorPlan:
     styles: Mapping[str, str]
     attributes: tuple[str, ...] = ()
     parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    narrow_inputs: tuple[str, ...] = ()
     where: Where = "user"
     left: Mapping[str, str] = field(default_factory=dict)
 
@@ -99,18 +104,22 @@ class TensorPlan:
         divided = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
         order = {path: place for place, path in enumerate(modules)}
         numbers = _integers(model) if self.attributes else []
+        arguments = _arguments(model) if self.narrow_inputs else []
         return Layout(
             dict(sorted(divided.items(), key=lambda item: order[item[0]])),
-            tuple(dict.fromkeys(found for pattern in self.attributes for found in meant(pattern, numbers))),
+            _all_meant(self.attributes, numbers),
+            _all_meant(self.narrow_inputs, arguments),
         )
 
     def unmatched(self, model: nn.Module) -> list[str]:
         """The patterns that match nothing in ``model``."""
         paths = [path for path, _ in model.named_modules() if path]
         numbers = _integers(model) if self.attributes else []
+        arguments = _arguments(model) if self.narrow_inputs else []
         return [
             *(pattern for pattern in dict.fromkeys((*self.styles, *self.parts)) if not meant(pattern, paths)),
             *(pattern for pattern in self.attributes if not meant(pattern, numbers)),
+            *(pattern for pattern in self.narrow_inputs if not meant(pattern, arguments)),
         ]
 
     def as_config(self) -> dict[str, Any]:
@@ -120,6 +129,8 @@ class TensorPlan:
             config["attributes"] = list(self.attributes)
         if self.parts:
             config["parts"] = {pattern: list(sizes) for pattern, sizes in self.parts.items()}
+        if self.narrow_inputs:
+            config["narrow_inputs"] = list(self.narrow_inputs)
         return config
 
     def describe(self) -> str:
@@ -130,6 +141,8 @@ class TensorPlan:
         text = "; ".join(f"{style}: {', '.join(patterns)}" for style, patterns in by_style.items())
         if self.attributes:
             text += f"; attributes divided: {', '.join(self.attributes)}"
+        if self.narrow_inputs:
+            text += f"; inputs as wide as one rank's results: {', '.join(self.narrow_inputs)}"
         return text
 
 
@@ -153,10 +166,12 @@ class Layout:
     Attributes:
         layers: by path.
         attributes: paths of the numbers that are divided.
+        narrow_inputs: paths of the arguments of which code sees the share of one rank.
     """
 
     layers: Mapping[str, LayerStyle]
     attributes: tuple[str, ...] = ()
+    narrow_inputs: tuple[str, ...] = ()
 
     def within(self, prefix: str) -> Layout:
         """The layout as the module at the path ``prefix`` sees it."""
@@ -164,19 +179,55 @@ class Layout:
         layers = {
             path.removeprefix(head): layer for path, layer in self.layers.items() if path.startswith(head)
         }
-        names = (name.removeprefix(head) for name in self.attributes if name.startswith(head))
-        return Layout(layers, tuple(names))
+        return Layout(layers, _inside(self.attributes, head), _inside(self.narrow_inputs, head))
 
     def joined(self, other: Layout) -> Layout:
         """Both."""
         names = tuple(dict.fromkeys((*self.attributes, *other.attributes)))
-        return Layout({**self.layers, **other.layers}, names)
+        inputs = tuple(dict.fromkeys((*self.narrow_inputs, *other.narrow_inputs)))
+        return Layout({**self.layers, **other.layers}, names, inputs)
+
+    def placed(self, parent: str) -> Layout:
+        """The layout of the module at the path ``parent``, as the model sees it."""
+        head = f"{parent}." if parent else ""
+        return Layout(
+            {f"{head}{path}": layer for path, layer in self.layers.items()},
+            tuple(f"{head}{path}" for path in self.attributes),
+            tuple(f"{head}{path}" for path in self.narrow_inputs),
+        )
 
 
 def meant(pattern: str, paths: Iterable[str]) -> list[str]:
     """The paths that ``pattern`` matches; if none does as a whole, those that end with it."""
     known = list(paths)
     return fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*.{pattern}")
+
+
+def _all_meant(patterns: Iterable[str], paths: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(found for pattern in patterns for found in meant(pattern, paths)))
+
+
+def _inside(paths: Iterable[str], head: str) -> tuple[str, ...]:
+    return tuple(path.removeprefix(head) for path in paths if path.startswith(head))
+
+
+def forward_arguments(module: nn.Module) -> list[str]:
+    """The names of the arguments of its forward, but for ``*args`` and ``**kwargs``."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a forward that is no Python function
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind not in several]
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """The paths of the arguments of all modules' forward."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in forward_arguments(module)
+    ]
 
 
 def _integers(model: nn.Module) -> list[str]:

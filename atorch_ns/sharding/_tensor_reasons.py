@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from atorch_ns.sharding._tensor_plan import Layout
 from atorch_ns.sharding._tensor_trace import LayerGraph
 
-__all__ = ["grouped", "open_ends", "reshape_reason"]
+__all__ = ["grouped", "narrow_reason", "open_ends", "reshape_reason"]
 
 _SHAPE = re.compile(r"shape '?\[([\d, -]+)\]'? is invalid for input of size (\d+)")
 """How torch refuses a view."""
@@ -51,6 +51,21 @@ def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) 
                 f"head has {size // degree}): use -1 or a head_dim attribute there"
             )
     return found
+
+
+def narrow_reason(wrong: Sequence[Layout]) -> str:
+    """Why attention that runs with narrow inputs alone gives other results; empty if it runs with others too.
+
+    Args:
+        wrong: the layouts with which it runs, one at least.
+    """
+    if not all(layout.narrow_inputs for layout in wrong):
+        return ""
+    names = ", ".join(path.rpartition(".")[2] for path in wrong[0].narrow_inputs)
+    return (
+        f"its code takes the width of its input for that of its results, and uses the width or the values of {names} "
+        "for something else too"
+    )
 
 
 def grouped(left: Mapping[str, str]) -> dict[str, str]:

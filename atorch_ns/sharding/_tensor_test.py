@@ -19,7 +19,7 @@ from atorch_ns.sharding._tensor_region import Division
 from atorch_ns.sharding._tensor_sequence import StreamSpec
 from atorch_ns.sharding._tensor_units import Unit
 
-__all__ = ["TOLERANCE", "Tested", "fits", "self_test"]
+__all__ = ["TOLERANCE", "Tested", "fits", "runs_without_memory", "self_test"]
 
 TOLERANCE = 1e-3
 """The largest error that counts as rounding, in units of the largest value of the tensor compared. In fp32 a
@@ -56,16 +56,39 @@ def fits(
     regions: Iterable[RegionSpec],
     degree: int,
     stream: StreamSpec | None = None,
+    *,
+    training: bool = False,
 ) -> str | None:
-    """Whether the divided unit runs and gives outputs of the right shapes, without memory; why not, or ``None``."""
+    """Whether the divided unit runs and gives outputs of the right shapes, without memory; why not, or ``None``.
+
+    Args:
+        unit: the unit.
+        layout: of its paths.
+        regions: the stretches between its layers; no random numbers can be drawn inside them if ``training``.
+        degree: ranks.
+        stream: the blocks between which the sequence is divided.
+        training: whether it must run in training as well as in evaluation.
+    """
     try:
         with unit.without_memory() as (whole, args, kwargs):
             wanted = [tensor.shape for tensor in tensors_in(whole(*args, **kwargs))]
             divide(whole, layout, Division(None, degree=degree), regions, stream)
             found = [tensor.shape for tensor in tensors_in(whole(*args, **kwargs))]
+            if training:
+                whole.train()(*args, **kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None if wanted == found else f"it gives {found} in place of {wanted}"
+
+
+def runs_without_memory(unit: Unit) -> bool:
+    """Whether the undivided unit runs on fake tensors; code that looks at values, as at a router's, does not."""
+    try:
+        with unit.without_memory() as (whole, args, kwargs):
+            whole(*args, **kwargs)
+    except Exception:  # whatever its code raises
+        return False
+    return True
 
 
 def self_test(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.errors import InputError
 from atorch_ns.profile._batches import batch_sizes, map_batch, resized_shape
@@ -22,8 +21,9 @@ from atorch_ns.profile._steps import Subject
 from atorch_ns.profile._structure import copy_structure
 from atorch_ns.sharding._tensor_blocks import BlockTrace, follow_blocks
 from atorch_ns.sharding._tensor_kinds import kind_of
+from atorch_ns.torch_compat import TorchDispatchMode
 
-__all__ = ["LayerGraph", "ModuleCall", "Node", "trace_layers"]
+__all__ = ["LayerGraph", "ModuleCall", "Node", "trace_layers", "ways_to_run"]
 
 _log = logging.getLogger(__name__)
 
@@ -112,11 +112,8 @@ def trace_layers(
         Exception: what the model raises on tensors without memory, if it does not run with random weights either.
     """
     sizes = batch_sizes(batch)
-    tokens = -(-_NUM_TOKENS // multiple_of) * multiple_of
-    few = (min(sizes[0], _NUM_SAMPLES), min(sizes[1], tokens))
-    tries = [(how, size) for how in (_without_memory, _with_memory) for size in dict.fromkeys((few, sizes))]
     failure: Exception | None = None
-    for how, size in tries:
+    for how, size in ways_to_run(sizes, multiple_of):
         subject = Subject(
             model=model, batch=batch, forward_loss=run, blocks={}, prints={}, sizes=sizes, at=sizes
         )
@@ -129,6 +126,16 @@ def trace_layers(
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def ways_to_run(
+    sizes: tuple[int, int], multiple_of: int = 1
+) -> list[tuple[Callable[..., AbstractContextManager[tuple[nn.Module, Any]]], tuple[int, int]]]:
+    """How to run a copy of a model once, in the order to try them: ``(subject, B and T) -> (copy, batch)``, and B and
+    T; the smallest first, without memory first."""
+    tokens = -(-_NUM_TOKENS // multiple_of) * multiple_of
+    few = (min(sizes[0], _NUM_SAMPLES), min(sizes[1], tokens))
+    return [(how, size) for how in (_without_memory, _with_memory) for size in dict.fromkeys((few, sizes))]
 
 
 def _followed(

@@ -19,7 +19,7 @@ from atorch_ns.sharding._attention_calls import AttentionCall
 from atorch_ns.sharding._collectives import all_gather, all_to_all
 from atorch_ns.sharding._sequence_layout import SequenceLayout
 
-__all__ = ["heads_divide", "ulysses_attention", "whole_mask"]
+__all__ = ["heads_divide", "own_rows", "ulysses_attention", "whole_mask"]
 
 _HEADS = -3
 _POSITIONS = -2
@@ -50,7 +50,7 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: dist.P
         query=_to_heads(call.query, layout, group),
         key=_to_heads(key, layout, group),
         value=_to_heads(value, layout, group),
-        mask=None if call.mask is None else _own_heads(whole_mask(call.mask, layout, group), group),
+        mask=None if call.mask is None else _mask_of_heads(call.mask, call.num_heads, layout, group),
         grouped=grouped,
     )
     return _to_positions(whole.run(), layout, group)
@@ -87,7 +87,20 @@ def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGr
     return mask
 
 
-def _own_heads(mask: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if mask.dim() < 3 or mask.size(_HEADS) == 1:
+def own_rows(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mask for this rank's queries and all keys; its gradient is that of these rows."""
+    if mask.dim() > 1 and mask.size(_POSITIONS) == layout.local and mask.size(-1) == layout.length:
         return mask
-    return mask.chunk(group.size(), _HEADS)[group.rank()]
+    mask = whole_mask(mask, layout, group)
+    return layout.select(mask, _POSITIONS) if mask.dim() > 1 and mask.size(_POSITIONS) > 1 else mask
+
+
+def _mask_of_heads(
+    mask: torch.Tensor, num_heads: int, layout: SequenceLayout, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The mask for all queries and keys of this rank's heads."""
+    if mask.dim() < 3 or mask.size(_HEADS) == 1:
+        return whole_mask(mask, layout, group)
+    if mask.size(_HEADS) == num_heads and mask.shape[-2:] == (layout.local, layout.length):
+        return _to_heads(mask, layout, group)
+    return whole_mask(mask, layout, group).chunk(group.size(), _HEADS)[group.rank()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from atorch_ns.strategy._conversion import Conversion, Remark
+from atorch_ns.strategy._convert import convert_file
 from atorch_ns.strategy._diff import Difference, StrategyDiff, diff
 from atorch_ns.strategy._pickle import convert_pickle
-from atorch_ns.strategy._plan import DATA_AXES, MODEL_AXES, AxisSize, Extra, Plan
+from atorch_ns.strategy._plan import DATA_AXES, MODEL_AXES, AxisSize, Extra, NarrowProducts, Plan
 from atorch_ns.strategy._requires import Requires
 from atorch_ns.strategy._schema import json_schema
 from atorch_ns.strategy._step import Step
@@ -16,15 +18,19 @@ __all__ = [
     "JSON",
     "MODEL_AXES",
     "AxisSize",
+    "Conversion",
     "Difference",
     "Extra",
+    "NarrowProducts",
     "Plan",
+    "Remark",
     "Requires",
     "Step",
     "Strategy",
     "StrategyDiff",
     "canonical",
     "canonical_text",
+    "convert_file",
     "convert_pickle",
     "diff",
     "json_schema",

@@ -133,7 +133,9 @@ def _check(document: Any, name: str) -> dict[str, Any]:
         )
     if document.get("schema") != 1:
         raise StrategyFileError(
-            f"has schema {document.get('schema')!r}; this version reads schema 1", source=name
+            f"the strategy file has schema {document.get('schema')!r}; this version reads schema 1. Read it with the "
+            "version of atorch_ns that wrote it, or write it anew with save()",
+            source=name,
         )
     try:
         checked = StrategyDocument.model_validate(document, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DATA_AXES", "MODEL_AXES", "AxisSize", "Extra", "Plan"]
+__all__ = ["DATA_AXES", "MODEL_AXES", "AxisSize", "Extra", "NarrowProducts", "Plan"]
 
 AxisSize = tuple[str, int]
 
@@ -39,6 +39,26 @@ class Extra:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NarrowProducts:
+    """Matrix products of linear layers in fewer bits than all else computes in.
+
+    Attributes:
+        dtype: as the device's FLOP/s are named: ``"float8"``.
+        include: parts of names, one of which a layer's name must contain; ``None`` for all.
+        exclude: parts of names that it may not contain.
+        multiple: what both dims of a layer's weight are multiples of.
+        casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
+            writes.
+    """
+
+    dtype: str
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    multiple: int = 16
+    casts_per_operand: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What the methods of a strategy decide together, before anything is applied.
 
@@ -57,8 +77,12 @@ class Plan:
         recompute: what is recomputed in the backward pass.
         recompute_every: every n-th block is recomputed.
         offload: whether parameters, gradients and optimizer states stay in host memory.
+        offload_optimizer: whether the optimizer updates copies of the weights in host memory, so that they and its
+            states are kept there.
+        offload_activations: whether what recomputation begins from stays in host memory.
         compiled: whether blocks are compiled.
         replaced: whether modules are replaced by fused ones.
+        narrow: linear layers whose matrix products are in fewer bits; ``None`` where there are none.
         num_micro_batches: passes over parts of a rank's batch that gradients are accumulated over.
         units: what is gathered together where parameters are sharded: selectors of modules, ``None`` for the
             repeated blocks, ``()`` for the whole model at once.
@@ -80,6 +104,8 @@ class Plan:
         compiler: the backend that compiles blocks; empty where nothing is compiled.
         tensor_sequence: whether the residual stream is divided along its tokens over the axis ``tensor`` between
             the layers that this axis divides (Megatron's sequence parallelism).
+        parallel_loss: whether logits stay divided over the vocabulary along the axis ``tensor``, and the loss is
+            computed on the parts.
         sequence_exchange: how attention over the axis ``sequence`` sees the tokens of other ranks: heads against
             tokens (``ulysses``), or keys and values that travel from rank to rank (``ring``).
         sequence_blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
@@ -105,8 +131,11 @@ class Plan:
     recompute: Literal["none", "blocks", "selective"] = "none"
     recompute_every: int = 1
     offload: bool = False
+    offload_optimizer: bool = False
+    offload_activations: bool = False
     compiled: bool = False
     replaced: bool = False
+    narrow: NarrowProducts | None = None
     num_micro_batches: int = 1
     units: tuple[str, ...] | None = None
     keeps_gathered: bool = False
@@ -125,6 +154,7 @@ class Plan:
     follows_compute: bool = False
     compiler: str = ""
     tensor_sequence: bool = False
+    parallel_loss: bool = False
     sequence_exchange: Literal["ulysses", "ring"] = "ulysses"
     sequence_blocks: tuple[str, ...] | None = None
     schedule: str = "1F1B"
@@ -142,6 +172,12 @@ class Plan:
             if name in wanted:
                 product *= size
         return product
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether a pipeline never takes backward passes apart: compiled blocks and selective recomputation compute
+        the gradients of inputs and weights at once, and only once."""
+        return self.compiled or self.recompute == "selective"
 
     @property
     def num_data_ranks(self) -> int:

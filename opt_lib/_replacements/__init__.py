@@ -8,17 +8,23 @@ last, takes over wherever a faster package is absent.
 from __future__ import annotations
 
 from opt_lib._replacements._base import Outcome, Replacement, Requirements
+from opt_lib._replacements._pair import ClassPair
 from opt_lib._replacements._registry import (
     known_replacements,
     register_replace_pair,
+    registered_pairs,
+    set_registered_pairs,
     unregister_replace_pair,
 )
 
 __all__ = [
+    "ClassPair",
     "Outcome",
     "Replacement",
     "Requirements",
     "known_replacements",
     "register_replace_pair",
+    "registered_pairs",
+    "set_registered_pairs",
     "unregister_replace_pair",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +13,18 @@ from torch import nn
 from atorch_ns.errors import RegistrationError
 from atorch_ns.profile import stand_for
 
-__all__ = ["Convert", "converter", "move_state"]
+__all__ = ["Convert", "converter", "move_state", "settings_of", "take_over"]
 
-Convert = Callable[[nn.Module], nn.Module]
-"""Makes the new module from the old one."""
+Convert = Callable[..., nn.Module]
+"""Makes the new module from the old one and, by keyword, settings."""
 
 _ABSENT = object()
 
 
 def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
     """How a ``target`` is made from a ``source``; the first of these that applies.
+
+    Settings go to the class method or the constructor, or are set as attributes.
 
     1. ``target.from_module(module)``, a class method.
     2. A subclass of the source: it takes over all attributes. Its ``__init__`` is not called.
@@ -31,8 +34,44 @@ def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
     if callable(getattr(target, "from_module", None)):
         return target.from_module  # type: ignore[attr-defined,no-any-return]
     if issubclass(target, source):
-        return lambda module: take_over(module, target)
-    return lambda module: _construct(module, target)
+        return functools.partial(_take_over_with, target)
+    return functools.partial(_construct, target)
+
+
+def settings_of(convert: Convert, module: nn.Module | None = None) -> tuple[str, ...] | None:
+    """The settings that ``convert`` takes; ``None`` if it takes any, or if only a module tells.
+
+    Args:
+        convert: makes the new module.
+        module: the old module; where the new one takes over its attributes, these are the settings.
+    """
+    made_by = getattr(convert, "func", None)
+    if made_by is _take_over_with:
+        if module is None:
+            return None
+        target = convert.args[0]  # type: ignore[attr-defined]
+        own = {name for kind in target.__mro__[: target.__mro__.index(nn.Module)] for name in vars(kind)}
+        names = {*vars(module), *own} - {*vars(nn.Module()), "forward"}
+        return tuple(sorted(name for name in names if not name.startswith("__")))
+    try:
+        made = convert.args[0] if made_by is _construct else convert  # type: ignore[attr-defined]
+        parameters = list(inspect.signature(made).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        return None
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    first = 0 if made_by is _construct else 1  # the old module
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(each.name for each in parameters[first:] if each.kind in by_name)
+
+
+def _take_over_with(target: type[nn.Module], module: nn.Module, **settings: Any) -> nn.Module:
+    new = take_over(module, target)
+    for name, value in settings.items():
+        if not hasattr(new, name):
+            raise RegistrationError(f"{target.__name__} has no attribute {name!r} to set.")
+        setattr(new, name, value)
+    return new
 
 
 def take_over(module: nn.Module, target: type[nn.Module]) -> nn.Module:
@@ -102,8 +141,9 @@ def _kind(value: object) -> str:
     return f"{what} of shape {tuple(value.shape)}"
 
 
-def _construct(module: nn.Module, target: type[nn.Module]) -> nn.Module:
+def _construct(target: type[nn.Module], module: nn.Module, **settings: Any) -> nn.Module:
     arguments, missing = _arguments(module, target)
+    arguments, missing = {**arguments, **settings}, [name for name in missing if name not in settings]
     if missing:
         raise RegistrationError(
             f"{target.__name__} needs {', '.join(missing)}, and {type(module).__name__} has no such "

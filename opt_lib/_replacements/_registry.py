@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,7 +15,13 @@ from opt_lib._replacements._base import Replacement, Requirements
 from opt_lib._replacements._making import Convert, converter
 from opt_lib._replacements._pair import ClassPair
 
-__all__ = ["known_replacements", "register_replace_pair", "unregister_replace_pair"]
+__all__ = [
+    "known_replacements",
+    "register_replace_pair",
+    "registered_pairs",
+    "set_registered_pairs",
+    "unregister_replace_pair",
+]
 
 ClassPairTuple = tuple[type[nn.Module], type[nn.Module]]
 Target = TypeVar("Target", bound="type[nn.Module] | Convert")
@@ -37,6 +43,7 @@ def register_replace_pair(
     *,
     convert: Convert | None = None,
     include_subclasses: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> None: ...
 
 
@@ -48,6 +55,7 @@ def register_replace_pair(
     replaces: type[nn.Module],
     convert: Convert | None = None,
     include_subclasses: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Callable[[Target], Target]: ...
 
 
@@ -59,6 +67,7 @@ def register_replace_pair(
     replaces: type[nn.Module] | None = None,
     convert: Convert | None = None,
     include_subclasses: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Callable[[Any], Any] | None:
     """Registers a replacement of your own; ``module_replace`` uses it from then on, before the built-in ones.
 
@@ -78,6 +87,10 @@ def register_replace_pair(
     same name. Then it is given the parameters and buffers of the old one, the same objects, by name: it must
     have exactly these.
 
+    Settings, those of ``config`` and over them those that ``module_replace`` is given under the pair's name in
+    ``configs``, are keyword arguments of the function or the constructor, and attributes of a module that took
+    over the old one's.
+
     Args:
         name: as it will stand in ``include`` and ``exclude``.
         supported_dtypes: the dtypes that the new module computes in; in jobs that compute in another one the
@@ -87,6 +100,7 @@ def register_replace_pair(
             that replaces it, or of a function that makes the new module from the old one.
         convert: makes the new module from the old one.
         include_subclasses: also replace modules whose class derives from the one to be replaced.
+        config: settings of the new modules, by name.
 
     Raises:
         RegistrationError: if the name is taken, or an argument is not what it should be.
@@ -108,6 +122,7 @@ def register_replace_pair(
                 target=kind,
                 requirements=requirements,
                 include_subclasses=include_subclasses,
+                config=dict(config or {}),
             )
         )
         return made_by
@@ -129,6 +144,17 @@ def unregister_replace_pair(name: str) -> None:
     del _REGISTERED[name]
 
 
+def registered_pairs() -> dict[str, ClassPair]:
+    """What users registered, by name."""
+    return dict(_REGISTERED)
+
+
+def set_registered_pairs(pairs: Mapping[str, ClassPair]) -> None:
+    """Makes ``pairs`` what users registered, as in the process that they come from."""
+    _REGISTERED.clear()
+    _REGISTERED.update(pairs)
+
+
 def _add(pair: ClassPair) -> None:
     if pair.name in _built_in():
         raise RegistrationError(f"the name {pair.name!r} is that of a built-in replacement; choose another.")
@@ -142,16 +168,9 @@ def _add(pair: ClassPair) -> None:
 
 @functools.cache
 def _built_in() -> dict[str, Replacement]:
-    from opt_lib._replacements.attention import AttentionSwitch
-    from opt_lib._replacements.norms import FusedLayerNorm, FusedRmsNorm
+    from opt_lib._replacements._built_in import BUILT_IN
 
-    # Where several want the same modules, the preferred one stands first.
-    replacements: tuple[Replacement, ...] = (
-        AttentionSwitch(name="sdpa_attention", implementation="sdpa"),
-        FusedRmsNorm(),
-        FusedLayerNorm(),
-    )
-    return {replacement.name: replacement for replacement in replacements}
+    return {replacement.name: replacement for replacement in BUILT_IN}
 
 
 def _classes(

@@ -3,58 +3,82 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
-from opt_lib._replacements._base import ANYWHERE, Outcome, Replacement, Requirements
+from atorch_ns.cluster import Cluster
+from atorch_ns.profile import Profile
+from opt_lib._replacements._base import ANYWHERE, Outcome, Replacement, Requirements, classes_in
 
-__all__ = ["AttentionSwitch"]
+__all__ = ["AttentionSwitch", "is_pretrained"]
+
+
+_FUSED: Final = "scaled_dot_product"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSwitch(Replacement):
-    """Switches transformers models from eager attention to another implementation.
+    """Switches transformers models to another implementation of attention.
 
-    Models that run anything but eager attention are left alone: somebody has chosen it. So are models whose
-    config asks for the attention weights, which only the eager implementation returns.
+    Models that run an implementation other than those of ``switches`` are left alone: somebody has chosen it. So
+    are models whose config asks for the attention weights, which only the eager implementation returns.
 
     Attributes:
         name: as written in ``include`` and ``exclude``.
         implementation: as ``set_attn_implementation`` names it.
         requirements: what the implementation needs of a job.
+        switches: the implementations that it takes over from.
     """
 
     name: str
     implementation: str
     requirements: Requirements = ANYWHERE
+    switches: tuple[str, ...] = ("eager",)
 
     @property
     def looks_for(self) -> str:
         """Models of transformers."""
         return "transformers models"
 
-    def replace(self, model: nn.Module) -> Outcome:
+    def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
+        """Whether it is usable, and a model of transformers was seen to run an attention that it takes over from."""
+        if not self.requirements.usable_on(cluster) or not _holds_transformers(profile):
+            return False
+        ran = _operators(profile)
+        eager = "aten._softmax" in ran and not any(_FUSED in name for name in ran)
+        return ("eager" in self.switches and eager) or (
+            "sdpa" in self.switches and any(_FUSED in name for name in ran)
+        )
+
+    def concerns(self, model: nn.Module) -> bool:
+        """Whether a model of transformers runs one of the implementations that it takes over from."""
+        return any(_implementation(part) in self.switches for part in _pretrained(model))
+
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
         """Switches every model of transformers in ``model``."""
         outcome = Outcome(model=model)
         for inner in _outermost(model):
-            eager = [part for part in _one_a_config(inner) if _implementation(part) == "eager"]
-            reason = self._refusal(inner, eager) or self._switch(inner)
-            for part in eager:
+            found = [(part, _implementation(part)) for part in _one_a_config(inner)]
+            old = [(part, was) for part, was in found if was in self.switches]
+            reason = self._refusal(inner, [part for part, _ in old]) or self._switch(inner)
+            for part, was in old:
                 if reason is None and _implementation(part) == self.implementation:
-                    outcome.replaced[f"eager attention of {_name(part)} → {self.implementation}"] += 1
+                    outcome.replaced[f"{was} attention of {_name(part)} → {self.implementation}"] += 1
                 else:
                     why = reason or "transformers cannot switch it"
-                    outcome.kept[f"{_name(part)}: stays eager, {why}"] += 1
-            if not eager:
+                    outcome.kept[f"{_name(part)}: stays {was}, {why}"] += 1
+            if not old:
                 outcome.kept[f"{_name(inner)}: runs {_implementation(inner)} attention already"] += 1
         return outcome
 
-    def _refusal(self, model: nn.Module, eager: list[Any]) -> str | None:
-        if not eager:
-            return "nothing is eager"
+    def _refusal(self, model: nn.Module, old: list[Any]) -> str | None:
+        if not old:
+            return "there is nothing to switch"
+        if self.implementation.startswith("flash_attention") and not _takes_flash(model):
+            return f"since {_name(model)} does not support {self.implementation}"
         if any(getattr(part.config, "output_attentions", False) for part in _pretrained(model)):
             return f"since its config asks for output_attentions, which {self.implementation} does not give"
         return None
@@ -64,25 +88,42 @@ class AttentionSwitch(Replacement):
         shared = _configs(model)
         # Several models may have been built from one config, and this one alone is to be changed.
         own = copy.deepcopy(shared)
+        before = {_implementation(part) for part in _pretrained(model)}
         _exchange(model, dict(zip(map(id, shared), own, strict=True)))
         try:
             model.set_attn_implementation(self.implementation)  # type: ignore[operator]
         except (ValueError, ImportError, NotImplementedError) as error:
             _exchange(model, dict(zip(map(id, own), shared, strict=True)))
             return str(error).split(". ")[0].strip()
+        if any(_implementation(part) not in (self.implementation, *before) for part in _pretrained(model)):
+            # transformers may have chosen something else, such as a kernel that it would have to download.
+            _exchange(model, dict(zip(map(id, own), shared, strict=True)))
+            return "transformers would run another implementation instead"
         return None
+
+
+def _holds_transformers(profile: Profile) -> bool:
+    return "transformers.modeling_utils.PreTrainedModel" in classes_in(profile) or (
+        profile.model_class.startswith("transformers.")
+    )
+
+
+def _operators(profile: Profile) -> set[str]:
+    """Names of the operators of a step; none where the model was not traced."""
+    segments = () if profile.trace is None else profile.trace.segments
+    return {each.name for segment in segments for cost in segment.costs.values() for each in cost.operators}
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
     """The transformers models in ``model`` that lie in no other."""
-    if _is_pretrained(model):
+    if is_pretrained(model):
         yield model
         return
     for child in model.children():
         yield from _outermost(child)
 
 
-def _is_pretrained(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
     """Whether it is a ``PreTrainedModel``, without importing transformers."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
@@ -92,7 +133,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 def _pretrained(model: nn.Module) -> Iterator[Any]:
     """The models of transformers in ``model``, which is one itself."""
-    return (part for part in model.modules() if _is_pretrained(part))
+    return (part for part in model.modules() if is_pretrained(part))
 
 
 def _one_a_config(model: nn.Module) -> list[Any]:
@@ -101,6 +142,10 @@ def _one_a_config(model: nn.Module) -> list[Any]:
     for part in _pretrained(model):
         parts.setdefault(id(part.config), part)
     return list(parts.values())
+
+
+def _takes_flash(model: nn.Module) -> bool:
+    return all(getattr(part, "_supports_flash_attn", False) for part in _pretrained(model))
 
 
 def _implementation(model: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import imports
-from benchmarks.__main__ import NAMES, main
+from benchmarks.__main__ import NAMES, _arguments, main
+from benchmarks.table import RESULTS
 
 Run = Callable[..., int]
 
@@ -36,3 +38,28 @@ def test_both_files_are_written(run: Run, tmp_path: Path, capsys: pytest.Capture
     assert run("--only", "imports", "--quick", "--out", str(tmp_path)) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["imports.json", "imports.md"]
     assert (tmp_path / "imports.md").read_text() in capsys.readouterr().out
+
+
+def test_a_failure_does_not_stop_the_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def call(command: list[str]) -> int:
+        commands.append(command)
+        return int("memory" in command)
+
+    monkeypatch.setattr(subprocess, "call", call)
+    assert run("--only", "memory,speed", "--quick", "--out", str(tmp_path)) == 1
+    assert [command[4] for command in commands] == ["memory", "speed"]
+    assert all("--quick" in command for command in commands)
+    said = capsys.readouterr().err
+    assert "memory: 0 s, failed with exit code 1" in said
+    assert "failed, their old results stand: memory" in said
+
+
+def test_a_quick_run_overwrites_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick"])
+    assert _arguments().out != RESULTS
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    assert _arguments().out == RESULTS

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from atorch_ns.cli import main
+from tests.cli.inline import run_inline
 
 JOB = """
 import torch
@@ -80,3 +81,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return Done(int(ended.value.code or 0), written.out, written.err)
 
     return start
+
+
+@pytest.fixture
+def inline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs that train do so in the test's process, as one rank."""
+    monkeypatch.setattr("atorch_ns.launch.run_local_ranks", run_inline)

@@ -41,6 +41,12 @@ def test_version_and_methods() -> None:
     assert {"fsdp", "amp_native"} <= {row["name"] for row in rows}
     one = runner.invoke(app, ["methods", "native_dynamo"]).output
     assert "backend" in one
+    fsdp = runner.invoke(app, ["methods", "fsdp"]).output
+    assert "does not stand with:" in fsdp
+    assert "stands with: " in fsdp
+    row = next(row for row in rows if row["name"] == "fsdp")
+    assert "amp_native" in row["composes_with"]
+    assert "ddp" in row["conflicts"]
 
 
 def test_strategy_verbs(tmp_path: Path) -> None:

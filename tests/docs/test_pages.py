@@ -31,6 +31,13 @@ PAGES = [
     "docs/checkpoints.md",
     "docs/how-a-strategy-is-chosen.md",
     "docs/parallelism.md",
+    "docs/accelerator.md",
+    "docs/command-line.md",
+    "docs/module-replace.md",
+    "docs/fp8.md",
+    "docs/launching.md",
+    "docs/notebooks.md",
+    "docs/tracking.md",
 ]
 
 

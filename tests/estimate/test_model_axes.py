@@ -43,6 +43,7 @@ def _mesh(**sizes: int) -> tuple[str, Any]:
 PASSES = ("gradient_accumulation", 4)
 ON_TWO: list[list[Any]] = [
     [_mesh(tensor=2)],
+    [_mesh(tensor=2), ("tensor_parallel", {"parallel_loss": False})],
     [_mesh(tensor=2), "checkpoint"],
     [_mesh(pipeline=2), PASSES],
     [_mesh(pipeline=2), "checkpoint"],
@@ -130,7 +131,7 @@ def _check(name: str, strategies: list[list[Any]], num_ranks: int) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["tied_llama", "llama, small"])
 def test_two_ranks_hold_what_was_predicted(name: str) -> None:
-    _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::2], 2)
+    _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::3], 2)
 
 
 @pytest.mark.timeout(240)
@@ -167,6 +168,19 @@ def test_what_a_tensor_axis_divides(llama: Profile) -> None:
     specs = [(spec, one.count) for one in llama.trace.segments for spec in one.parameters]
     divided = sum(count * spec.num_elements for spec, count in specs if spec.tensor_dim is not None)
     assert whole[0] - half[0] == 4 * divided // 2
+
+
+def test_a_loss_on_parts_holds_and_exchanges_less(llama: Profile) -> None:
+    """Of logits, logarithms and gradients [B, T, V] a t-th; three numbers a token are exchanged for V."""
+    assert llama.trace is not None
+    work = Workload(global_batch=BATCH, num_tokens=llama.trace.num_tokens)
+    plans = [replace(_plan(tensor=2), parallel_loss=parts) for parts in (False, True)]
+    (whole, parts), *_ = price_memory(PlanTable.of(plans), llama.trace, work)
+    logits = 4 * BATCH * llama.trace.num_tokens * llama.trace.vocabulary_size
+    assert 0.5 * logits < whole.sum() - parts.sum() < 2 * logits
+    times = [_times(llama, plan, 2**12) for plan in plans]
+    assert times[1].exchange < times[0].exchange
+    assert times[1].compute < times[0].compute
 
 
 def test_slow_links_are_dearer_to_a_tensor_axis(llama: Profile) -> None:

@@ -16,6 +16,7 @@ from atorch_ns.errors import InputError, StepError, StrategyError
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import (
+    ADAMW,
     BF16_GLOBAL_BATCH,
     Trajectory,
     assert_parity,
@@ -28,6 +29,8 @@ from atorch_ns.testing.workers import catch_ranks, run_ranks
 from opt_lib.expert_parallel import ExpertParallel
 
 EXPERT_2 = ("parallel_mode", [("expert", 2)])
+# Divided and whole parameters together cannot be updated by one fused call, whose bf16 rounds otherwise.
+UNFUSED = {**ADAMW, "fused": False}
 MAX_NORM = 0.05
 
 
@@ -177,7 +180,7 @@ def _in_bf16() -> dict[str, Trajectory]:
         "half fsdp": [EXPERT_2, ("half", "bf16"), "fsdp"],
     }
     return {
-        name: accelerated_run(MIXTRAL, strategy, global_batch=BF16_GLOBAL_BATCH)
+        name: accelerated_run(MIXTRAL, strategy, global_batch=BF16_GLOBAL_BATCH, optim_args=UNFUSED)
         for name, strategy in strategies.items()
     }
 
@@ -315,7 +318,7 @@ REFUSED: dict[str, tuple[Case, list[Any], type[Exception], str]] = {
         dataclasses.replace(get_case("mlp"), build=_Listed),
         [("parallel_mode", [("expert", 4)])],
         InputError,
-        "experts (ModuleList): its experts are modules of their own",
+        "the experts of experts (4 Linear) cannot be divided: calling it with a few tokens fails",
     ),
     "zero1": (QWEN, [("parallel_mode", [("expert", 2), ("data", 2)]), "zero1"], StrategyError, "use zero2"),
     "version 1": (

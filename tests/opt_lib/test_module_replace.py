@@ -75,6 +75,47 @@ def test_a_later_replacement_takes_what_an_earlier_one_cannot(register: Callable
     assert type(model.first) is FastSubclass
 
 
+class HandNorm(nn.Module):
+    """An RMSNorm that somebody wrote."""
+
+    def __init__(self, size: int = 4, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class OwnFastNorm(HandNorm):
+    """What the user wants instead."""
+
+
+class OtherFastNorm(HandNorm):
+    """What another pair makes of that."""
+
+
+def test_what_a_pair_made_is_not_replaced_again(register: Callable[..., Any]) -> None:
+    register("mine", pair_cls=(HandNorm, OwnFastNorm))
+    register("chained", pair_cls=(OwnFastNorm, OtherFastNorm))
+    model = nn.Sequential(HandNorm(), nn.Sequential(HandNorm()))
+    _, explained, _ = apply(model)
+    assert (type(model[0]), type(model[1][0])) == (OwnFastNorm, OwnFastNorm)
+    assert "mine: 2 × HandNorm → OwnFastNorm" in explained
+    assert not any("fused_rms_norm" in text for text in explained)
+
+
+def test_the_profiled_model_spares_them_too(register: Callable[..., Any]) -> None:
+    register("mine", pair_cls=(HandNorm, OwnFastNorm))
+    model = nn.Sequential(HandNorm())
+    method = ModuleReplace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModuleReplace, "options", lambda *args: iter([ModuleReplaceConfig()]))
+        rewritten = method.rewritten(model, None, Cluster())  # type: ignore[arg-type]  # no profile is read
+    assert rewritten is not None
+    assert type(rewritten[0]) is OwnFastNorm
+
+
 def test_include_and_exclude(register: Callable[..., Any]) -> None:
     register("fast", pair_cls=(Old, FastBuilt))
     register("other", pair_cls=(Child, FastBuilt))
@@ -120,7 +161,7 @@ def test_only_rank_0_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ModuleReplace().apply(job, ModuleReplaceConfig())
-    assert job.explanations["module_replace"] == ["nothing was replaced"]
+    assert job.explained("module_replace") == ["nothing was replaced"]
 
 
 @pytest.mark.parametrize(

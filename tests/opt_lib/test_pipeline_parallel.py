@@ -91,6 +91,12 @@ def test_four_stages_and_two_by_two_train_as_one_process() -> None:
     _assert_parity(jobs, 4)
 
 
+def test_stages_of_one_rank_divide_the_sequence_each_for_itself() -> None:
+    mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
+    steps = _with("Interleaved1F1B", ("tensor_parallel", {"sequence": True}), "checkpoint", mesh=mesh)
+    _assert_parity([("tied_llama", steps, {})], 4)
+
+
 def test_bf16_is_that_of_one_process() -> None:
     case, batch = get_case("tied_llama"), {"global_batch": BF16_GLOBAL_BATCH, "steps": 2}
     reference = reference_run(case, autocast_dtype=torch.bfloat16, **batch)

@@ -119,7 +119,10 @@ class TestRefused:
             ({"plan": {"attention.query": "colwise"}}, r"attention.query, which matches nothing in Decoder"),
             ({"plan": {"norm1": "colwise"}}, r"blocks.0.norm1: LayerNorm is no layer with one weight"),
             ({"plan": {"embed": "colwise"}}, r"embed: colwise does not go with Embedding"),
-            ({"attributes": ["num_heads"]}, r"attributes and parts of tensor_parallel belong to a plan"),
+            (
+                {"attributes": ["num_heads"]},
+                r"attributes, parts and narrow_inputs of tensor_parallel belong to a plan",
+            ),
         ],
     )
     def test_a_users_plan(self, config: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from atorch_ns.errors import InputError
 from atorch_ns.job import MethodRow, Report
 from atorch_ns.report import TrainingReport, search_text
+from atorch_ns.report.pictures import save_pictures
 from atorch_ns.search import SearchOutcome
 from atorch_ns.strategy import Strategy
 from tests.report.outcomes import MIB, estimated, measured, nothing_fits, row, searched
@@ -284,3 +285,13 @@ def test_the_page_names_fates_in_words() -> None:
         "shards &lt;everything&gt;",
     ):
         assert words in text
+
+
+def test_the_pictures_stand_alone(tmp_path: Path) -> None:
+    paths = save_pictures(_report(), tmp_path / "pictures")
+    assert [path.stem for path in paths][:2] == ["memory", "time"]
+    for path in paths:
+        picture = ElementTree.fromstring(path.read_text())
+        assert picture.get("viewBox") == f"-12 -12 {picture.get('width')} {picture.get('height')}"
+        assert "--bg:" in (picture.findtext("{http://www.w3.org/2000/svg}style") or "")
+    assert save_pictures(TrainingReport(applied=_applied()), tmp_path / "none") == []

@@ -359,3 +359,72 @@ def names_of_two(phases: dict[Any, list[str]]) -> tuple[str, str]:
 def test_a_batch_that_cannot_be_shared_out_is_refused(batch: int, wishes: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         space(work=Workload(global_batch=batch, num_tokens=8), **wishes)
+
+
+def _axes(one: Candidate) -> dict[str, int]:
+    return dict((dict(one.steps).get("parallel_mode") or {}).get("axes", ()))
+
+
+def test_how_axes_are_used_is_searched() -> None:
+    """Schedules with several stages on a rank, and a divided residual stream, where they are predicted faster."""
+    work = Workload(global_batch=64, num_tokens=8)
+    spec = "8xH100-80GB"
+    cut = free(space(spec, work=work, included=["axis:pipeline"]))
+    schedules = {(dict(one.steps)["pipeline_parallel"] or {}).get("schedule", "1F1B") for one in cut}
+    assert {"Interleaved1F1B", "InterleavedZeroBubble"} <= schedules
+    for one in cut:
+        plan = resolve(one.strategy, cluster(spec), REGISTRY, profile=profile()).plan
+        if plan.schedule == "InterleavedZeroBubble":
+            assert not plan.whole_backward
+            assert plan.keeps_gathered or not plan.parameters_over
+    divided = free(space(spec, work=work, included=["axis:tensor"]))
+    assert any((dict(one.steps)["tensor_parallel"] or {}).get("sequence") for one in divided)
+    plain = free(space(spec, work=work, excluded=[("tensor_parallel", {"sequence": True})]))
+    assert not any((dict(one.steps).get("tensor_parallel") or {}).get("sequence") for one in plain)
+
+
+def test_a_wish_for_a_schedule_is_kept() -> None:
+    wish = ("pipeline_parallel", {"schedule": "GPipe"})
+    found = free(space("4xcpu", included=[wish]))
+    assert found
+    for one in found:
+        assert dict(one.steps)["pipeline_parallel"]["schedule"] == "GPipe"
+
+
+def test_rows_are_priced_as_their_strategies() -> None:
+    """However the columns of a table are put together: each candidate alone costs the same."""
+    spec, work = "8xH100-80GB, 2 nodes, ib400", Workload(global_batch=64, num_tokens=8)
+    for one in free(space(spec, work=work))[:40]:
+        plan = resolve(one.strategy, cluster(spec), REGISTRY, profile=profile()).plan
+        alone = price(PlanTable.of([plan]), profile(), cluster(spec), work).estimate(0)
+        assert one.estimate is not None
+        assert one.estimate.step_seconds == pytest.approx(alone.step_seconds, rel=1e-9), one.label
+        assert one.estimate.peak_bytes == pytest.approx(alone.peak_bytes, rel=1e-9), one.label
+
+
+def test_the_user_is_told_that_a_pipeline_cannot_be_called() -> None:
+    told = [note for note in space("4xcpu").notes if "pipeline" in note]
+    assert len(told) == 1
+    assert "result.train_step(batch)" in told[0]
+    assert "excluded=['pipeline_parallel']" in told[0]
+    assert not any("train_step" in note for note in space("4xcpu", excluded=["pipeline_parallel"]).notes)
+
+
+def test_what_communicates_in_every_layer_stays_in_a_node() -> None:
+    """A model of many heads on two nodes of eight, and on the same sixteen processes as four nodes."""
+    trace = profile().trace
+    assert trace is not None
+    wide = replace(
+        trace,
+        num_heads=32,
+        num_key_value_heads=32,
+        segments=tuple(replace(one, heads=(32,)) if one.heads else one for one in trace.segments),
+    )
+    for spec, node in (("8xH100-80GB, 2 nodes, ib400", 8), ("4xH100-80GB, 4 nodes, ib400", 4)):
+        many = cluster(spec)
+        found = explore(replace(profile(), trace=wide), many, WORK, REGISTRY, SearchSettings())
+        for one in found.candidates:
+            sizes = list(_axes(one).items())
+            inner = [size for name, size in sizes if name in ("tensor", "sequence")]
+            assert all(size <= node for size in inner)
+            assert all(name in ("tensor", "sequence") for name, _ in sizes[: len(inner)])

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.errors import InputError
+from atorch_ns.sharding._attention_calls import AttentionCall
 from atorch_ns.sharding._ring import ring_attention
 from atorch_ns.sharding._ring_parts import Part, attend, attend_backward, merge
 from atorch_ns.sharding._sequence_layout import SequenceLayout
@@ -51,7 +52,7 @@ def _forms_alike() -> None:
         for one, other in zip(*results, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
         gradients = [
-            attend_backward(gradient, (query, key, value), results[1], part) for part in (fused, plain)
+            attend_backward(gradient, (query, key, value), results[1], part)[:3] for part in (fused, plain)
         ]
         for one, other in zip(*gradients, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
@@ -65,13 +66,13 @@ def test_few_scores_are_alive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, gradient = (torch.randn(1, 2, 7, 5) for _ in range(4))
     part = Part(0.5, causal=True)
     whole = attend(query, key, value, part)
-    gradients = attend_backward(gradient, (query, key, value), whole, part)
+    gradients = attend_backward(gradient, (query, key, value), whole, part)[:3]
     monkeypatch.setattr("atorch_ns.sharding._ring_parts._MOST_SCORES", 30)
     pieces = attend(query, key, value, part)
     for one, other in zip(whole, pieces, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     for one, other in zip(
-        gradients, attend_backward(gradient, (query, key, value), pieces, part), strict=True
+        gradients, attend_backward(gradient, (query, key, value), pieces, part)[:3], strict=True
     ):
         assert torch.allclose(one, other, atol=1e-6)
 
@@ -95,25 +96,54 @@ def test_queries_that_see_nothing_stay_finite() -> None:
     assert torch.equal(merged, torch.zeros_like(out))
 
 
-def _refusals() -> list[str]:
+def _trained_masks() -> list[float]:
+    """How far a mask's gradient, summed over ranks, is from that in one process, for masks of several shapes."""
     group = dist.group.WORLD
     assert group is not None
-    layout = SequenceLayout(24, 2, group.rank())
-    call = make(Form(mask="shared"))
-    assert call.mask is not None
-    messages = []
-    for bad in (
-        type(call)(call.query, call.key, call.value, dropout=0.1),
-        call.with_mask(torch.zeros(1, 1, 24, 24, requires_grad=True)),
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, weight = (torch.randn(2, 3, 13, 8, generator=generator) for _ in range(4))
+    found = []
+    for shape, zigzag in (
+        ((1, 3, 13, 13), True),
+        ((2, 1, 13, 13), False),
+        ((3, 1, 13), True),
+        ((13, 1), False),
     ):
-        with pytest.raises(InputError) as caught:
-            ring_attention(bad, layout, group)
-        messages.append(str(caught.value))
-    return messages
+        layout = SequenceLayout(13, group.size(), group.rank(), zigzag)
+        mask = torch.randn(shape, generator=generator).requires_grad_()
+        (AttentionCall(query, key, value, mask).run() * weight).sum().backward()
+        expected, mask.grad = mask.grad, None
+        mine = (layout.select(tensor, -2) for tensor in (query, key, value, weight))
+        *own, own_weight = mine
+        is_real = torch.arange(layout.local) < layout.num_real(group.rank())
+        out = ring_attention(AttentionCall(*own, mask), layout, group)
+        (out * own_weight * is_real[:, None]).sum().backward()
+        assert mask.grad is not None
+        assert expected is not None
+        dist.all_reduce(mask.grad)
+        found.append(float((mask.grad - expected).abs().max()))
+    return found
 
 
-def test_what_a_ring_cannot_do_is_refused_with_the_reason() -> None:
-    (messages, _) = run_ranks(_refusals, 2)
-    assert "dropout_p=0.1" in messages[0]
-    assert "attention bias" in messages[1]
-    assert all("kind='ulysses'" in message for message in messages)
+def test_a_mask_that_is_trained_has_the_gradient_of_one_process() -> None:
+    for found in run_ranks(_trained_masks, 3):
+        assert max(found) < 2e-5
+
+
+def _refusal() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    call = make(Form(mask="shared"))
+    with pytest.raises(InputError) as caught:
+        ring_attention(
+            AttentionCall(call.query, call.key, call.value, dropout=0.1),
+            SequenceLayout(24, 2, group.rank()),
+            group,
+        )
+    return str(caught.value)
+
+
+def test_dropout_of_weights_is_refused_with_the_reason() -> None:
+    message, _ = run_ranks(_refusal, 2)
+    assert "dropout_p=0.1" in message
+    assert "kind='ulysses'" in message

@@ -81,6 +81,8 @@ def test_a_parameter_of_a_block_that_the_loss_uses_is_refused() -> None:
     x = torch.ones(2, 4)
     with pytest.raises(InputError, match=r"weight of block 1 \(Linear\) is used outside"):
         find_runs([first, last], lambda: last(first(x)).sum() + last.weight.square().sum())
+    runs = find_runs([first, last], lambda: last(first(x)) @ last.weight, shared_parameters=True)
+    assert runs == [[0, 1]]
     find_runs([first, last], lambda: last(first(x).to(first.weight.dtype)) + first.weight.shape[0])
 
 

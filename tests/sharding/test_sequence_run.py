@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.profile import NamedModule
 from atorch_ns.sharding import SequenceRun, SequenceSettings
 from atorch_ns.testing.workers import run_ranks
-from tests.sharding.blocks import CHAINS, REFUSED, TRAINED_BIAS, WIDTH, Chain, FlagBlock
+from tests.sharding.blocks import CHAINS, HEADS, REFUSED, TRAINED_BIAS, WIDTH, Chain, FlagBlock
 
 Kind = Literal["auto", "ulysses", "ring"]
 
@@ -27,7 +28,7 @@ def attach(model: Chain, kind: Kind = "auto", **settings: Any) -> SequenceRun:
     settings = {"group": group, "device": torch.device("cpu"), "kind": kind, **settings}
     run = SequenceRun(blocks, ["same"] * len(blocks), SequenceSettings(**settings))
     run.attach()
-    run.join(range(len(blocks) - 1))
+    run.join(dict.fromkeys(range(len(blocks) - 1), ()))
     return run
 
 
@@ -69,9 +70,43 @@ def _deviations(names: list[str], kind: Kind, length: int) -> dict[str, float]:
     [("ulysses", 2, 12), ("ulysses", 4, 13), ("ring", 2, 13), ("ring", 3, 12)],
 )
 def test_blocks_of_many_kinds(kind: Kind, num_ranks: int, length: int) -> None:
-    names = [*CHAINS, *(TRAINED_BIAS if kind == "ulysses" else ())]
+    names = [*CHAINS, *TRAINED_BIAS]
     for found in run_ranks(_deviations, num_ranks, args=(names, kind, length)):
         assert max(found.values()) < 1e-4, found
+
+
+def test_a_table_as_wide_as_the_sequence_is_long() -> None:
+    length = WIDTH // HEADS // 2
+    for found in run_ranks(_deviations, 2, args=(["rotary"], "auto", length)):
+        assert found["rotary"] < 1e-4
+
+
+@dataclasses.dataclass
+class _Box:
+    """Not registered with torch."""
+
+    hidden: torch.Tensor
+    name: str = "box"
+
+
+class _BoxedBlock(FlagBlock):
+    def forward(self, box: _Box) -> _Box:  # type: ignore[override]
+        return _Box(super().forward(box.hidden))
+
+
+class _BoxedChain(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        box = _Box(x * self.scale)
+        for block in self.blocks:
+            box = block(box)
+        return box.hidden
+
+
+def test_blocks_that_take_and_give_dataclasses() -> None:
+    def deviations() -> float:
+        return deviation(lambda: _BoxedChain(_BoxedBlock), "auto", 12)
+
+    assert max(run_ranks(deviations, 2)) < 1e-4
 
 
 def _refusals() -> dict[str, str]:

@@ -36,7 +36,7 @@ class OddNames(nn.Module):
 
 
 class SizeByHeads(nn.Module):
-    """The size of a head is worked out from the input's width, which is that of all ranks."""
+    """The size of a head is worked out from the input's width, which is that of all ranks, and the input is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +45,7 @@ class SizeByHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
+        x = F.silu(x)
         shape = (rows, length, self.num_heads, width // self.num_heads)
         q, k, v = (layer(x).view(shape) for layer in (self.q, self.k, self.v))
         out: Tensor = self.o(attend(q, k, v))
@@ -52,7 +53,7 @@ class SizeByHeads(nn.Module):
 
 
 class BackToWidth(nn.Module):
-    """Heads go back together by the input's width."""
+    """Heads go back together by the input's width, and the input is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +61,7 @@ class BackToWidth(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(x)
         q, k, v = (
             layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,6 +38,24 @@ from tests.sharding.tensor_models import (
     make,
     tokens,
 )
+
+
+class FusedKeyValue(nn.Module):
+    """Two heads of keys and values in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = 4, 2
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1))
+        k, v = self.kv(x).split(WIDTH // 2, -1)
+        k, v = (t.unflatten(-1, (self.kv_heads, -1)).repeat_interleave(2, -2) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        out: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 def graph_of(model: nn.Module, batch: Any) -> LayerGraph:
@@ -89,8 +108,14 @@ class TestDegrees:
     def test_a_vocabulary_that_does_not_divide_stays_whole(self) -> None:
         model = make(vocab=31)
         plan = find_tensor_plan(model, 2, graph_of(model, tokens(31)))
-        assert {"embed", "head"} <= plan.left.keys()
+        assert plan.left["embed"] == plan.left["head"] == "its size 31 is not divisible by 2"
         assert "blocks.*.down" in plan.styles
+
+    def test_heads_of_keys_that_do_not_divide_are_told(self) -> None:
+        model = make(FusedKeyValue)
+        plan = find_tensor_plan(model, 4, graph_of(model, tokens()))
+        told = {why for path, why in plan.left.items() if path.startswith("blocks.0.attention")}
+        assert told == {"kv_heads=2 is not divisible by 4; tensor in {1, 2} would divide the heads"}
 
     def test_nothing_to_divide(self) -> None:
         model = nn.Sequential(nn.Linear(15, 25), nn.ReLU(), nn.Linear(25, 5))

@@ -85,17 +85,31 @@ class FastLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def job_of(model: nn.Module, **plan: Any) -> Job:
-    return Job.start(Inputs(model=model), Cluster(), Plan(**plan), seed=0)
+GPU = Cluster(
+    device_type="cuda",
+    device_name="GPU",
+    capability=(9, 0),
+    packages={"flash_attn": "2.8.3", "liger_kernel": "0.8.5", "apex": "0.1"},
+)
+"""A machine with everything, to be pretended."""
+
+
+def job_of(model: nn.Module, cluster: Cluster | None = None, **plan: Any) -> Job:
+    return Job.start(Inputs(model=model), cluster or Cluster(), Plan(**plan), seed=0)
 
 
 def apply(model: nn.Module, include: Any = None, **plan: Any) -> tuple[Job, list[str], list[str]]:
+    """The job after the method, its explanations but for what this machine has not, and the warnings."""
+    job, explained, warned = apply_to(job_of(model, **plan), include)
+    return job, [text for text in explained if "not used: it runs on cuda" not in text], warned
+
+
+def apply_to(job: Job, include: Any = None) -> tuple[Job, list[str], list[str]]:
     """The job after the method, its explanations, and the warnings."""
-    job = job_of(model, **plan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ModuleReplace().apply(job, ModuleReplaceConfig.model_validate(include))
-    return job, job.explanations.get("module_replace", []), [str(warning.message) for warning in caught]
+    return job, job.explained("module_replace"), [str(warning.message) for warning in caught]
 
 
 def output_and_gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -14,69 +14,18 @@ from atorch_ns.testing import assert_parity, assert_ranks_agree, compare, get_ca
 from atorch_ns.testing.runs import accelerate_case, accelerated_run
 from opt_lib._replacements.attention import AttentionSwitch
 from tests.opt_lib.replacements.modules import apply
-
-transformers = pytest.importorskip("transformers")
-
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {
-    "input_ids": torch.arange(24).reshape(2, 12) % 16,
-    "attention_mask": torch.ones(2, 12, dtype=torch.long),
-}
-PADDED = {**TOKENS, "attention_mask": torch.tensor([[1] * 12, [1] * 9 + [0] * 3])}
-
-
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return make()
-
-
-def _llama(attention: str = "eager", **settings: Any) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-        use_cache=False,
-        **SMALL,
-        **settings,
-    )
-    return _seeded(lambda: transformers.LlamaForCausalLM(config))
-
-
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="eager",
-    )
-    return _seeded(lambda: transformers.GPT2LMHeadModel(config))
-
-
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-        **SMALL,
-    )
-    return _seeded(lambda: transformers.BertForMaskedLM(config))
-
-
-def _clip_vision() -> nn.Module:
-    config = transformers.CLIPVisionConfig(image_size=16, patch_size=8, attn_implementation="eager", **SMALL)
-    return _seeded(lambda: transformers.CLIPVisionModel(config))
-
-
-IMAGES = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)}
+from tests.opt_lib.replacements.transformers_models import (
+    IMAGES,
+    PADDED,
+    SMALL,
+    TOKENS,
+    bert,
+    clip_vision,
+    gpt2,
+    llama,
+    seeded,
+    transformers,
+)
 
 
 def _gradients(model: nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
@@ -91,12 +40,12 @@ def _gradients(model: nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("build", "batch"),
     [
-        (_llama, TOKENS),
-        (_llama, PADDED),
-        (_gpt2, TOKENS),
-        (_gpt2, PADDED),
-        (_bert, PADDED),
-        (_clip_vision, IMAGES),
+        (llama, TOKENS),
+        (llama, PADDED),
+        (gpt2, TOKENS),
+        (gpt2, PADDED),
+        (bert, PADDED),
+        (clip_vision, IMAGES),
     ],
     ids=["llama", "llama padded", "gpt2", "gpt2 padded", "bert padded", "clip"],
 )
@@ -123,7 +72,7 @@ def test_sdpa_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    model = _llama()
+    model = llama()
     model(**TOKENS)
     assert not calls
     apply(model)
@@ -132,13 +81,13 @@ def test_sdpa_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sdpa_already_is_reported() -> None:
-    _, (row, _), _ = apply(_llama("sdpa"), ("sdpa_attention",))
+    _, (row, _), _ = apply(llama("sdpa"), ("sdpa_attention",))
     assert row == "sdpa_attention: 1 × LlamaForCausalLM: runs sdpa attention already"
 
 
 def test_two_models_of_one_config_stay_independent() -> None:
-    config = _llama().config
-    one, other = (_seeded(lambda: transformers.LlamaForCausalLM(config)) for _ in range(2))
+    config = llama().config
+    one, other = (seeded(lambda: transformers.LlamaForCausalLM(config)) for _ in range(2))
     before = copy.deepcopy(config)
     apply(one)
     assert one.config._attn_implementation == "sdpa"
@@ -150,7 +99,7 @@ def test_two_models_of_one_config_stay_independent() -> None:
 
 
 def test_a_model_that_must_return_attention_weights_stays_eager() -> None:
-    model = _llama(output_attentions=True)
+    model = llama(output_attentions=True)
     _, (row, _), (warning,) = apply(model, ("sdpa_attention",))
     assert "1 × LlamaForCausalLM: stays eager, since its config asks for output_attentions" in row
     assert "output_attentions" in warning
@@ -161,7 +110,7 @@ def test_a_model_that_must_return_attention_weights_stays_eager() -> None:
 def test_a_model_without_sdpa_stays_eager_with_its_reason() -> None:
     settings = {**SMALL, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 16}
     config = transformers.Gemma2Config(attn_implementation="eager", use_cache=False, **settings)
-    model = _seeded(lambda: transformers.Gemma2ForCausalLM(config))
+    model = seeded(lambda: transformers.Gemma2ForCausalLM(config))
     _, (row, _), _ = apply(model, ("sdpa_attention",))
     assert "Gemma2ForCausalLM: stays eager, " in row
     assert "scaled_dot_product_attention" in row
@@ -170,7 +119,7 @@ def test_a_model_without_sdpa_stays_eager_with_its_reason() -> None:
 
 
 def test_an_implementation_nobody_knows_changes_nothing() -> None:
-    model = _llama()
+    model = llama()
     config = model.config
     outcome = AttentionSwitch(name="x", implementation="no_such").replace(model)
     assert not outcome.replaced
@@ -184,8 +133,8 @@ def test_models_inside_other_modules_are_found() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.left = _llama()
-            self.right = nn.ModuleList([_gpt2()])
+            self.left = llama()
+            self.right = nn.ModuleList([gpt2()])
 
     model = Pair()
     _, explained, _ = apply(model, ("sdpa_attention",))
@@ -201,7 +150,7 @@ def test_a_model_of_several_models_is_switched_whole() -> None:
         projection_dim=16,
         attn_implementation="eager",
     )
-    model = _seeded(lambda: transformers.CLIPModel(config))
+    model = seeded(lambda: transformers.CLIPModel(config))
     original = copy.deepcopy(model)
     apply(model, ("sdpa_attention",))
     used = {

@@ -162,6 +162,144 @@ def test_what_computes_something_else_is_kept(kind: type[OwnNorm], size: int) ->
     assert "1 × OwnNorm → FusedOwnNorm" in row
 
 
+class FourDimensional(OwnNorm):
+    """Normalises the channels of images."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if tokens.dim() != 4:
+            return super().forward(tokens)
+        return tokens * torch.rsqrt(tokens.pow(2).mean(1, keepdim=True) + self.eps) * self.weight
+
+
+class ManyTokens(OwnNorm):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + (1 if tokens.dim() == 3 and tokens.shape[1] > 8 else 0)
+
+
+class Rows(OwnNorm):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (2 if tokens.dim() == 2 else 1)
+
+
+class HalvedInTraining(OwnNorm):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (0.5 if self.training else 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [FourDimensional, ManyTokens, Rows, HalvedInTraining])
+def test_other_shapes_and_the_other_mode_are_tried_too(kind: type[OwnNorm], training: bool) -> None:
+    model = nn.Sequential(kind(16)).train(training)
+    _, (row, *_), _ = apply(model)
+    assert type(model[0]) is kind
+    assert "it computes something else" in row
+    assert model[0].training is training
+
+
+class Counting(OwnNorm):
+    """Keeps its last input, and counts in a buffer, an attribute and its class."""
+
+    calls = 0
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("count", torch.zeros(()))
+        self.num_calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        Counting.calls += 1
+        self.num_calls += 1
+        self.count += 1
+        self.last = tokens
+        return super().forward(tokens)
+
+
+class Caching(OwnNorm):
+    """Nothing tells before a call that it keeps its input."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.last = tokens.detach()
+        return super().forward(tokens)
+
+
+def test_judging_leaves_nothing_on_the_users_module() -> None:
+    model = nn.Sequential(Counting(8), Caching(8))
+    _, (row, *_), _ = apply(model)
+    assert (Counting.calls, model[0].num_calls, float(model[0].count)) == (0, 0, 0)
+    assert not hasattr(model[1], "last")
+    assert [type(part) for part in model] == [Counting, Caching]
+    assert "1 × Counting: it has buffers (count)" in row
+    assert "1 × Caching: its forward pass changes last" in row
+
+
+class Switched(OwnNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.enabled = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) if self.enabled else tokens
+
+
+class SwitchedByClass(OwnNorm):
+    enabled = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) if self.enabled else tokens
+
+
+class Annealed(OwnNorm):
+    """Its epsilon is made anew at each access."""
+
+    @property
+    def annealed(self) -> float:
+        return float(getattr(self, "current", 1e-6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens * torch.rsqrt(tokens.pow(2).mean(-1, keepdim=True) + self.annealed) * self.weight
+
+
+class Scaled(OwnNorm):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(Switched, "enabled"), (SwitchedByClass, "enabled"), (Annealed, "annealed"), (Scaled, "scale")],
+)
+def test_what_may_be_set_to_something_else_later_is_kept(kind: type[OwnNorm], named: str) -> None:
+    model = nn.Sequential(kind(8), OwnNorm(8))
+    _, (row, *_), _ = apply(model)
+    assert [type(part).__name__ for part in model] == [kind.__name__, "FusedOwnNorm"]
+    assert f"1 × {kind.__name__}: it" in row
+    assert named in row
+    assert "which a fused pass would not follow" in row or "and a fused pass would not follow" in row
+
+
+def test_attributes_that_tell_the_size_are_no_reason() -> None:
+    class Sized(OwnNorm):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.dim, self.normalized_shape, self.bias = size, (size,), None
+
+    model = nn.Sequential(Sized(8))
+    apply(model)
+    assert type(model[0]).__name__ == "FusedSized"
+
+
+def test_an_epsilon_that_is_set_later_is_followed() -> None:
+    model, original = nn.Sequential(OwnNorm(8)), OwnNorm(8)
+    apply(model)
+    model[0].eps = original.eps = 10.0
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(model(x), original(x))
+
+
 def test_what_cannot_be_judged_is_kept() -> None:
     model = nn.Sequential(Fails(4), Gated(4))
     _, explained, _ = apply(model)
@@ -225,7 +363,7 @@ def test_a_model_on_meta_is_replaced_sharded_and_initialised() -> None:
         return kinds, loss
 
     kinds, loss = run_ranks(train, 2)[0]
-    assert kinds == ["_Fused"]
+    assert kinds == ["Derived"]
     assert 0 < loss < 6
 
 

@@ -1,0 +1,60 @@
+"""``atorch-ns search`` on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atorch_ns.cli._job import named_job
+
+__all__ = ["search_on_rank"]
+
+
+def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Searches, and lets rank 0 write what was asked for; collective."""
+    from atorch_ns.api import auto_accelerate
+    from atorch_ns.cluster import Cluster, agree, join_process_group
+    from atorch_ns.engine._sampling import num_samples
+
+    cluster = Cluster.detect()
+    join_process_group(cluster)
+    job = agree(lambda: named_job(request), what="building the model", distributed=cluster.distributed)
+    _, result, strategy = auto_accelerate(
+        job.model,
+        optim_func=job.optimizer,
+        loss_func=job.loss,
+        model_input_format=job.input_format,
+        sample_batch=job.sample,
+        batch_size=request["batch"] or cluster.world_size * num_samples(job.sample),
+        excluded=_wishes(request["exclude"]),
+        included=_wishes(request["include"]),
+        search=request["settings"],
+        search_history=request["history"],
+        save_strategy_to_file=request["save"],
+        verbose=request["verbose"],
+    )
+    assert result is not None
+    assert strategy is not None
+    if cluster.rank != 0:
+        return {}
+    report = result.report
+    if request["report"] is not None:
+        report.save(request["report"])
+    found = report.search
+    assert found is not None
+    return {
+        "strategy": str(strategy),
+        "report": report.to_json(),
+        "stop_reason": found.stop_reason,
+        "text": _text(found),
+    }
+
+
+def _text(outcome: Any) -> str:
+    from atorch_ns.report import verdict
+
+    return "\n".join(verdict(outcome))
+
+
+def _wishes(given: list[Any]) -> list[Any] | None:
+    return [tuple(each) if isinstance(each, list) else each for each in given] or None

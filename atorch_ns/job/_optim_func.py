@@ -1,0 +1,54 @@
+"""What ``optim_func`` is called with: a list of parameters where that is possible, parameter groups otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from atorch_ns.errors import InputError
+
+if TYPE_CHECKING:
+    from atorch_ns.job._job import Job, ParameterGroups
+
+__all__ = ["explained_groups", "optim_func_parameters"]
+
+
+def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
+    """The first argument of ``optim_func``.
+
+    A function that is given a list may filter it and make groups of its own. That is right only where parameters
+    have their own shapes, and where this rank has all of them; elsewhere groups stay groups, and
+    :func:`explained_groups` says so to a function that takes them for parameters.
+
+    Args:
+        job: the user's functions, and how parameters are divided.
+        groups: of what ``optim_param_func`` chose, or one group of all parameters.
+    """
+    whole = job.plan.shard_layout == "rows" and job.stage_group is None
+    if not whole or job.inputs.optim_param_func is not None or len(groups) != 1 or not groups[0]["params"]:
+        return list(groups)
+    return list(groups[0]["params"])
+
+
+@contextmanager
+def explained_groups(job: Job, given: list[Any]) -> Iterator[None]:
+    """Translates what a call of ``optim_func`` raises that takes groups for parameters.
+
+    Raises:
+        InputError: for a ``TypeError``, and for an ``AttributeError`` if groups are what it was given.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        in_groups = any(isinstance(entry, dict) for entry in given)
+        if isinstance(error, AttributeError) and not in_groups:
+            raise
+        hint = (
+            " It is called with parameter groups here, [{'params': [...]}], since optim_param_func is given or this "
+            "strategy cuts parameters or the model in parts; split groups by optim_param_func."
+        )
+        raise InputError(
+            f"optim_func cannot be called with optim_args={job.inputs.optim_args}: {error}."
+            f"{hint if in_groups else ''}"
+        ) from error

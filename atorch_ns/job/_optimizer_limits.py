@@ -1,0 +1,49 @@
+"""What optimizers of other packages cannot update, found before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+
+__all__ = ["refuse_what_fails"]
+
+
+def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
+    """Checks the parameters of a new optimizer against what its package is known not to update.
+
+    Raises:
+        InputError: naming the package, the reason and what works instead.
+    """
+    package = type(optimizer).__module__.partition(".")[0]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    reason = None
+    if package == "bitsandbytes":
+        reason = _of_bitsandbytes(parameters)
+    elif package == "torchao":
+        reason = _of_torchao(parameters)
+    if reason is not None:
+        raise InputError(f"{package}.optim.{type(optimizer).__name__} {reason}")
+
+
+def _of_bitsandbytes(parameters: Iterable[torch.Tensor]) -> str | None:
+    """Its kernels take plain tensors."""
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return None
+    return (
+        "cannot update DTensors, which this strategy makes of the parameters. Use torchao.optim.AdamW8bit, or shard "
+        "with zero1, ('zero2', {'not_use_fsdp': True}) or ('fsdp', {'version': 1}), whose optimizers see plain tensors."
+    )
+
+
+def _of_torchao(parameters: Iterable[torch.Tensor]) -> str | None:
+    """DTensors keep the dtype that its quantized states seem to have, so mixed dtypes fail in the first step."""
+    if not any(isinstance(p, DTensor) and p.dtype != torch.float32 for p in parameters):
+        return None
+    return (
+        "cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') in place of half, or ('half', 'fp16'), whose "
+        "fp32 masters it updates."
+    )

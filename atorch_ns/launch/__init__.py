@@ -1,0 +1,15 @@
+"""Starting processes that train together: by torchrun, or as ranks of one command on this machine."""
+
+from __future__ import annotations
+
+from atorch_ns.launch._ranks import RankEnd, Ranks, run_local_ranks
+from atorch_ns.launch._torchrun import Launch, num_usable_cores, threads_of_rank
+
+__all__ = [
+    "Launch",
+    "RankEnd",
+    "Ranks",
+    "num_usable_cores",
+    "run_local_ranks",
+    "threads_of_rank",
+]

@@ -1,0 +1,233 @@
+"""Ranks on this machine, started by one command and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, Final
+
+from atorch_ns.errors import InputError
+from atorch_ns.launch._torchrun import num_usable_cores, threads_of_rank
+
+__all__ = ["RankEnd", "Ranks", "run_local_ranks"]
+
+_POLL_S: Final = 0.02
+_GRACE_S: Final = 10.0
+_SHOWN_CHARS: Final = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How a rank ended.
+
+    Attributes:
+        rank: which.
+        code: its exit code; negative for the signal that ended it.
+        output: the end of what it printed; empty for a rank whose output was shown.
+        ended_by_us: stopped because of the time limit, or because another rank had failed.
+    """
+
+    rank: int
+    code: int
+    output: str
+    ended_by_us: bool
+
+
+class Ranks:
+    """``num_ranks`` processes of this interpreter, with the environment that a launcher gives.
+
+    Each has a process group of its own, so that Ctrl-C on a terminal does not reach it, and whatever it starts
+    ends with it. Leave the context to end them. ::
+
+        with Ranks("package.worker", ["request.json"], 2) as ranks:
+            ends = ranks.wait(timeout_s=60)
+
+    Args:
+        module: what each runs, as ``python -m``.
+        arguments: for the module.
+        num_ranks: the world size.
+        shown: whether rank 0 writes to this process's standard error; all else is kept for :class:`RankEnd`.
+
+    Raises:
+        InputError: if there are no ranks.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], num_ranks: int, *, shown: bool = True) -> None:
+        if num_ranks < 1:
+            raise InputError(f"--nproc={num_ranks}: at least one process is needed.")
+        self._module, self._arguments = module, tuple(arguments)
+        self._num_ranks, self._shown = num_ranks, shown
+        self._stack = contextlib.ExitStack()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._files: list[IO[bytes]] = []
+        self._stopped: set[int] = set()
+
+    def __enter__(self) -> Ranks:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, number: int, *, rank: int | None = None) -> None:
+        """Sends a signal to one rank, or to all."""
+        for position, process in enumerate(self._processes):
+            if rank in (None, position) and process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def wait(self, *, timeout_s: float | None = None) -> list[RankEnd]:
+        """Waits for all to end; once one has failed, the others have ten seconds. Never raises for a failure."""
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        while any(code is None for code in self._codes()):
+            now = time.monotonic()
+            if limit is not None and now > limit:
+                self.close_ranks()
+                break
+            if any(code not in (None, 0) for code in self._codes()):
+                limit = min(limit or now + _GRACE_S, now + _GRACE_S)
+            time.sleep(_POLL_S)
+        return [
+            RankEnd(
+                rank=rank,
+                code=process.wait(),
+                output=self._output(rank),
+                ended_by_us=rank in self._stopped,
+            )
+            for rank, process in enumerate(self._processes)
+        ]
+
+    def close_ranks(self) -> None:
+        """Ends every rank that still runs, with all it has started."""
+        for rank, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._stopped.add(rank)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def close(self) -> None:
+        """Ends the ranks and removes their files; may be called twice."""
+        self.close_ranks()
+        for file in self._files:
+            file.close()
+        self._stack.close()
+
+    def _start(self) -> None:
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atorch_ns_ranks_")))
+        port = self._stack.enter_context(_reserved_port())
+        for rank in range(self._num_ranks):
+            output = (folder / f"output_{rank}").open("w+b")
+            self._files.append(output)
+            shown = self._shown and rank == 0
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", self._module, *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.stderr.fileno() if shown and _is_real(sys.stderr) else output,
+                    stderr=sys.stderr.fileno() if shown and _is_real(sys.stderr) else output,
+                    env={**os.environ, **self._variables(rank, port)},
+                    process_group=0,
+                )
+            )
+
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        number = str(self._num_ranks)
+        threads = str(threads_of_rank(num_usable_cores(), self._num_ranks))
+        path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": number,
+            "LOCAL_WORLD_SIZE": number,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+            "PYTHONPATH": path,
+        }
+        return variables
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
+
+    def _output(self, rank: int) -> str:
+        file = self._files[rank]
+        file.seek(0)
+        return file.read().decode(errors="replace")[-_SHOWN_CHARS:].strip()
+
+
+def run_local_ranks(
+    module: str,
+    arguments: Sequence[str],
+    num_ranks: int,
+    *,
+    timeout_s: float | None = None,
+    shown: bool = True,
+) -> list[RankEnd]:
+    """Runs ranks to their end, and passes signals on: the first Ctrl-C to rank 0, a second one ends them all.
+
+    Call it on the main thread; see :class:`Ranks`.
+    """
+    with Ranks(module, arguments, num_ranks, shown=shown) as ranks, _passing_on(ranks):
+        return ranks.wait(timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def _passing_on(ranks: Ranks) -> Iterator[None]:
+    interrupted = False
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            ranks.close_ranks()
+        interrupted = True
+        ranks.send(number, rank=0)
+
+    def end(number: int, _: FrameType | None) -> None:
+        ranks.send(number)
+
+    handlers: dict[signal.Signals, Any] = {signal.SIGINT: interrupt, signal.SIGTERM: end, signal.SIGHUP: end}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that the system gives to nobody else while the block runs.
+
+    It stays bound, not listening, with SO_REUSEADDR, so that torch's store, which sets that too, can listen.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        yield port
+
+
+def _is_real(stream: Any) -> bool:
+    """Whether a stream has a file descriptor that a child can write to."""
+    try:
+        stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True

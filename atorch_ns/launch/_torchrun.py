@@ -1,0 +1,138 @@
+"""The line of torchrun that starts a script; a pure function of what was asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atorch_ns.errors import InputError
+
+__all__ = ["Launch", "num_usable_cores", "threads_of_rank"]
+
+_COUNT = re.compile(r"[1-9][0-9]*")
+_NODES = re.compile(r"[1-9][0-9]*(:[1-9][0-9]*)?")
+_ENDPOINT = re.compile(r"[^\s:]+:[0-9]{1,5}")
+_NAMED_COUNTS = ("auto", "cpu", "gpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun is asked to start.
+
+    Attributes:
+        target: the script's path, or with ``module`` a module's name, and the arguments for it.
+        nproc: processes on this node: a number, or ``auto``, ``cpu`` or ``gpu`` for torchrun to count.
+        nnodes: nodes, as a number or ``MIN:MAX``.
+        node_rank: this node among them; ``None`` to let the rendezvous number them.
+        rendezvous: ``host:port`` at which several nodes meet.
+        max_restarts: how often a failed group is started anew.
+        threads: ``OMP_NUM_THREADS`` of each process; ``None`` to decide.
+        module: whether ``target`` begins with a module's name.
+
+    Raises:
+        InputError: naming every option that cannot be used.
+    """
+
+    target: tuple[str, ...]
+    nproc: str = "1"
+    nnodes: str = "1"
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    max_restarts: int = 0
+    threads: int | None = None
+    module: bool = False
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise InputError("\n".join(problems))
+
+    @property
+    def one_node(self) -> bool:
+        """Whether nobody else takes part."""
+        return self.nnodes == "1"
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments, from the interpreter on."""
+        return [sys.executable, "-m", "torch.distributed.run", *self._arguments()]
+
+    def environment(self, given: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
+        """Variables to set beside ``given``: ``OMP_NUM_THREADS``, unless it is set there.
+
+        Args:
+            given: the environment of this process.
+            num_cores: cores that this process may use.
+        """
+        if self.threads is not None:
+            return {"OMP_NUM_THREADS": str(self.threads)}
+        if "OMP_NUM_THREADS" in given or not _COUNT.fullmatch(self.nproc):
+            return {}
+        return {"OMP_NUM_THREADS": str(threads_of_rank(num_cores, int(self.nproc)))}
+
+    def line(self, variables: Mapping[str, str]) -> str:
+        """The command as one would type it into a shell."""
+        set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join([*set_first, "torchrun", shlex.join(self._arguments())])
+
+    def _arguments(self) -> list[str]:
+        several = [f"--nnodes={self.nnodes}"]
+        if self.node_rank is not None:
+            several.append(f"--node-rank={self.node_rank}")
+        several += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=atorch-ns"]
+        restarts = [f"--max-restarts={self.max_restarts}"] if self.max_restarts else []
+        return [
+            *(["--standalone"] if self.one_node else several),
+            f"--nproc-per-node={self.nproc}",
+            *restarts,
+            *(["--module"] if self.module else []),
+            *self._separator(),
+            *self.target,
+        ]
+
+    def _separator(self) -> list[str]:
+        """torchrun takes an option of the script's for an abbreviation of its own, unless it is told to stop."""
+        return ["--"] if any(argument.startswith("-") for argument in self.target[1:]) else []
+
+    def _problems(self) -> list[str]:
+        problems = []
+        if not self.target:
+            problems.append("there is nothing to launch. Give a script, or --module with a module's name.")
+        if self.nproc not in _NAMED_COUNTS and not _COUNT.fullmatch(self.nproc):
+            problems.append(
+                f"--nproc={self.nproc!r}: at least one process is needed. Use a number such as 2, or auto, cpu or gpu."
+            )
+        if not _NODES.fullmatch(self.nnodes):
+            problems.append(
+                f"--nnodes={self.nnodes!r}: at least one node is needed. Use a number, or MIN:MAX for an elastic group."
+            )
+        elif not self.one_node and self.rendezvous is None:
+            problems.append(
+                f"--nnodes={self.nnodes} needs --rendezvous host:port, an address of one node that all reach."
+            )
+        if self.rendezvous is not None and not _ENDPOINT.fullmatch(self.rendezvous):
+            problems.append(f"--rendezvous={self.rendezvous!r} is no host:port, such as node0:29400.")
+        if self.node_rank is not None and self.node_rank < 0:
+            problems.append(f"--node-rank={self.node_rank} must be at least 0.")
+        if self.max_restarts < 0:
+            problems.append(f"--max-restarts={self.max_restarts} must be at least 0.")
+        if self.threads is not None and self.threads < 1:
+            problems.append(f"--threads={self.threads} must be at least 1.")
+        return problems
+
+
+def threads_of_rank(num_cores: int, num_ranks: int) -> int:
+    """Threads that each of ``num_ranks`` equal ranks may use without taking the others' cores; at least 1."""
+    return max(1, num_cores // max(1, num_ranks))
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on: those of its affinity mask where the system has one."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1

@@ -1,0 +1,179 @@
+"""From training steps to a tracker: measures, and keeps the tracker's failures away from training."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from atorch_ns.errors import InputError
+
+if TYPE_CHECKING:
+    from atorch_ns.tracking._base import Tracker
+
+__all__ = ["StepMeter", "Tracking"]
+
+log = logging.getLogger("atorch_ns")
+
+
+class StepMeter:
+    """The numbers of training steps, under the names of ``METRICS``; of one rank, without communication.
+
+    Args:
+        device: of the rank.
+        optimizer: what the step steps; ``None`` for none.
+        samples_per_step: in a global batch; ``None`` if nobody knows.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        optimizer: Any,
+        samples_per_step: int | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device, self._optimizer, self._samples = device, optimizer, samples_per_step
+        self._clock = clock
+        self._since: float | None = None
+        self._num_steps = 0
+
+    def step(self) -> None:
+        """A step has been given to the device. Reads a clock once, for the first one."""
+        if self._since is None:
+            self._since = self._clock()
+        else:
+            self._num_steps += 1
+
+    def read(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> dict[str, float]:
+        """The numbers now, and the time of the steps since the last call. Waits for the device."""
+        metrics = {"train/loss": float(loss)}
+        if grad_norm is not None:
+            metrics["train/grad_norm"] = float(grad_norm)
+        metrics |= self._of_optimizer() | self._of_time()
+        metrics["memory/peak_gib"] = peak_bytes(self._device) / 2**30
+        return metrics
+
+    def _of_time(self) -> dict[str, float]:
+        now, begun, count = self._clock(), self._since, self._num_steps
+        self._since, self._num_steps = now, 0
+        if begun is None or count == 0 or now <= begun:
+            return {}
+        seconds = (now - begun) / count
+        rate = {} if self._samples is None else {"train/samples_per_second": self._samples / seconds}
+        return {"train/step_seconds": seconds, **rate}
+
+    def _of_optimizer(self) -> dict[str, float]:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return {}
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        metrics = {
+            "train/lr" if position == 0 else f"train/lr/{position}": float(rate)
+            for position, rate in enumerate(rates)
+            if rate is not None
+        }
+        metrics["train/skipped_steps"] = float(getattr(optimizer, "num_skipped", 0))
+        scaler = getattr(getattr(optimizer, "scaler", None), "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            metrics["train/loss_scale"] = float(scaler.get_scale())
+        return metrics
+
+
+@final
+class Tracking:
+    """A tracker at work; :meth:`close` ends it, and so does leaving it as a context manager.
+
+    Whatever the tracker raises is one warning, and training goes on. It is called again at the next logged step.
+
+    Args:
+        tracker: where numbers go; ``None`` on ranks that write nothing.
+        meter: where they come from.
+        every: steps from one logged step to the next.
+        on_close: called once when it ends.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker | None,
+        meter: StepMeter,
+        *,
+        every: int,
+        on_close: Callable[[Tracking], None] = lambda tracking: None,
+    ) -> None:
+        check_every(every)
+        self._tracker, self._meter, self._every = tracker, meter, every
+        self._on_close = on_close
+        self._num_lost = 0
+        self._closed = tracker is None
+
+    def __call__(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """A step has been done: logs it, if it is its turn."""
+        if self._closed:
+            return
+        self._meter.step()
+        if step % self._every == 0:
+            self.log(self._meter.read(loss, grad_norm), step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Gives numbers of the caller's own to the tracker, such as ``{"eval/loss": 1.5}``; on rank 0."""
+        if self._tracker is None or self._closed:
+            return
+        try:
+            self._tracker.log(metrics, step)
+        except Exception as error:
+            self._failed(f"lost the metrics of step {step}", error)
+
+    def close(self) -> None:
+        """Ends the tracker; may be called twice."""
+        if self._tracker is None or self._closed:
+            return
+        self._closed = True
+        self._on_close(self)
+        try:
+            self._tracker.close()
+        except Exception as error:
+            self._failed("could not be closed", error)
+        if self._num_lost > 1:
+            log.warning("%s failed %d times.", type(self._tracker).__name__, self._num_lost)
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._num_lost += 1
+        log.log(
+            logging.WARNING if self._num_lost == 1 else logging.DEBUG,
+            "%s %s: %s: %s. Training goes on; later failures are counted, and not shown.",
+            type(self._tracker).__name__,
+            what,
+            type(error).__name__,
+            error,
+        )
+
+
+def check_every(every: object) -> None:
+    """Raises :class:`InputError` unless it is a number of steps."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InputError(f"every={every!r} is no number of steps. Use an integer from 1 on.")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held since the process began: on CUDA of tensors, else the process's resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux: getrusage(2)

@@ -1,0 +1,271 @@
+"""What each benchmark found, in lines that stand beside what was asked for.
+
+A line is read from a benchmark's JSON file alone; the bars are the ones that the benchmarks hold themselves to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["READERS", "Claim", "claims_of"]
+
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One line.
+
+    Attributes:
+        what: is measured.
+        asked: the bar in words; empty where none is set.
+        found: the figure with its spread.
+        n: how many figures or pairs stand behind it.
+        holds: whether it meets the bar; None where none is set.
+        shortfall: where it does not hold or we are slower, a sentence that says so; empty otherwise.
+    """
+
+    what: str
+    found: str
+    asked: str = ""
+    n: int | None = None
+    holds: bool | None = None
+    shortfall: str = ""
+
+
+def _interval(spread: Data, digits: int = 3) -> str:
+    low, high = spread["low"], spread["high"]
+    return f"{spread['median']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _slower(what: str, than: str, ratio: float, asked: float) -> str:
+    return f"{what} takes {ratio - 1:.1%} longer than {than}; at most {asked - 1:.0%} is asked."
+
+
+def _ratios(data: Data, *, clock: str, bar: float, label: str, than: str) -> Iterator[Claim]:
+    for row in data["rows"]:
+        if row["step"].startswith("control"):
+            continue
+        spread = row[f"{clock}_ratio"]
+        what, holds = f"{row[label]}: {row['step']}", bool(row["holds"])
+        yield Claim(
+            what=f"{what} over {than}, {clock} time",
+            asked=f"≤ {bar}",
+            found=_interval(spread),
+            n=row["pairs"],
+            holds=holds,
+            shortfall="" if holds else _slower(what, than, spread["median"], bar),
+        )
+
+
+def _speed(data: Data) -> Iterator[Claim]:
+    yield from _ratios(data, clock="cpu", bar=1.02, label="scenario", than="torch by hand")
+
+
+def _model_axes(data: Data) -> Iterator[Claim]:
+    yield from _ratios(data, clock="wall", bar=1.03, label="plan", than="the plan by hand")
+
+
+def _overhead(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        what, holds = f"auto_accelerate adds, {row['name']}, {row['start']}, cpu s", bool(row["holds"])
+        added = row["added_cpu_s"]
+        yield Claim(
+            what=what,
+            asked="< 0.5",
+            found=_interval(added),
+            n=row["pairs"],
+            holds=holds,
+            shortfall="" if holds else f"auto_accelerate adds {added['median']:.2f} s to {row['name']}.",
+        )
+
+
+def _shares(data: Data, *, ratio: str, bar: float, than: str) -> Iterator[Claim]:
+    """The row that is farthest from the bar stands for all of them."""
+    held = [row for row in data["rows"] if row["holds"] is not None]
+    worst = max(held, key=lambda row: float(row[ratio]))
+    failed = [row for row in held if not row["holds"]]
+    yield Claim(
+        what=f"{than}, the worst of all: {worst['name']}, {worst['num_ranks']} ranks",
+        asked=f"≤ {bar}",
+        found=f"{worst[ratio]:.4f}",
+        n=len(held),
+        holds=not failed,
+        shortfall=" ".join(
+            f"{row['name']} on {row['num_ranks']} ranks: {row[ratio]:.3f} times {than}; {bar} is asked."
+            for row in failed
+        ),
+    )
+
+
+def _memory(data: Data) -> Iterator[Claim]:
+    yield from _shares(data, ratio="share", bar=1.05, than="a rank's states over its part of the whole")
+
+
+def _materialise(data: Data) -> Iterator[Claim]:
+    yield from _shares(data, ratio="ratio", bar=1.1, than="peak while sharding over a shard and one unit")
+
+
+def _planning(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        if row["within"] is None:
+            continue
+        what = f"{row['what']}, {row['cluster']}"
+        speed = row.get("per_second")
+        nodes = "nodes" in row["cluster"]
+        asked = "≥ 100000 plans a second" if speed else f"≤ {5 if nodes else 2} cpu s, ≤ 512 MiB"
+        found = f"{speed} plans a second" if speed else f"{row['cpu_s']:.2f} cpu s, {row['mib']:.0f} MiB"
+        holds = bool(row["within"])
+        shortfall = "" if holds else f"{what}: {found}; {asked} is asked."
+        yield Claim(what=what, asked=asked, found=found, n=row["plans"], holds=holds, shortfall=shortfall)
+
+
+def _cutting(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        what, holds = f"cut a 70B Llama, {row['mesh']}, rank {row['rank']}, cpu s", bool(row["holds"])
+        shortfall = "" if holds else f"To {what} takes {row['seconds']:.0f}; 60 are asked."
+        yield Claim(what=what, asked="≤ 60", found=f"{row['seconds']:.1f}", holds=holds, shortfall=shortfall)
+
+
+def _estimate_memory(data: Data) -> Iterator[Claim]:
+    errors = sorted(abs(detail["error"]) for row in data["rows"] for detail in row.get("details", ()))
+    if not errors:
+        return
+    for name, found, bar in (("median", errors[len(errors) // 2], 0.03), ("worst", errors[-1], 0.08)):
+        what = f"predicted against measured peak memory, {name} error"
+        shortfall = "" if found <= bar else f"The {what} is {found:.1%}; {bar:.0%} is asked."
+        holds = found <= bar
+        yield Claim(
+            what=what,
+            asked=f"≤ {bar:.0%}",
+            found=f"{found:.2%}",
+            n=len(errors),
+            holds=holds,
+            shortfall=shortfall,
+        )
+
+
+def _estimate_time(data: Data) -> Iterator[Claim]:
+    for model, rho in data["settings"]["rank correlation"].items():
+        n = sum(row["model"] == model for row in data["rows"])
+        yield Claim(
+            what=f"predicted and measured step times, {model}: rank correlation",
+            asked="≥ 0.8",
+            found=f"{rho:.3f}",
+            n=n,
+            holds=rho >= 0.8,
+            shortfall="" if rho >= 0.8 else f"Predicted times of {model} are ordered with {rho:.2f} only.",
+        )
+
+
+def _search_quality(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        space, made_up = row["space"], row["space"].startswith("made up")
+        holds = None if made_up else bool(row["regret"] <= max(0.03, row["noise"]) and row["share"] <= 0.2)
+        yield Claim(
+            what=f"regret of a search, {space}",
+            asked="" if made_up else "≤ 3 % or the noise, after ≤ 20 % of the trials",
+            found=f"median {row['regret']:.1%}, worst {row['worst']:.1%}, after {row['share']:.0%};"
+            f" right {row['right']:.0%} (random trials {row['right_random']:.0%})",
+            n=row["num_candidates"],
+            holds=holds,
+            shortfall=_wrong_choices(space, row),
+        )
+
+
+def _wrong_choices(space: str, row: Data) -> str:
+    parts = []
+    if row["right"] < 1:
+        parts.append(
+            f"In the space {space}, {1 - row['right']:.0%} of the searches choose a strategy that is slower than "
+            f"the best by more than the noise and 3 %, the worst by {row['worst']:.0%}."
+        )
+    if row["share"] > 0.2:
+        parts.append(
+            f"In the space {space}, a search tries {row['share']:.1%} of the candidates; 20 % are asked."
+        )
+    return " ".join(parts)
+
+
+def _imports(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        holds = row["cpu_s"]["median"] <= 0.3 if row["program"] == "`import atorch_ns`" else None
+        yield Claim(
+            what=f"{row['program']}, cpu s",
+            asked="" if holds is None else "≤ 0.3",
+            found=_interval(row["cpu_s"]),
+            n=row["runs"],
+            holds=holds,
+            shortfall="Importing the package takes more than 0.3 s." if holds is False else "",
+        )
+
+
+def _gpu(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        ratio, error = row.get("ratio"), row.get("error")
+        found = _interval(ratio) if isinstance(ratio, Mapping) else f"{ratio if error is None else error:.3f}"
+        holds = row.get("holds")
+        yield Claim(
+            what=f"one GPU: {row['name']}",
+            asked=str(row.get("bar") or row.get("asked") or ""),
+            found=found,
+            n=row.get("n"),
+            holds=holds,
+            shortfall=f"On one GPU, {row['name']} is {found}." if holds is False else "",
+        )
+
+
+def _peers(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        what = f"{row['task']}: our step over {row['peer']}'s, cpu time"
+        if row.get("error"):
+            yield Claim(what=what, found=f"{row['peer']} does not run: {row['error']}")
+            continue
+        by_hand = row["peer"] == "torch by hand"
+        yield Claim(
+            what=what,
+            asked="≤ 1.02" if by_hand else "",
+            found=f"{_interval(row['cpu_ratio'])}: {row['verdict']}",
+            n=row["pairs"],
+            holds=bool(row["holds"]) if by_hand else None,
+            shortfall=" ".join(_losses(row)),
+        )
+
+
+def _losses(row: Data) -> Iterator[str]:
+    where = f"{row['task']} beside {row['peer']}"
+    if row["verdict"] == "slower":
+        yield f"{where}: our step takes {row['cpu_ratio']['median'] - 1:.1%} more processor time."
+    ours, theirs = row.get("peak_mib"), row.get("peak_mib_peer")
+    if ours is not None and theirs is not None and ours > 1.02 * theirs:
+        yield f"{where}: our peak is {ours:.0f} MiB, theirs {theirs:.0f}."
+    if row["setup_s"] > 1.1 * row["setup_s_peer"]:
+        yield f"{where}: our set-up takes {row['setup_s']:.2f} s, theirs {row['setup_s_peer']:.2f}."
+    if not row["same"]:
+        yield f"{where}: the losses are {row['loss_apart']:.2g} apart, so the two train different things."
+
+
+READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
+    "speed": _speed,
+    "peers": _peers,
+    "model_axes": _model_axes,
+    "overhead": _overhead,
+    "memory": _memory,
+    "materialise": _materialise,
+    "estimate_memory": _estimate_memory,
+    "estimate_time": _estimate_time,
+    "planning": _planning,
+    "search_quality": _search_quality,
+    "cutting": _cutting,
+    "imports": _imports,
+    "gpu": _gpu,
+}
+"""From a benchmark's JSON to its lines, in the order of the page."""
+
+
+def claims_of(data: Data) -> Sequence[Claim]:
+    """The lines of one benchmark; none of one that no reader knows."""
+    reader = READERS.get(data["benchmark"])
+    return () if reader is None else list(reader(data))

@@ -1,0 +1,193 @@
+"""fp8: matrix products of linear layers in 8-bit floating point."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from types import MappingProxyType
+from typing import final
+
+from atorch_ns.cluster import Cluster, agree
+from atorch_ns.errors import InputError, Problem
+from atorch_ns.job import Job
+from atorch_ns.method import Conflict, Method, Phase
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Extra, NarrowProducts, Plan
+from opt_lib._fp8 import (
+    Backend,
+    Fp8Config,
+    Selection,
+    _torchao,
+    _transformer_engine,
+    choose,
+    find_linears,
+    lora_layers,
+    notices,
+    unmatched,
+    why_unavailable,
+)
+from opt_lib._fp8._heads import HEAD_NAMES
+from opt_lib._fp8._select import DIM_MULTIPLE, folded
+
+__all__ = ["Fp8", "Fp8Config"]
+
+_WHY_NOT_DIVIDED = (
+    "the backend te updates its scales when a forward pass of the whole model ends, and its linears divide themselves. "
+    "Use fp8 with the backend torchao."
+)
+_WHY_NOT_FLAT = (
+    "version 1 of fsdp flattens parameters, and only version 2 asks a weight how it is to be gathered. Use version 2, "
+    "or leave fsdp_all_gather out."
+)
+
+
+CASTS_PER_OPERAND = 1.7
+"""Bytes that a product's casts move for each byte that it reads and writes in 16 bits: of the three tensors of a
+product two are operands, each read once for its largest value and once to be rounded, and written in half the bytes."""
+
+TE_COPIES = 0.5
+"""Two bytes an element, of fp32 weights: Transformer Engine keeps each weight and its transpose in fp8 from the forward
+to the backward pass. torchao keeps what the model kept."""
+
+
+def _is_te(config: Fp8Config) -> bool:
+    return config.backend == "te"
+
+
+@final
+class Fp8(Method[Fp8Config]):
+    """Computes the matrix products of linear layers in fp8, by Transformer Engine or torchao."""
+
+    name = "fp8"
+    phase = Phase.FP8
+    Config = Fp8Config
+    conflicts = (
+        *(
+            Conflict(other, _WHY_NOT_DIVIDED, when=lambda mine, _: _is_te(mine))
+            for other in (
+                "tensor_parallel",
+                "sequence_parallel",
+                "pipeline_parallel",
+                "expert_parallel",
+                "ds_3d_parallel",
+            )
+        ),
+        Conflict("fsdp", _WHY_NOT_FLAT, when=lambda mine, fsdp: mine.fsdp_all_gather and fsdp.version == 1),
+        Conflict("zero2", _WHY_NOT_FLAT, when=lambda mine, zero: mine.fsdp_all_gather and zero.version == 1),
+    )
+    variants = MappingProxyType({"te": {"backend": "te"}, "fp8 gathered": {"fsdp_all_gather": True}})
+
+    def unavailable(self, config: Fp8Config, cluster: Cluster) -> str | None:
+        """The device must have fp8 matrix units, and a package must be there."""
+        return why_unavailable(None, config, cluster)
+
+    def notices(self, config: Fp8Config, cluster: Cluster) -> Iterable[str]:
+        """Settings of the package that is not used."""
+        return notices(config, cluster)
+
+    def check(self, config: Fp8Config, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """No LoRA among the linears."""
+        if profile is None:
+            return []
+        found = lora_layers(profile.module_classes, config.include, config.exclude)
+        if not found:
+            return []
+        return [
+            Problem(
+                message=f"{folded(found)} are LoRA layers of peft: the products of their narrow matrices lose in "
+                "fp8 what they train, and neither package supports them. Leave fp8 out, or their names by exclude",
+                method=self.name,
+            )
+        ]
+
+    def plan(self, plan: Plan, config: Fp8Config) -> Plan:
+        """Products of linears in fp8; Transformer Engine keeps weights and their transposes in it, too."""
+        exclude = config.exclude if config.include is not None else (*config.exclude, *HEAD_NAMES)
+        narrow = NarrowProducts(
+            dtype="float8",
+            include=config.include,
+            exclude=exclude,
+            multiple=DIM_MULTIPLE,
+            casts_per_operand=CASTS_PER_OPERAND,
+        )
+        extras = tuple(extra for extra in plan.extras if extra.method != self.name)
+        if config.backend == "te":
+            extras = (*extras, Extra(method=self.name, parameter_copies=TE_COPIES))
+        return replace(plan, narrow=narrow, extras=extras)
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[Fp8Config]:
+        """Nothing: whether a model converges in fp8 as in bf16 shows after many steps, not in a trial of a few.
+
+        Whoever accepts that names it: ``included=["fp8"]``.
+        """
+        return ()
+
+    def apply(self, job: Job, config: Fp8Config) -> None:
+        """Replaces the linears; collective, so that no rank goes on where another cannot."""
+        agree(
+            lambda: self._replace(job, config),
+            what="replacing linears by fp8",
+            distributed=job.cluster.distributed,
+        )
+
+    def _replace(self, job: Job, config: Fp8Config) -> None:
+        backend = choose(config, job.cluster, job.plan)
+        if backend is None:
+            raise InputError(_why_none(config, job))
+        gathers = backend == "torchao" and _torchao.gathers_in_fp8(job, config)
+        selection = find_linears(
+            job.module, config.include, config.exclude, degree=job.plan.size("tensor"), keep_tied=gathers
+        )
+        self._tell(job, config, backend, selection)
+        self._tell_unmatched(job, config)
+        if not selection.replaced:
+            _warn(job, f"fp8 is left out: {selection.why_nothing()}")
+            return
+        if backend == "te":
+            _transformer_engine.replace_linears(job, selection.replaced, config)
+            return
+        _torchao.replace_linears(job, selection.replaced, config)
+        if gathers:
+            _torchao.scale_after_steps(job)
+        elif config.fsdp_all_gather:
+            _warn(job, "fp8: fsdp_all_gather does nothing without fsdp or zero2, which gather weights")
+
+    def _tell(self, job: Job, config: Fp8Config, backend: Backend, selection: Selection) -> None:
+        used = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
+        emulated = ", emulated" if backend == "torchao" and config.emulate else ""
+        if selection.replaced:
+            job.explain(self.name, f"by {used}{emulated}: {selection.describe_replaced()}")
+            if selection.kept:
+                job.explain(self.name, f"not replaced: {selection.describe_kept()}")
+        else:
+            job.explain(self.name, f"nothing was replaced: {selection.why_nothing()}")
+        if selection.heads and selection.replaced:
+            _warn(
+                job,
+                f"fp8: {folded(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
+                "include to have it in fp8, or in exclude to have no word of it",
+            )
+        if config.verbose:
+            names = selection.listed_replaced() or "nothing"
+            _warn(job, f"fp8: replaced {names}; not replaced: {selection.listed_kept() or 'nothing'}")
+
+    def _tell_unmatched(self, job: Job, config: Fp8Config) -> None:
+        for key, parts in (("include", config.include or ()), ("exclude", config.exclude)):
+            for part, near in unmatched(job.module, parts).items():
+                nearest = f" Nearest: {', '.join(near)}." if near else ""
+                _warn(job, f"fp8: no linear's name contains {part!r}, which {key} names.{nearest}")
+
+    def explain(self, config: Fp8Config, cluster: Cluster) -> str:
+        """What it is for, whatever the model has: what was replaced is told when it is applied."""
+        return "for matrix products of linears, and for nothing else"
+
+
+def _why_none(config: Fp8Config, job: Job) -> str:
+    reason = _transformer_engine.why_not(job.plan) if choose(config, job.cluster) == "te" else None
+    return f"fp8 cannot be used: {reason or why_unavailable(None, config, job.cluster)}. {_torchao.INSTALL}"
+
+
+def _warn(job: Job, text: str) -> None:
+    if job.cluster.rank == 0:
+        warnings.warn(text, stacklevel=2)

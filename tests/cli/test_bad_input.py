@@ -1,0 +1,181 @@
+"""Bad input of every verb ends in a sentence and its exit code, and never in a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atorch_ns import Strategy
+from tests.cli.conftest import Run
+from tests.cli.verbs import VERBS
+
+_MODEL = ("--model", "job.py:build", "--sample", "job.py:sample")
+_PLANNED = (*_MODEL, "--cluster", "2xcpu")
+
+FILES = {
+    "broken.json": "{",
+    "binary.bin": "\x00\x01",
+    "empty.json": "",
+    "schema9.json": json.dumps({"schema": 9, "steps": []}),
+    "report9.json": json.dumps({"kind": "atorch_ns report", "schema": 9}),
+    "raises.py": "raise RuntimeError('no licence')\n",
+    "syntax.py": "def build(:\n",
+    "text.txt": "hello\n",
+}
+
+CASES: list[tuple[str, tuple[str, ...], int, str]] = [
+    # a file that is missing
+    ("strategy show", ("missing.json",), 2, "no such strategy file"),
+    ("strategy validate", ("missing.json",), 2, "no such strategy file"),
+    ("strategy diff", ("fine.json", "missing.json"), 2, "no such strategy file"),
+    ("strategy convert", ("missing.yaml", "out.json"), 2, "cannot be read"),
+    ("explain", ("missing.json",), 2, "no such file"),
+    ("report", ("missing.json",), 2, "missing.json"),
+    ("diff", ("missing.json", "fine.json"), 2, "no such strategy file"),
+    ("history", ("missing.journal",), 2, "is not there"),
+    ("estimate", ("--strategy", "missing.json", *_PLANNED), 2, "no such strategy file"),
+    ("plan", ("--profile", "missing.json"), 2, "cannot be read"),
+    ("verify", ("--strategy", "missing.json", *_MODEL), 2, "no such strategy file"),
+    ("launch", ("missing.py",), 2, "is not there"),
+    # a folder where a file is wanted
+    ("strategy show", ("folder.d",), 2, "folder.d"),
+    ("strategy convert", ("folder.d", "out.json"), 2, "folder.d"),
+    ("explain", ("folder.d",), 2, "folder.d"),
+    ("report", ("folder.d",), 2, "folder.d"),
+    ("history", ("folder.d",), 2, "is a folder"),
+    ("launch", ("folder.d",), 2, "is a folder"),
+    ("history", ("empty.json",), 2, "is empty"),
+    ("strategy validate", ("fine.json", "--world-size", "0"), 2, "--world-size 1 or more"),
+    (
+        "strategy show",
+        ("schema9.json",),
+        2,
+        "the strategy file has schema 9; this version reads schema 1. Read it",
+    ),
+    ("search", (*_MODEL, "--save", "folder.d"), 2, "is a folder"),
+    # no folder for what is to be written
+    ("search", (*_MODEL, "--save", "nowhere/s.json"), 2, "does not exist"),
+    ("strategy convert", ("fine.json", "nowhere/out.json"), 2, "nowhere"),
+    # content that cannot be read
+    ("strategy show", ("broken.json",), 2, "truncated or damaged"),
+    ("strategy show", ("empty.json",), 2, "empty"),
+    ("strategy validate", ("broken.json",), 2, "truncated or damaged"),
+    ("strategy diff", ("broken.json", "fine.json"), 2, "truncated or damaged"),
+    ("strategy convert", ("broken.json", "out.json"), 2, "truncated or damaged"),
+    ("strategy convert", ("text.txt", "out.json"), 2, "whose file this is"),
+    ("explain", ("broken.json",), 2, "truncated or damaged"),
+    ("report", ("broken.json",), 2, "broken.json"),
+    ("diff", ("broken.json", "fine.json"), 2, "truncated or damaged"),
+    ("history", ("text.txt",), 2, "is no history"),
+    ("history", ("binary.bin",), 2, "is no history"),
+    ("verify", ("--strategy", "broken.json", *_MODEL), 2, "truncated or damaged"),
+    ("plan", ("--profile", "broken.json"), 2, ""),
+    # another version of a file
+    ("strategy show", ("schema9.json",), 2, "schema"),
+    ("strategy validate", ("schema9.json",), 2, "schema"),
+    ("explain", ("report9.json",), 2, "schema 9"),
+    ("report", ("report9.json",), 2, "schema 9"),
+    ("verify", ("--strategy", "schema9.json", *_MODEL), 2, "schema"),
+    # places in code
+    ("plan", ("--model", "jbo:build", "--sample", "job.py:sample"), 2, "there is no module 'jbo'"),
+    ("plan", ("--model", "raises.py:build", "--sample", "job.py:sample"), 2, "RuntimeError: no licence"),
+    ("plan", ("--model", "syntax.py:build", "--sample", "job.py:sample"), 2, "SyntaxError"),
+    ("estimate", ("--strategy", "ddp", "--model", "raises:build", "--sample", "job:sample"), 2, "no licence"),
+    ("diff", ("ddp", "fsdp", "--model", "raises.py:b", "--sample", "job.py:sample"), 2, "no licence"),
+    ("search", ("--model", "jbo:build", "--sample", "job.py:sample"), 2, "there is no module 'jbo'"),
+    ("search", ("--model", "raises.py:build", "--sample", "job.py:sample"), 2, "no licence"),
+    ("search", ("--model", "job.py:number", "--sample", "job.py:sample"), 2, "is an int"),
+    ("search", ("--model", "job.py:sample", "--sample", "job.py:sample"), 2, "must return a torch.nn.Module"),
+    ("search", ("--model", "job.py:fails", "--sample", "job.py:sample"), 2, "no such corpus"),
+    ("search", ("--model", "job.py:build", "--sample", "job.py:fails"), 2, "no such corpus"),
+    ("search", (*_MODEL, "--loss", "job.py:number"), 2, "must be a function"),
+    ("search", (*_MODEL, "--optimizer", "torch.optim.AdmW"), 2, "Did you mean 'AdamW'"),
+    ("verify", ("--strategy", "ddp", "--model", "jbo:b", "--sample", "job.py:sample"), 2, "no module 'jbo'"),
+    ("verify", ("--strategy", "ddp", "--model", "raises.py:b", "--sample", "job.py:s"), 2, "no licence"),
+    (
+        "verify",
+        ("--strategy", "ddp", "--model", "job.py:build", "--sample", "job.py:smple"),
+        2,
+        "Did you mean",
+    ),
+    # names
+    ("methods", ("fsdpp",), 2, "Did you mean 'fsdp'"),
+    ("estimate", ("--strategy", "fsdpp", *_PLANNED), 2, "Did you mean 'fsdp'"),
+    ("verify", ("--strategy", "fsdpp", *_MODEL), 2, "Did you mean 'fsdp'"),
+    ("plan", (*_PLANNED, "--exclude", "fsdpp"), 2, "fsdp"),
+    ("search", (*_MODEL, "--exclude", "fsdpp"), 2, "fsdp"),
+    ("strategy convert", ("text.txt", "out.json", "--from", "megatron"), 2, "accelerate or deepspeed"),
+    ("doctor", ("--only", "port"), 2, "There are versions, backends, ports"),
+    ("history", ("text.txt", "--study"), 2, "requires an argument"),
+    # devices
+    ("plan", (*_MODEL, "--cluster", "8xH100-80G"), 2, "H100-80GB"),
+    ("estimate", ("--strategy", "ddp", *_MODEL, "--cluster", "8xTPU"), 2, "TPU"),
+    ("diff", ("ddp", "fsdp", *_MODEL, "--cluster", "0xcpu"), 2, "0"),
+    # numbers
+    ("plan", (*_PLANNED, "--batch", "0"), 2, "at least 1"),
+    ("plan", (*_PLANNED, "--batch", "-4"), 2, "at least 1"),
+    ("plan", (*_PLANNED, "--memory-limit", "-1GiB"), 2, "70GiB"),
+    ("plan", (*_PLANNED, "--top", "0"), 2, "--top"),
+    ("estimate", ("--strategy", "ddp", *_PLANNED, "--batch", "0"), 2, "at least 1"),
+    ("strategy validate", ("fine.json", "--world-size", "-2"), 2, "--world-size"),
+    ("search", (*_MODEL, "--nproc", "0"), 2, "at least one process"),
+    ("search", (*_MODEL, "--nproc", "-2"), 2, "at least one process"),
+    ("search", (*_MODEL, "--nproc", "two"), 2, "--nproc"),
+    ("search", (*_MODEL, "--time-limit", "0"), 2, "must be positive"),
+    ("search", (*_MODEL, "--max-trials", "0"), 2, "at least one trial"),
+    ("search", (*_MODEL, "--batch", "-1"), 2, "at least 1"),
+    ("search", (*_MODEL, "--memory-limit", "much"), 2, "70GiB"),
+    ("search", (*_MODEL, "--objective", "speed"), 2, "--objective"),
+    ("verify", ("--strategy", "ddp", *_MODEL, "--nproc", "0"), 2, "at least one process"),
+    ("verify", ("--strategy", "ddp", *_MODEL, "--steps", "0"), 2, "at least one step"),
+    ("verify", ("--strategy", "ddp", *_MODEL, "--timeout", "-1"), 2, "must be positive"),
+    ("launch", ("--nproc", "0", "job.py"), 2, "at least one process"),
+    ("launch", ("--nproc", "-1", "job.py"), 2, "at least one process"),
+    ("launch", ("--nnodes", "0", "job.py"), 2, "at least one node"),
+    ("launch", ("--nnodes", "2", "job.py"), 2, "--rendezvous"),
+    ("launch", ("--threads", "0", "job.py"), 2, "at least 1"),
+    ("doctor", ("--nproc", "0"), 2, "at least one process"),
+    ("doctor", ("--timeout", "0"), 2, "must be positive"),
+    ("engine serve", ("--history-dir", "h", "--port", "99999"), 2, "--port"),
+    ("engine serve", ("--history-dir", "text.txt"), 4, "cannot be written"),
+    # what must be given
+    ("plan", (), 2, "--model and --sample missing"),
+    ("search", (), 2, "--model and --sample missing"),
+    ("verify", ("--strategy", "ddp"), 2, "--model and --sample missing"),
+    ("verify", _MODEL, 2, "--strategy"),
+    ("launch", (), 2, "Missing argument"),
+    ("env", ("more",), 2, "unexpected extra argument"),
+    # the environment
+    ("doctor", ("--only", "disk", "--folder", "nowhere"), 4, ""),
+]
+
+
+@pytest.fixture
+def folder(job: Path, inline_ranks: None) -> Path:
+    for name, content in FILES.items():
+        (job / name).write_text(content)
+    (job / "folder.d").mkdir()
+    Strategy(["ddp"]).save(job / "fine.json")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "code", "words"),
+    CASES,
+    ids=[f"{verb} {' '.join(a)[-40:]}" for verb, a, _, _ in CASES],
+)
+def test_bad_input(
+    folder: Path, run: Run, verb: str, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    done = run(*verb.split(), *arguments)
+    assert done.returncode == code, done.stderr
+    assert words in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "unexpected" not in done.stderr or "unexpected extra argument" in done.stderr
+    assert not done.stdout or verb == "doctor"
+
+
+def test_every_verb_is_tried() -> None:
+    assert {verb for verb, _, _, _ in CASES} == set(VERBS)

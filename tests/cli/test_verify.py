@@ -1,0 +1,133 @@
+"""``atorch-ns verify``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+_JOB = ("--model", "job.py:build", "--sample", "job.py:sample2", "--loss", "job.py:loss")
+_MORE = """
+
+def sample2():
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Wrong(Model):
+    def forward(self, features):
+        import os
+
+        return super().forward(features) * (2 if os.environ.get("RANK") == "1" else 1)
+
+
+class FailsOnOne(Model):
+    def forward(self, features):
+        import os
+
+        if os.environ.get("RANK") == "1":
+            raise ValueError("only here")
+        return super().forward(features)
+
+
+class Fails(Model):
+    def forward(self, features):
+        raise ValueError("everywhere")
+
+
+def pair():
+    return sample2(), torch.arange(4)
+
+
+def total(batch, output):
+    return torch.nn.functional.cross_entropy(output, batch[1], reduction="sum")
+"""
+
+
+@pytest.fixture
+def folder(job: Path) -> Path:
+    with (job / "job.py").open("a") as file:
+        file.write(_MORE)
+    return job
+
+
+def _verify(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from atorch_ns.cli import main; main()"
+    command = [sys.executable, "-c", code, "verify", "--steps", "2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_two_ranks_that_drift_are_exit_code_1(folder: Path) -> None:
+    done = _verify("--strategy", "ddp", "--model", "job.py:Wrong", *_JOB[2:], "--json")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["passed"], found["world_size"], found["num_steps"]) == (False, 2, 2)
+    assert found["num_judged"] == len(found["parameters"]) == 8
+    assert found["parameters"][0]["state"] == "drifts"
+    assert "parameters are not what one process gives" in " ".join(found["reasons"])
+
+
+def test_one_rank_and_a_table(folder: Path, run: Run, inline_ranks: None) -> None:
+    done = run("verify", "--strategy", "checkpoint", *_JOB, "--nproc", "1", "--top", "3")
+    assert done.returncode == 0, done.stderr
+    assert "✓ trains as one process does" in done.stdout
+    assert "layers.3.0.weight" in done.stdout or "layers.0.0.weight" in done.stdout
+    assert "and 5 more, none worse" in done.stdout
+    document = json.loads(run("verify", "--strategy", "checkpoint", *_JOB, "--nproc", "1", "--json").stdout)
+    assert document["passed"] is True
+
+
+def test_a_strategy_that_cannot_be_used_here_is_wrong_usage(
+    folder: Path, run: Run, inline_ranks: None
+) -> None:
+    done = run("verify", "--strategy", "fsdp,zero1", *_JOB, "--nproc", "1")
+    assert done.returncode == 2
+    assert "cannot stand together" in done.stderr
+
+
+def test_a_model_of_features_and_a_loss_that_is_a_sum_over_samples(folder: Path) -> None:
+    pair = ("--model", "job.py:build", "--sample", "job.py:pair", "--loss", "job.py:total")
+    done = _verify("--strategy", "ddp", *pair, "--json")
+    assert done.returncode == 1, done.stderr
+    assert "only the first item is passed to the model" in done.stderr
+    assert done.stderr.count("only the first item") == 1  # one rank says it
+    found = json.loads(done.stdout)
+    assert found["num_samples"] == 4
+    (reason,) = found["reasons"]
+    assert "not a mean over samples" in reason
+
+
+def test_a_model_that_fails_under_the_strategy_on_one_rank(folder: Path) -> None:
+    done = _verify("--strategy", "ddp", "--model", "job.py:FailsOnOne", *_JOB[2:], "--json")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    assert found["rank"] == 1
+    assert found["code"] == 2
+    assert "training under " in found["error"]
+    assert "failed on rank 1: ValueError: only here" in found["error"]
+    assert "job.py, line " in found["error"]
+
+
+def test_a_model_that_fails_in_one_process(folder: Path, run: Run, inline_ranks: None) -> None:
+    rest = (*_JOB[2:], "--nproc", "1")
+    done = run("verify", "--strategy", "checkpoint", "--model", "job.py:Fails", *rest)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "training in one process, without any strategy, failed on rank 0: ValueError" in done.stderr
+    assert "job.py, line " in done.stderr
+    pair = ("--sample", "job.py:pair", "--loss", "job.py:total", "--input-format", "unpack_sequence")
+    wrong = run("verify", "--strategy", "checkpoint", *_JOB[:2], *pair, "--nproc", "1")
+    assert wrong.returncode == 2
+    assert "--input-format" in wrong.stderr
+
+
+def test_a_failure_before_ranks_are_started_is_a_record_too(folder: Path, run: Run) -> None:
+    done = run("verify", "--strategy", "ddp", *_JOB, "--steps", "0", "--json")
+    assert done.returncode == 2
+    assert "at least one step" in json.loads(done.stdout)["error"]

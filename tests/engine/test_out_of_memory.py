@@ -1,0 +1,60 @@
+"""Real messages of torch, CUDA, cuBLAS, cuDNN and NCCL: which of them mean that memory ran out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atorch_ns.engine._failures import explain
+from atorch_ns.engine._out_of_memory import is_out_of_memory
+
+FULL = [
+    "CUDA out of memory. Tried to allocate 7.45 GiB. GPU 0 has a total capacity of 14.56 GiB of which 3.24 GiB is "
+    "free. Process 1 has 11.32 GiB memory in use. Of the allocated memory 8.40 GiB is allocated by PyTorch, and 2.80 "
+    "GiB is reserved by PyTorch but unallocated.",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling `cusolverDnCreate(handle)`",
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:317, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details)\nLast error:\nFailed to CUDA calloc 6291456 bytes",
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+    "Triton Error [CUDA]: out of memory",
+]
+OTHER = [
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "CUDA error: device-side assert triggered",
+    "out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block sizes may help.",
+    "mat1 and mat2 shapes cannot be multiplied (8x16 and 32x16)",
+    "Connection closed by peer",
+]
+
+
+@pytest.mark.parametrize("text", FULL)
+def test_memory_ran_out(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert explain(RuntimeError(text), applying=False).status == "out of memory"
+
+
+@pytest.mark.parametrize("text", OTHER)
+def test_something_else_went_wrong(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+def test_classes_and_causes() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("whatever it says"))
+    assert is_out_of_memory(MemoryError())
+    wrapped = RuntimeError("the compiled block failed")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_out_of_memory(wrapped)
+    assert not is_out_of_memory(ValueError("CUDA out of memory is what the user's text says"))
+
+
+def test_what_torch_raises_here_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)

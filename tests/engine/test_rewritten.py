@@ -1,0 +1,128 @@
+"""A model whose modules a method replaces is priced as it will be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._rewritten import with_replaced_costs
+from atorch_ns.estimate import Workload, estimate
+from atorch_ns.method import Method, Phase, Registry
+from atorch_ns.profile import Profile, profile_model
+from atorch_ns.strategy import Plan
+
+BATCH = torch.zeros(4, 32)
+
+
+class Saving(nn.Module):
+    """Saves four tensors for the backward pass, and Lean two: what each function is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.sin(torch.sin(self.layer(x))))
+
+
+class Lean(Saving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.layer(x))
+
+
+class Leaner(Method[Any]):
+    """Replaces Saving by Lean."""
+
+    name = "leaner"
+    phase = Phase.REPLACE
+
+    def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
+        for module in model.modules():
+            if type(module) is Saving:
+                module.__class__ = Lean
+        return model
+
+    def apply(self, job: Any, config: Any) -> None:
+        raise AssertionError("only rewritten is asked")
+
+
+class Breaking(Method[Any]):
+    """Cannot rewrite."""
+
+    name = "breaking"
+    phase = Phase.REPLACE
+
+    def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
+        raise RuntimeError("no such thing")
+
+    def apply(self, job: Any, config: Any) -> None:
+        raise AssertionError("only rewritten is asked")
+
+
+class Growing(Method[Any]):
+    """Adds a block."""
+
+    name = "growing"
+    phase = Phase.REPLACE
+
+    def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
+        return nn.Sequential(*model, Saving())
+
+    def apply(self, job: Any, config: Any) -> None:
+        raise AssertionError("only rewritten is asked")
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(*(Saving() for _ in range(4)))
+
+
+def _traced(model: nn.Module) -> Profile:
+    return profile_model(model, BATCH, lambda model, batch: model(batch).square().mean())
+
+
+def _peak(profile: Profile, **plan: Any) -> float:
+    cluster = Cluster().with_hardware()
+    return estimate(Plan(**plan), profile, cluster, Workload(global_batch=1024)).peak_bytes
+
+
+def _with(kind: type[Method[Any]], model: nn.Module) -> Profile:
+    return with_replaced_costs(_traced(model), model, Cluster(), Registry([kind]), _traced)
+
+
+def test_the_plan_with_replaced_modules_costs_what_the_replaced_model_does() -> None:
+    model = _model()
+    profile = _with(Leaner, model)
+    lean = _traced(nn.Sequential(*(Lean() for _ in range(4))))
+    assert all(type(block) is Saving for block in model)  # a copy was changed
+    assert _peak(profile, replaced=True) == _peak(lean)
+    assert _peak(profile) == _peak(_traced(model))
+    assert _peak(profile, replaced=True) < _peak(profile)
+
+
+def test_a_profile_with_replaced_costs_survives_json() -> None:
+    profile = _with(Leaner, _model())
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [(Breaking, "could not be profiled (RuntimeError: no such thing)"), (Growing, "divided otherwise")],
+)
+def test_what_cannot_be_profiled_is_a_note(kind: type[Method[Any]], note: str) -> None:
+    profile = _with(kind, _model())
+    assert profile.trace is not None
+    assert note in profile.trace.notes[-1]
+    assert _peak(profile, replaced=True) == _peak(profile)
+
+
+def test_without_such_a_method_nothing_is_traced_again() -> None:
+    profile = _traced(_model())
+    assert with_replaced_costs(profile, _model(), Cluster(), Registry(), _fail) is profile
+
+
+def _fail(model: nn.Module) -> Profile:
+    raise AssertionError("profiled again")

@@ -1,0 +1,107 @@
+"""What leaves the device, and peaks against their prediction, on a model large enough for both to show."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from atorch_ns import auto_accelerate
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine._out_of_memory import is_out_of_memory
+from atorch_ns.estimate import Workload, estimate
+from atorch_ns.job import StepOptimizer
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.profile import profile_model
+from atorch_ns.strategy import Strategy
+from benchmarks._llama import Llama, next_token_loss, random_batch
+
+pytestmark = pytest.mark.gpu
+
+MODEL = Llama(vocab_size=8192, width=1024, hidden=2752, num_layers=8, num_heads=8)
+BATCH, TOKENS = 8, 512
+STRATEGIES: dict[str, list[Any]] = {
+    "nothing": [],
+    "bf16": [("amp_native", "bf16")],
+    "half": [("half", "bf16")],
+    "checkpoint": ["checkpoint"],
+    "checkpoint, bf16": ["checkpoint", ("amp_native", "bf16")],
+    "checkpoint, offload": [("checkpoint", {"offload": True})],
+    "optimizer_offload": ["optimizer_offload"],
+}
+
+
+def _result(strategy: list[Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, result, _ = auto_accelerate(
+            MODEL.build(),
+            torch.optim.AdamW,
+            loss_func=next_token_loss,
+            model_input_format="unpack_dict",
+            optim_args={"lr": 1e-4},
+            load_strategy=strategy,
+        )
+    return result
+
+
+def _peak(strategy: list[Any]) -> int:
+    """Bytes at the worst moment of the third step, what was there before taken off."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    result = _result(strategy)
+    for seed in range(3):
+        if seed == 2:
+            torch.cuda.reset_peak_memory_stats()
+        result.train_step(random_batch(MODEL, BATCH, TOKENS, seed=seed))
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _predicted(strategy: list[Any]) -> float:
+    cluster = Cluster.detect()
+    profile = profile_model(
+        MODEL.build("meta"),
+        random_batch(MODEL, BATCH, TOKENS, seed=0),
+        lambda model, batch: next_token_loss(batch, model(**batch)),
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+        device="cuda",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
+    priced = cluster if cluster.hardware is not None else Cluster.from_spec("1xH100-80GB")
+    return estimate(plan, profile, priced, Workload(global_batch=BATCH, num_tokens=TOKENS)).peak_bytes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_predicted_is_measured(name: str) -> None:
+    assert _predicted(STRATEGIES[name]) == pytest.approx(_peak(STRATEGIES[name]), rel=0.05)
+
+
+def test_offloading_takes_less() -> None:
+    assert _peak([("checkpoint", {"offload": True})]) < _peak(["checkpoint"])
+    num_parameters = MODEL.num_parameters
+    assert (
+        _peak(["optimizer_offload"]) < _peak([]) - 7 * num_parameters
+    )  # two fp32 states, less what is rounded up
+
+
+def test_offloaded_weights_are_pinned() -> None:
+    result = _result(["optimizer_offload"])
+    assert isinstance(result.optim, StepOptimizer)
+    assert result.optim.masters is not None
+    for parameter, master in result.optim.masters.pairs():
+        assert parameter.is_cuda
+        assert master.is_pinned()
+
+
+def test_out_of_memory_is_recognised() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2 * free, dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(caught.value)

@@ -1,0 +1,71 @@
+"""The line of torchrun."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from atorch_ns.errors import InputError
+from atorch_ns.launch import Launch, threads_of_rank
+
+
+def test_one_node() -> None:
+    asked = Launch(target=("train.py", "--lr", "1e-3"), nproc="4")
+    variables = asked.environment({}, num_cores=8)
+    assert asked.line(variables) == (
+        "OMP_NUM_THREADS=2 torchrun --standalone --nproc-per-node=4 -- train.py --lr 1e-3"
+    )
+    assert asked.command[1:3] == ["-m", "torch.distributed.run"]
+    assert shlex.split(asked.line({}))[1:] == asked.command[3:]
+
+
+def test_several_nodes() -> None:
+    asked = Launch(
+        target=("pkg.train",),
+        module=True,
+        nproc="gpu",
+        nnodes="1:3",
+        node_rank=1,
+        rendezvous="node0:29400",
+        max_restarts=2,
+    )
+    assert asked.line(asked.environment({}, num_cores=8)) == (
+        "torchrun --nnodes=1:3 --node-rank=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=atorch-ns "
+        "--nproc-per-node=gpu --max-restarts=2 --module pkg.train"
+    )
+
+
+def test_threads_are_the_share_of_the_cores_unless_they_are_set() -> None:
+    asked = Launch(target=("a.py",), nproc="3")
+    assert asked.environment({}, num_cores=8) == {"OMP_NUM_THREADS": "2"}
+    assert asked.environment({"OMP_NUM_THREADS": "5"}, num_cores=8) == {}
+    wanted = Launch(target=("a.py",), nproc="3", threads=4)
+    assert wanted.environment({"OMP_NUM_THREADS": "5"}, num_cores=8) == {"OMP_NUM_THREADS": "4"}
+    assert threads_of_rank(2, 8) == 1
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        Launch(target=(), nproc="0", nnodes="2", node_rank=-1, max_restarts=-1, threads=0)
+    for word in (
+        "nothing to launch",
+        "--nproc='0'",
+        "--rendezvous",
+        "--node-rank",
+        "--max-restarts",
+        "--threads",
+    ):
+        assert word in str(caught.value)
+    with pytest.raises(InputError, match="host:port"):
+        Launch(target=("a.py",), nnodes="2", rendezvous="node0")
+
+
+def test_the_options_are_torchrun_s_own() -> None:
+    """torchrun itself reads the line."""
+    from torch.distributed.run import parse_args
+
+    asked = Launch(target=("a.py", "--nproc", "7"), nproc="2", nnodes="2", rendezvous="n:1", node_rank=0)
+    read = parse_args(asked.command[3:])
+    assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "2", "n:1")
+    assert read.training_script_args == ["--nproc", "7"]

@@ -1,0 +1,92 @@
+"""Workers that are started from any process: results, output, errors, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from atorch_ns import notebook
+from atorch_ns.errors import InputError, RankError
+
+
+def test_rank_0_returns_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    factor = 3  # sent with the function that uses it
+
+    def rank_times(number: int) -> tuple[int, int]:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        print(f"rank {rank} says größer")  # noqa: T201
+        return factor * number + rank, world
+
+    assert notebook.run(rank_times, (5,), nproc=2) == (15, 2)
+    assert capsys.readouterr().out == "rank 0 says größer\n"
+
+
+def test_the_first_failure_is_raised_with_its_traceback() -> None:
+    def fails() -> None:
+        if os.environ["RANK"] == "1":
+            raise KeyError("no such column")
+        time.sleep(2)
+        raise ConnectionError("the other one has gone")
+
+    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
+        notebook.run(fails)
+    assert "in fails" in str(caught.value)
+    assert "KeyError: 'no such column'" in str(caught.value)
+    assert "the other one has gone" not in str(caught.value)
+    assert "the other one has gone" in caught.value.failures[0]
+
+
+def test_a_killed_rank_is_named() -> None:
+    def dies() -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError, match="rank 1 of 2 failed:\nit was ended by the signal SIGKILL"):
+        notebook.run(dies)
+
+
+def test_an_interrupt_ends_all(tmp_path: Path) -> None:
+    def waits(folder: Path) -> None:
+        (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that does not listen
+        time.sleep(600)
+
+    def interrupt() -> None:
+        while not all((tmp_path / rank).is_file() and (tmp_path / rank).read_text() for rank in "01"):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        notebook.run(waits, (tmp_path,))
+    thread.join()
+    for rank in "01":
+        assert not psutil.pid_exists(int((tmp_path / rank).read_text()))
+
+
+def test_a_time_limit() -> None:
+    with pytest.raises(RankError, match=r"the ranks \[0\] still ran after timeout_s=0.5"):
+        notebook.run(time.sleep, (600,), nproc=1, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 1.5, True])
+def test_no_processes(nproc: int) -> None:
+    with pytest.raises(InputError, match="at least one process"):
+        notebook.run(print, nproc=nproc)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+
+    def locked() -> None:
+        lock.acquire()
+
+    with pytest.raises(InputError, match=r"locked cannot be sent to the workers: .*lock"):
+        notebook.run(locked)

@@ -1,0 +1,120 @@
+"""Each tracker writes what it is given, where it belongs, and opens nothing before it is given something."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atorch_ns.errors import MissingPackageError
+from atorch_ns.tracking import JsonlTracker, ProgressTracker, TensorBoardTracker, Tracker, WandbTracker
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_has_one_line_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    tracker = JsonlTracker(path, clock=lambda: 12.34567)
+    tracker.log({"train/loss": 2.5, "train/lr": 0.1}, 10)
+    assert rows(path) == [{"step": 10, "time": 12.346, "train/loss": 2.5, "train/lr": 0.1}]  # before close
+    tracker.log({"train/loss": 2.0}, 20)
+    tracker.close()
+    tracker.close()
+    assert [row["step"] for row in rows(path)] == [10, 20]
+
+
+@given(st.floats())
+def test_jsonl_is_json_whatever_the_number(value: float) -> None:
+    from atorch_ns.tracking._jsonl import _plain
+
+    def no_constant(text: str) -> float:
+        raise AssertionError(f"{text} is not JSON")
+
+    read = float(json.loads(json.dumps(_plain(value)), parse_constant=no_constant))
+    assert read == value or (read != read and value != value)
+
+
+def test_jsonl_appends_and_mends_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "train/lo')
+    tracker = JsonlTracker(path)
+    tracker.log({}, 2)
+    tracker.close()
+    lines = path.read_text().splitlines()
+    assert lines[:2] == ['{"step": 1}', '{"step": 2, "train/lo']
+    assert json.loads(lines[2])["step"] == 2
+
+
+def test_tensorboard_events_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path)
+    for step in (10, 20):
+        tracker.log({"train/loss": 1 / step, "memory/peak_gib": 0.5}, step)
+    tracker.close()
+    again = TensorBoardTracker(tmp_path)  # a run that went back to a checkpoint at step 15
+    again.log({"train/loss": 7.0}, 20)
+    again.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "memory/peak_gib"}
+    found = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert found == [(10, pytest.approx(0.1)), (20, 7.0)]
+
+
+def test_progress_writes_a_line_now_and_then() -> None:
+    stream, now = io.StringIO(), [0.0]
+    tracker = ProgressTracker(100, stream=stream, every_s=30.0, clock=lambda: now[0])
+    for step in range(1, 6):
+        tracker.log({"train/loss": 2.0 / step, "train/samples_per_second": 1234.5}, step)
+        now[0] += 16.0
+    tracker.close()
+    tracker.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step 1/100  loss 2  1,234.5 samples/s"
+    assert [line.split()[1] for line in lines] == ["1/100", "3/100", "5/100"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    tracker = ProgressTracker(8, stream=stream)
+    tracker.log({"train/loss": 2.0}, 8)
+    tracker.close()
+    assert "8/8" in stream.getvalue()
+    assert "loss 2" in stream.getvalue()
+    assert "\x1b[?25h" in stream.getvalue()  # the cursor is there again
+
+
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (lambda folder: TensorBoardTracker(folder / "runs"), "tensorboard"),
+        (lambda folder: WandbTracker(project="p", folder=folder / "runs"), "wandb"),
+    ],
+)
+def test_a_missing_package_is_said_at_once(
+    make: Callable[[Path], Tracker], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(package) is not None:
+        tracker = make(tmp_path)
+        assert isinstance(tracker, Tracker)
+        tracker.close()
+        assert not list(tmp_path.iterdir())  # ranks other than 0 make one too
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=rf"pip install 'atorch-ns\[{package}\]'"):
+        make(tmp_path)
