@@ -13,7 +13,7 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 _CODE = "from atorch_ns.cli import main; main()"
-_SHORTER = {"search": ("--max-trials", "2"), "verify": ("--steps", "2")}
+_SHORTER = {"search": ("--max-trials", "1", "--time-limit", "20"), "verify": ("--steps", "2")}
 
 
 @pytest.mark.timeout(200)

@@ -56,6 +56,14 @@ def test_when_it_is_used(optim_func: Any, optim_args: Any, groups: Any, used: bo
     assert bool(choice.why) == used
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_on_a_cpu_are_left_to_the_loop(dtype: torch.dtype) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(64, dtype=dtype))]}]
+    choice = choose_fused(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
+    assert not choice.use
+    assert "not right for" in choice.why
+
+
 def test_what_stands_in_the_way_is_said() -> None:
     meta = [{"params": [nn.Parameter(torch.ones(2, device="meta"))]}]
     choice = choose_fused(torch.optim.AdamW, None, meta)
