@@ -21,6 +21,7 @@ Your own come first; :func:`register_replace_pair` makes them known. Methods tha
 from __future__ import annotations
 
 import difflib
+import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,10 @@ class ModuleReplaceConfig(MethodConfig):
     configs: Mapping[str, Mapping[str, JsonValue]] = Field(
         default={}, description="Settings of registered replacements, by their names."
     )
+
+    def __hash__(self) -> int:
+        """Of what is written: ``configs`` are mappings, which have no hash."""
+        return hash(json.dumps(self.as_json(), sort_keys=True))
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
