@@ -57,7 +57,8 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     options["ignored_params"] = ignored | experts | kept_whole(job)
     if config.wrap_trainable_outmost:
         _shard_trainable(job, config, options, materialiser)
-    for norm in _keeping_statistics(job.module, units, options):
+    norms = _keeping_statistics(job.module, units, options)
+    for norm in norms:
         _prepare(job, config, materialiser, norm)
         fully_shard(norm, **{**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
     # Children before parents: a unit manages what no unit inside it manages.
@@ -72,7 +73,7 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
         _prefetch_forward(units)
     job.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
     job.placed = True
-    _explain(job, method, config, len(units), len(ignored), options)
+    _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
 
 
 def _options(
@@ -204,9 +205,10 @@ def _prefetch_forward(units: list[nn.Module]) -> None:
 
 
 def _explain(
-    job: Job, method: str, config: ShardConfig, num_units: int, num_ignored: int, options: dict[str, Any]
+    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
     assert job.mesh is not None
+    num_units, num_norms, num_ignored = counts
     ranks = job.mesh.shard.size()
     copies = job.num_data_ranks // ranks
     text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
@@ -217,6 +219,8 @@ def _explain(
     policy = options.get("mp_policy")
     if policy is not None and policy.param_dtype is not None:
         text += f", gathered in {str(policy.param_dtype).removeprefix('torch.')}"
+    if num_norms:
+        text += f", but for {num_norms} batch norm(s), units of their own in full precision"
     if num_ignored:
         text += f"; {num_ignored} parameter(s) replicated"
     job.explain(method, text)

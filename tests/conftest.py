@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from tests.processes import child_processes
+
 torch.set_num_threads(1)
 # The machine is shared: how long an example takes says nothing.
 settings.register_profile("shared", deadline=None)
@@ -30,8 +32,6 @@ settings.load_profile("shared")
 _ENDING_S = 3.0
 # What pytest and imports of torch set.
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-# Helpers that Python and torch start once and keep for the life of the process.
-_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "compile_worker")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -93,18 +93,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def _processes() -> set[psutil.Process]:
-    return {child for child in psutil.Process().children(recursive=True) if _counts(child)}
-
-
-def _counts(process: psutil.Process) -> bool:
-    """Whether it still runs and is not one of the helpers; a zombie nobody waited for counts."""
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.ZombieProcess:
-        return True
-    except psutil.NoSuchProcess:
-        return False
-    return not any(name in command for name in _KEPT_PROCESSES)
+    return child_processes(recursive=True)
 
 
 def _lasting(

@@ -36,7 +36,11 @@ def test_no_gpu(): assert not torch.cuda.is_available() and torch.get_num_thread
 
 
 def test_each_leak_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    here = Path(__file__).parent
+    shutil.copy(here / "conftest.py", tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("__init__.py", "processes.py"):
+        shutil.copy(here / name, tmp_path / "tests")
     (tmp_path / "test_leaking.py").write_text(LEAKS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

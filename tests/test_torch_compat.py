@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import threading
 import time
@@ -45,6 +46,7 @@ from atorch_ns.torch_compat import (
     outside_fake_mode,
     persistent_buffers,
     pipeline_orders,
+    quiet_fake_kernels,
     tensor_without_storage,
     tree_leaves,
     tree_map_only,
@@ -150,6 +152,23 @@ def test_fake_tensors() -> None:
     assert isinstance(mixed, fake_tensor_type())
     assert fake.untyped_storage().nbytes() == 24
     assert real.tolist() == [1.0, 1.0]
+
+
+def test_fake_tensors_refuse_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        with fake_tensor_mode(), pytest.raises(IndexError):
+            torch.ones(3).cumsum(7)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's loggers may hand nothing on
+    try:
+        with quiet_fake_kernels():
+            refuse()
+        assert not caplog.records
+        refuse()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert {record.name for record in caplog.records} == {logger.name}
 
 
 def test_operators_are_counted_without_views() -> None:

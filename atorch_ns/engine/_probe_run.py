@@ -16,7 +16,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.job import Inputs, Result, apply_strategy
 from atorch_ns.method import Resolved
 
-__all__ = ["StrategyRun", "bit_sum", "run_strategy"]
+__all__ = ["StrategyRun", "bit_sum", "judged_job", "names_that_differ", "run_strategy", "train_step"]
 
 _MAX_SKIPS: Final = 24
 """A loss scale begins at 2^16 and halves with every skipped step."""
@@ -56,6 +56,27 @@ def run_strategy(
         learning_rate: of SGD.
         training: whether the model is in training mode.
     """
+    result = judged_job(inputs, cluster, resolved, learning_rate=learning_rate, training=training)
+    part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
+    losses = tuple(train_step(result, batch[part]) for batch in batches)
+    final, differing = _gather(result)
+    return StrategyRun(final=final, losses=losses, differing=differing)
+
+
+def judged_job(
+    inputs: Inputs, cluster: Cluster, resolved: Resolved, *, learning_rate: float, training: bool
+) -> Result:
+    """The job whose parameters are compared with those of one process; collective. The model is used up.
+
+    What rounds to fp8 is left out of it: that moves parameters by as much as a wrong strategy would, so that what is
+    judged is everything else.
+
+    Args:
+        inputs: with SGD as optimizer.
+        cluster, resolved: as for :func:`run_strategy`.
+        learning_rate: of SGD.
+        training: whether the model is in training mode.
+    """
     given = replace(
         inputs,
         optim_args={"lr": learning_rate, "momentum": MOMENTUM},
@@ -67,17 +88,13 @@ def run_strategy(
     )
     result = apply_strategy(given, cluster, resolved)
     if result.job.restore_precision is not None:
-        # Rounding to fp8 moves parameters by as much as a wrong strategy would. What is judged is everything else.
         for root in result.job.roots:
             result.job.restore_precision(root)
     result.model.train(training)
-    part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
-    losses = tuple(_train(result, batch[part]) for batch in batches)
-    final, differing = _gather(result)
-    return StrategyRun(final=final, losses=losses, differing=differing)
+    return result
 
 
-def _train(result: Result, batch: Any) -> float:
+def train_step(result: Result, batch: Any) -> float:
     """One step, again and again while a loss scale that is too large has it skipped."""
     for _ in range(_MAX_SKIPS):
         loss = float(result.train_step(batch))
@@ -98,13 +115,17 @@ def _gather(result: Result) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
             sums[name] = bit_sum(value)
         if job.cluster.rank == 0:
             whole[name] = value.detach().to("cpu", copy=True)
-    if not job.cluster.distributed:
-        return whole, ()
-    gathered: list[dict[str, int]] = [{}] * job.cluster.world_size
+    return whole, names_that_differ(sums, job.cluster)
+
+
+def names_that_differ(sums: Mapping[str, int], cluster: Cluster) -> tuple[str, ...]:
+    """Names whose sums differ among the ranks that have them; collective."""
+    if not cluster.distributed:
+        return ()
+    gathered: list[Mapping[str, int]] = [{}] * cluster.world_size
     dist.all_gather_object(gathered, sums)
     names = dict.fromkeys(name for one in gathered for name in one)
-    differing = [name for name in names if len({one[name] for one in gathered if name in one}) > 1]
-    return whole, tuple(differing)
+    return tuple(name for name in names if len({one[name] for one in gathered if name in one}) > 1)
 
 
 def bit_sum(tensor: torch.Tensor) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from atorch_ns.pipeline._nests import map_leaves
 from atorch_ns.profile import NamedModule
 from atorch_ns.profile._real_values import RealValues, may_be_real
 from atorch_ns.profile._structure import copy_structure
-from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode
+from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
 
 __all__ = ["CallTracer", "HowToRun", "trace_really", "without_memory"]
 
@@ -58,7 +57,7 @@ class CallTracer:
         self._mode = fake_tensor_mode()
         self._device = device
         self._paths = [unit.name for unit in units]
-        with self._mode, _quiet():
+        with self._mode, quiet_fake_kernels():
             self._copy = copy_structure(model, self._make, {})
             self._copy.train(model.training)
 
@@ -70,7 +69,7 @@ class CallTracer:
         """
         units = [NamedModule(path, self._copy.get_submodule(path)) for path in self._paths]
         follower = Follower(self._copy, units)
-        with torch.random.fork_rng(devices=[]), self._mode, _quiet():
+        with torch.random.fork_rng(devices=[]), self._mode, quiet_fake_kernels():
             if how.weights is not None:
                 _cast(self._copy, how.weights)
             fake = map_leaves(batch, torch.Tensor, self._fake)
@@ -157,15 +156,3 @@ def _refused(follower: Follower, error: Exception) -> str:
     looked = f" It looked into a value that {read} computes." if read else ""
     reason = str(error).splitlines()[0] if str(error) else ""
     return f"the model does not run without its data ({type(error).__name__}: {reason}).{looked}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs what its fake kernels refuse."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from atorch_ns.profile._real_values import RealValues, may_be_real
 from atorch_ns.profile._steps import Step, Subject, record_step
 from atorch_ns.profile._structure import copy_structure
 from atorch_ns.profile._truncate import Container
-from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode
+from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
 
 __all__ = ["FakeSteps", "copied_paths"]
 
@@ -48,7 +47,7 @@ class FakeSteps:
     @contextmanager
     def prepared(self, precision: Precision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
         """The copy of the model and a batch of the given B and T, inside the modes that they run in."""
-        with self._mode, _quiet():
+        with self._mode, quiet_fake_kernels():
             model = copy_structure(self._subject.model, partial(self._tensor, precision), self._containers)
             if sizes not in self._batches:
                 self._batches[sizes] = map_batch(partial(self._resized, sizes), self._subject.batch)
@@ -70,18 +69,6 @@ class FakeSteps:
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
         with outside_fake_mode():
             return _with_values(tensor.detach().to(self._device), shape)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs what its fake kernels refuse; the next way to trace is tried then."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _with_values(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from atorch_ns.profile._batches import map_batch
 from atorch_ns.profile._real_values import RealValues
 from atorch_ns.profile._structure import copy_structure
 from atorch_ns.sharding._tensor_trace import LayerGraph, ModuleCall
-from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type
+from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
 
 __all__ = ["Unit", "unit_for"]
 
@@ -36,7 +35,11 @@ class Unit:
     @contextmanager
     def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
         """A copy and its inputs on fake tensors, inside the modes that they run in."""
-        with fake_tensor_mode(), torch.enable_grad(), _quiet():  # without gradients torch takes fused paths
+        with (
+            fake_tensor_mode(),
+            torch.enable_grad(),
+            quiet_fake_kernels(),
+        ):  # without gradients torch takes fused paths
             copy = copy_structure(self.module, lambda _, tensor: _empty(tensor), {})
             args, kwargs = self._inputs(_empty)
             with RealValues():
@@ -81,18 +84,6 @@ def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
     while path not in graph.calls and path:
         path = path.rpartition(".")[0]
     return Unit(path, model.get_submodule(path), graph.calls[path])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs what its fake kernels refuse; here that is an answer."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _fresh(value: Any) -> Any:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from atorch_ns.checkpoint._export import whole_tensors
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._probe_reference import MOMENTUM, part_of_ranks
-from atorch_ns.engine._probe_run import bit_sum
-from atorch_ns.errors import StepError
-from atorch_ns.job import Inputs, Result, apply_strategy
+from atorch_ns.engine._probe_reference import part_of_ranks
+from atorch_ns.engine._probe_run import bit_sum, judged_job, names_that_differ, train_step
+from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Resolved
 
 __all__ = ["RanksRun", "run_ranks_of"]
 
-_MAX_SKIPS: Final = 24
-"""A loss scale begins at 2^16 and halves with every skipped step."""
+_UNROUNDED = (
+    "rounding to fp8 is left out of the comparison: it moves parameters by as much as a lost gradient would, and would "
+    "hide one"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,14 @@ class RanksRun:
         first, last: every parameter, whole, on the CPU, after the first step and after all.
         losses: of each step.
         differing: parameters whose values are not the same on all ranks.
+        notes: what of the strategy did not take part.
     """
 
     first: Mapping[str, torch.Tensor]
     last: Mapping[str, torch.Tensor]
     losses: tuple[float, ...]
     differing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def run_ranks_of(
@@ -50,44 +52,22 @@ def run_ranks_of(
     training: bool,
 ) -> RanksRun:
     """Applies the strategy to a copy of the model and trains on this rank's part of each batch; collective."""
-    given = replace(
-        inputs,
-        model=copy.deepcopy(inputs.model),
-        optim_args={"lr": learning_rate, "momentum": MOMENTUM},
-        dataset=None,
-        dataloader_args=None,
-        distributed_sampler_cls=None,
-        lr_scheduler_cls=None,
-        lr_scheduler_args=None,
-    )
-    result = apply_strategy(given, cluster, resolved)
-    result.model.train(training)
+    given = replace(inputs, model=copy.deepcopy(inputs.model))
+    result = judged_job(given, cluster, resolved, learning_rate=learning_rate, training=training)
     part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
-    losses = [_train(result, batches[0][part])]
+    losses = [train_step(result, batches[0][part])]
     first = _whole(result)
-    losses += [_train(result, batch[part]) for batch in batches[1:]]
+    losses += [train_step(result, batch[part]) for batch in batches[1:]]
     last = _whole(result)
-    return RanksRun(first=first, last=last, losses=tuple(losses), differing=_differing(last, cluster))
-
-
-def _train(result: Result, batch: Any) -> float:
-    """One step, again and again while a loss scale that is too large has it skipped."""
-    for _ in range(_MAX_SKIPS):
-        loss = float(result.train_step(batch))
-        if not result.train_step.skipped:
-            return loss
-    raise StepError(f"{_MAX_SKIPS} steps in a row were skipped, because gradients are infinite or NaN.")
+    sums = {name: bit_sum(weight) for name, weight in last.items()}
+    return RanksRun(
+        first=first,
+        last=last,
+        losses=tuple(losses),
+        differing=names_that_differ(sums, cluster),
+        notes=() if result.job.restore_precision is None else (_UNROUNDED,),
+    )
 
 
 def _whole(result: Result) -> Mapping[str, torch.Tensor]:
     return whole_tensors(result, everywhere=True, buffers=False)
-
-
-def _differing(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
-    if not cluster.distributed:
-        return ()
-    sums = {name: bit_sum(weight) for name, weight in weights.items()}
-    gathered: list[dict[str, int]] = [{}] * cluster.world_size
-    dist.all_gather_object(gathered, sums)
-    names = dict.fromkeys(name for one in gathered for name in one)
-    return tuple(name for name in names if len({one.get(name) for one in gathered}) > 1)

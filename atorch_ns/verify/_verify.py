@@ -235,7 +235,7 @@ def _compare(truth: _Truth, run: RanksRun, cluster: Cluster, resolved: Resolved)
         parameters=rows,
         reduced_precision=truth.last_noise is not None,
         training=truth.last.training,
-        notes=(*(note.text for note in resolved.notes), *truth.notes),
+        notes=(*(note.text for note in resolved.notes), *truth.notes, *run.notes),
     )
 
 

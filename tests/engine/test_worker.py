@@ -21,6 +21,7 @@ from atorch_ns.search import Note, StopRule
 from atorch_ns.testing._unchanged import nothing_changes
 from atorch_ns.testing.workers import run_ranks
 from tests.engine.trials import DONE, Ran, case_inputs, run_tasks, task
+from tests.processes import child_processes
 
 STEP_BYTES = 173_184
 """Parameters of tied_llama: 43,296 of 4 bytes."""
@@ -101,23 +102,24 @@ def test_cancelling_kills_within_half_a_second(worker: TrialWorker) -> None:
     timer.join()
     assert report.status == "cancelled"
     assert late < 0.5
-    assert not psutil.Process().children(recursive=True)[0].children()
+    (helper,) = child_processes()
+    assert not helper.children()
 
 
 def test_a_killed_helper_is_started_again(worker: TrialWorker, notes: list[Any], folder: Path) -> None:
     rule = StopRule(min_steps=10**6, max_steps=10**6, max_seconds=1e6)
-    (helper,) = psutil.Process().children()
+    (helper,) = child_processes()
     killer = threading.Timer(1.0, helper.kill)
     killer.start()
     report = worker.run(task(7, rule=rule), never)
     killer.join()
     assert report.status == "died"
     assert "SIGKILL" in report.reason
-    assert not psutil.Process().children()
+    assert not child_processes()
     assert worker.run(task(8), never).status == "ok"
     assert [note for note in notes if isinstance(note, Note) and "started again" in note.text]
     worker.close()
-    assert not psutil.Process().children()
+    assert not child_processes()
     # What was printed, and what became of the trial that could not tell its end.
     assert sorted(path.name for path in folder.iterdir()) == ["trial-4-0-rank0.log", "trial-7-0-rank0.log"]
     assert "died" in (folder / "trial-7-0-rank0.log").read_text()

@@ -13,10 +13,11 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
+from atorch_ns.estimate import Workload
 from atorch_ns.job import Inputs, Job
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile
-from atorch_ns.search import read_wishes
+from atorch_ns.search import SearchSettings, explore
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import get_case
 from atorch_ns.testing.runs import accelerate_case
@@ -238,11 +239,17 @@ def test_only_rank_0_warns() -> None:
 
 
 def test_a_search_takes_it_only_where_it_was_asked_for() -> None:
-    profile = Profile.of(get_case("tied_llama").build())
-    assert list(Fp8().options(profile, HOPPER)) == []
-    registry = load_registry()
-    wishes = read_wishes(registry, included=["fp8"], excluded=None, cluster=HOPPER, profile=profile)
-    assert wishes.must("fp8")
+    def searched(cluster: Cluster, **asked: Any) -> list[set[str]]:
+        profile = Profile.of(get_case("tied_llama").build())
+        space = explore(profile, cluster, workload, load_registry(), SearchSettings(), **asked)
+        return [{name for name, _ in one.steps} for one in space.candidates if one.pruned is None]
+
+    workload = Workload(global_batch=8, num_tokens=8)
+    assert searched(HOPPER)
+    assert not any("fp8" in names for names in searched(HOPPER))
+    wanted = searched(HOPPER, included=["fp8"])
+    assert wanted
+    assert all("fp8" in names for names in wanted)
 
 
 def test_a_plan_that_is_asked_twice_is_the_same() -> None:

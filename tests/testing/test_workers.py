@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from atorch_ns.errors import BackendError, InputError, Problem, StrategyError
 from atorch_ns.testing import WorkerFailure, catch_ranks, run_ranks
+from tests.processes import child_processes
 
 
 def _rank_and_sum(factor: int) -> tuple[int, torch.Tensor]:
@@ -285,7 +286,7 @@ def test_an_interrupt_here_stops_the_ranks_and_leaves_no_files(
             run_ranks(_signal_and_sleep, 1, args=(os.getpid(),))
     finally:
         signal.signal(signal.SIGUSR2, previous)
-    assert not psutil.Process().children()
+    assert not child_processes()
     assert not list(tmp_path.iterdir())
 
 

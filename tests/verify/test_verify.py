@@ -153,3 +153,22 @@ def test_the_verdict_on_each_parameter() -> None:
     noise = Deviation(errors={"b": 0.3, "c": 0.05}, loss_error=0.0)
     rows, _, reasons = judge(first, last, first_noise=noise, last_noise=noise, differing=())
     assert {row.name: row.state for row in rows} == {"a": "ok", "b": "not judged", "c": "ok", "d": "ok"}
+
+
+def test_rounding_to_fp8_is_not_judged() -> None:
+    """It moves parameters by a tenth of their update; what a strategy does beside it must agree as ever."""
+    pytest.importorskip("torchao")
+    case = get_case("tied_llama")
+    torch.manual_seed(0)
+    inputs = Inputs(
+        model=case.build(),
+        optim_func=torch.optim.SGD,
+        loss_func=case.loss_func,
+        model_input_format=case.model_input_format,
+        sample_batch=case.make_batch(8, 0),
+    )
+    strategy = Strategy.load([("fp8", {"backend": "torchao", "emulate": True})])
+    found = verify(inputs, Cluster.detect(), strategy, load_registry(), num_steps=2)
+    assert found.passed, found.reasons
+    assert not found.reduced_precision
+    assert any("rounding to fp8 is left out" in note for note in found.notes)

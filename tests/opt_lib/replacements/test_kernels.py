@@ -127,6 +127,26 @@ def test_a_gated_mlp_is_tried_before_it_is_replaced(
         assert reason in next(iter(outcome.kept))
 
 
+class _Noting(_Gated):
+    """Keeps what it was called with, and counts."""
+
+    num_calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.last = hidden
+        return super().forward(hidden)
+
+
+def test_trying_leaves_nothing_on_the_users_module() -> None:
+    module = _Noting()
+    weights = dict(module.named_parameters())
+    outcome = known_replacements()["liger_swiglu"].replace(nn.Sequential(module))
+    assert outcome.replaced
+    assert (module.num_calls, hasattr(module, "last")) == (0, False)
+    assert all(module.get_parameter(name) is weight for name, weight in weights.items())
+
+
 def test_a_model_on_meta_is_replaced(called: Counter[str]) -> None:
     with torch.device("meta"):
         model = llama()

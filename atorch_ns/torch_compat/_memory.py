@@ -1,0 +1,93 @@
+"""What the CPU allocator says of its memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CpuMemoryRecord"]
+
+
+class CpuMemoryRecord:
+    """Bytes of CPU tensor memory that are alive, at every allocation and release between start and stop.
+
+    torch's CPU allocator tells the profiler about everything it gives and takes back, in Python or C++
+    (gradients, DDP's buckets, buffers of collectives), with the bytes asked for. The profiler sees the thread
+    that started it and what it hands to others; the allocator's own count, which each event carries, is of
+    all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. A gloo thread may give back what the
+    main thread took, so without the flag the count drifts.
+    """
+
+    def __init__(self) -> None:
+        self._flag = _cpu_memory_flag()
+        self._profiler: Any = None
+
+    def count(self, on: bool) -> None:
+        """Switches the allocator's count of all threads on or off; what was allocated before is not in it."""
+        if self._flag is not None:
+            self._flag.value = on
+
+    def start(self) -> None:
+        """Begins a record."""
+        import torch
+
+        with _silent_kineto():
+            self._profiler = torch.autograd.profiler.profile(profile_memory=True)
+            self._profiler.__enter__()
+
+    def stop(self) -> list[int]:
+        """Ends the record; the counts in the order of time."""
+        import torch
+
+        torch.empty(1)  # its release tells the count as it stands now
+        with _silent_kineto():
+            self._profiler.__exit__(None, None, None)
+        roots = self._profiler.kineto_results.experimental_event_tree()
+        counts = [fields.total_allocated for fields in _allocations(roots)]
+        del counts[-2]
+        return counts
+
+
+def _allocations(roots: Any) -> Iterator[Any]:
+    from torch._C._profiler import _ExtraFields_Allocation
+
+    found, waiting = [], list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            found.append(event)
+    found.sort(key=lambda event: event.start_time_ns)
+    return (event.extra_fields for event in found)
+
+
+def _cpu_memory_flag() -> Any:
+    """The allocator's flag as a ctypes bool; ``None`` where this build of torch does not show it."""
+    import ctypes
+    from pathlib import Path
+
+    import torch
+
+    libraries = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libc10.*")]
+    try:
+        library = ctypes.CDLL(libraries[0])
+        return ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    except (IndexError, OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """The profiler prints a line whenever it starts and stops, unless its log level says otherwise."""
+    import os
+
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
