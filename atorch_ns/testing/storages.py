@@ -6,6 +6,7 @@ largest over ranks where one figure is wanted.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ def measure_peak(make: Callable[[], Result], batches: Iterable[Any]) -> PeakMemo
     """
     peaks = []
     states = None
+    gc.collect()  # what an earlier job left in cycles would count as given back here
     with track_memory(torch.device("cpu")) as memory:
         result = make()
         for number, batch in enumerate(batches):

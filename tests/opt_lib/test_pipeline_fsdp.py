@@ -79,7 +79,8 @@ def test_parameters_stay_gathered_over_the_micro_batches_of_a_step() -> None:
         assert_parity(compare(reference, trajectory))
         assert kept == 2 + 1  # the stage's blocks, and what belongs to none
         assert freed > kept + 2
-        assert peak_freed <= peak <= 1.25 * peak_freed  # of a small model one micro-batch keeps much
+        # The peak of a small model is made of what its micro-batches keep.
+        assert 0.9 * peak_freed <= peak <= 1.1 * peak_freed
         error, applied = said.split("\n", 1)
         for text in (error, applied):
             assert "result.train_step(batch)" in text
