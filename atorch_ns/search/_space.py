@@ -6,30 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, StrategyError
-from atorch_ns.estimate import Estimate, PlanTable, Workload, price
+from atorch_ns.estimate import Workload
 from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.pipeline import train_step_only
 from atorch_ns.profile import Profile
-from atorch_ns.search._candidate import Candidate, Pruned
+from atorch_ns.search._candidate import Candidate
 from atorch_ns.search._choices import Choices, axes_of, find_choices
 from atorch_ns.search._priced import PricedRows, price_rows
-from atorch_ns.search._same import effective
+from atorch_ns.search._scope import Scope
 from atorch_ns.search._select import Limits, Picked, memory_limit, pick
 from atorch_ns.search._settings import SearchSettings
 from atorch_ns.search._shares import indivisible, refusal
-from atorch_ns.search._templates import Templates, find_templates, steps_of
+from atorch_ns.search._templates import Templates, find_templates
 from atorch_ns.search._wishes import Wishes, read_wishes
-from atorch_ns.search._words import bytes_text, key_of, label_of, seconds_text
-from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
+from atorch_ns.search._words import bytes_text, seconds_text
+from atorch_ns.search._write_out import CandidateWriter
+from atorch_ns.strategy import MODEL_AXES, Strategy
 
 __all__ = ["Space", "explore", "find_candidates"]
-
-MAX_SAME = 20
-"""Strategies that amount to another, written out for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,25 +111,26 @@ def explore(
     """
     profile = replace(profile, on_meta=profile.on_meta or on_meta)
     wishes = read_wishes(registry, included=included, excluded=excluded, cluster=cluster, profile=profile)
-    job = _Job(profile, cluster, workload, registry, settings)
+    explorer = _Explorer(Scope(profile, cluster, workload, registry, settings))
     if base is not None:
         base = Strategy.load(base)
         resolved = resolve(base, cluster, registry, profile=profile)
         if not finetune:
-            return job.only(resolved)
-        return job.space(wishes, resolved)
-    return job.space(wishes, None)
+            return explorer.only(resolved)
+        return explorer.space(wishes, resolved)
+    return explorer.space(wishes, None)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What all steps of the exploration read."""
+class _Explorer:
+    """From what may be chosen to what is worth trying.
 
-    profile: Profile
-    cluster: Cluster
-    workload: Workload
-    registry: Registry
-    settings: SearchSettings
+    Args:
+        scope: what the search is about.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._writer = CandidateWriter(scope)
 
     def only(self, resolved: Resolved) -> Space:
         """The space of one strategy.
@@ -141,10 +138,12 @@ class _Job:
         Raises:
             InputError: if its ranks and micro-batches cannot divide the batch.
         """
-        if (problem := indivisible(resolved.plan, self.workload)) is not None:
+        if (problem := indivisible(resolved.plan, self._scope.workload)) is not None:
             raise InputError(problem)
-        (estimated,) = self._estimates([resolved])
-        return Space(candidates=(self._candidate(resolved, estimated, is_baseline=True),), num_priced=1)
+        (estimated,) = self._scope.estimates([resolved])
+        return Space(
+            candidates=(self._writer.candidate(resolved, estimated, is_baseline=True),), num_priced=1
+        )
 
     def space(self, wishes: Wishes, base: Resolved | None) -> Space:
         """The candidates of a whole space."""
@@ -154,21 +153,21 @@ class _Job:
                 f"to finetune a strategy is to keep its methods, and {against}. Leave that wish out, or search "
                 "without finetune_strategy."
             )
-        choices = find_choices(self.registry, self.profile, self.cluster, wishes, kept)
+        choices = find_choices(self._scope.registry, self._scope.profile, self._scope.cluster, wishes, kept)
         only = None if base is None else {item.method.name for item in base.chosen}
-        templates = find_templates(choices, self.cluster, self.registry, wishes, only=only)
+        templates = find_templates(choices, self._scope.cluster, self._scope.registry, wishes, only=only)
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices))
-        limit = memory_limit(self.cluster, self.settings)
+        limit = memory_limit(self._scope.cluster, self._scope.settings)
         rows, picked = self._priced(templates, choices, limit)
-        baseline = self._canonical(base) if base is not None else self._plain(wishes)
-        if baseline is not None and indivisible(baseline.plan, self.workload) is not None:
+        baseline = self._scope.canonical(base) if base is not None else self._plain(wishes)
+        if baseline is not None and indivisible(baseline.plan, self._scope.workload) is not None:
             baseline = None
-        candidates = self._write_out(picked, rows, limit, baseline, wishes)
+        candidates = self._writer.write_out(picked, rows, limit, baseline, wishes)
         if all(candidate.pruned is not None for candidate in candidates) and wishes.excluded and base is None:
             candidates = self._with_hint(candidates, wishes, limit)
         known = {candidate.key for candidate in candidates}
-        candidates += [one for one in self._duplicates(templates) if one.key not in known]
+        candidates += [one for one in self._writer.duplicates(templates) if one.key not in known]
         notes = (*_notes(rows, picked, templates, choices), *self._advice(candidates))
         return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
 
@@ -178,22 +177,31 @@ class _Job:
         Raises:
             InputError: if no row can divide the batch.
         """
-        rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, self.settings)
+        rows = price_rows(
+            templates,
+            choices,
+            self._scope.profile,
+            self._scope.cluster,
+            self._scope.workload,
+            self._scope.settings,
+        )
         if not len(rows):
             raise InputError(self._nothing_divides(templates, choices))
         picked = pick(rows, limit)
         most = max(choices.passes)
-        if picked.fitting or "max_micro_batches" in self.settings.model_fields_set:
+        if picked.fitting or "max_micro_batches" in self._scope.settings.model_fields_set:
             return rows, picked
-        if most <= self.settings.max_micro_batches:
+        if most <= self._scope.settings.max_micro_batches:
             return rows, picked
-        more = self.settings.model_copy(update={"max_micro_batches": most})
-        rows = price_rows(templates, choices, self.profile, self.cluster, self.workload, more)
+        more = self._scope.settings.model_copy(update={"max_micro_batches": most})
+        rows = price_rows(
+            templates, choices, self._scope.profile, self._scope.cluster, self._scope.workload, more
+        )
         return rows, pick(rows, limit)
 
     def _advice(self, candidates: list[Candidate]) -> list[str]:
         """What the user has to know of candidates that may win."""
-        cuts = {method.name for method in self.registry if "axis:pipeline" in method.provides}
+        cuts = {method.name for method in self._scope.registry if "axis:pipeline" in method.provides}
         used = {name for one in candidates if one.pruned is None for name, _ in one.steps if name in cuts}
         return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(used)]
 
@@ -203,7 +211,10 @@ class _Job:
         steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
         try:
             resolved = resolve(
-                self._in_order(Strategy(steps)), self.cluster, self.registry, profile=self.profile
+                self._scope.in_order(Strategy(steps)),
+                self._scope.cluster,
+                self._scope.registry,
+                profile=self._scope.profile,
             )
         except StrategyError:
             return None
@@ -212,134 +223,17 @@ class _Job:
             return None
         return resolved if wishes.unmet(resolved.chosen) is None else None
 
-    def _canonical(self, resolved: Resolved) -> Resolved:
-        """The same strategy with the methods of a phase in the registry's order, as in every candidate."""
-        strategy = self._in_order(resolved.strategy)
-        return resolve(strategy, self.cluster, self.registry, profile=self.profile)
-
-    def _in_order(self, strategy: Strategy) -> Strategy:
-        order = {method.name: index for index, method in enumerate(self.registry)}
-        return Strategy(sorted(strategy.steps, key=lambda step: order[step.name]))
-
     def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
         """Why no strategy can share out the batch: what the one that divides it least lacks."""
         expert = 2 + MODEL_AXES.index("expert")
         ranks = min(
             shape[0] * shape[1] * shape[expert] for one in templates.distinct for shape in one.group.meshes
         )
-        return refusal(self.workload.global_batch, ranks, min(choices.passes))
-
-    def _write_out(
-        self, picked: Picked, rows: PricedRows, limit: Limits, baseline: Resolved | None, wishes: Wishes
-    ) -> list[Candidate]:
-        """The picked rows as candidates, each of them once, the baseline among them."""
-        resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
-        for row in (*picked.fitting, *picked.too_large):
-            steps = rows.steps(row)
-            try:
-                one = resolve(self._in_order(Strategy(steps)), self.cluster, self.registry)
-            except StrategyError:  # a size that a method refuses on this mesh
-                continue
-            if wishes.unmet(one.chosen) is None:
-                resolved.setdefault(key_of(one.strategy.steps), (one, rows.estimate(row)))
-        key = None
-        if baseline is not None:
-            key = key_of(baseline.strategy.steps)
-            if key not in resolved:
-                resolved[key] = (baseline, self._estimates([baseline])[0])
-        twins = _twins({name: one for name, (one, _) in resolved.items()}, key)
-        candidates = []
-        for name, (one, estimated) in resolved.items():
-            candidate = self._candidate(one, estimated, is_baseline=name == key, limit=limit)
-            if name in twins:
-                twin = resolved[twins[name]][0]
-                label = label_of(twin.strategy.steps, leave_out=self._unsaid(twin))
-                pruned = Pruned(kind="same", reason=f"amounts to {label} on this cluster")
-                candidate = replace(candidate, pruned=pruned)
-            candidates.append(candidate)
-        plans = [one.plan for one, _ in resolved.values()]
-        candidates = self._ordered(self._with_batches(candidates, plans, limit))
-        return candidates if key is not None else _mark_simplest(candidates)
-
-    def _estimates(self, resolved: list[Resolved]) -> list[Estimate | None]:
-        if self.profile.trace is None or self.cluster.hardware is None:
-            return [None] * len(resolved)
-        table = PlanTable.of([one.plan for one in resolved])
-        prices = price(table, self.profile, self.cluster, self.workload)
-        return [prices.estimate(row) for row in range(len(resolved))]
-
-    def _candidate(
-        self,
-        resolved: Resolved,
-        estimated: Estimate | None,
-        *,
-        is_baseline: bool = False,
-        limit: Limits | None = None,
-    ) -> Candidate:
-        steps = resolved.strategy.steps
-        limit = limit or memory_limit(self.cluster, self.settings)
-        pruned = None
-        if estimated is not None and not limit.admits(estimated.peak_bytes):
-            pruned = Pruned(kind="memory", reason=limit.refusal(estimated))
-        return Candidate(
-            key=key_of(steps),
-            steps=tuple((step.name, step.config) for step in steps),
-            label=label_of(steps, leave_out=self._unsaid(resolved)),
-            estimate=estimated,
-            is_baseline=is_baseline,
-            pruned=pruned,
-            setup_seconds=_setup_seconds(resolved, self.cluster),
-        )
-
-    def _unsaid(self, resolved: Resolved) -> list[str]:
-        """Methods that every strategy has in this form."""
-        left = [item for item in resolved.chosen if item.method.default_for is None]
-        plain_mesh = resolved.plan.size("data") == self.cluster.world_size
-        return [
-            item.method.name
-            for item in resolved.chosen
-            if item.method.default_for == "mesh" and plain_mesh and (left or len(resolved.chosen) > 1)
-        ]
-
-    def _with_batches(self, candidates: list[Candidate], plans: list[Plan], limit: Limits) -> list[Candidate]:
-        """For the objective of the largest batch: how far each could go."""
-        if self.settings.objective != "batch" or any(one.estimate is None for one in candidates):
-            return candidates
-        table = PlanTable.of(plans)
-        largest = np.zeros(len(table), dtype=np.int64)
-        peaks = np.zeros(len(table))
-        for power in range(16):
-            batch = self.workload.global_batch << power
-            prices = price(table, self.profile, self.cluster, replace(self.workload, global_batch=batch))
-            fits = limit.admit(prices.peak_bytes)
-            if power and limit.num_bytes:  # the given batch is tried where it may just fit; others must fit
-                fits = prices.peak_bytes <= limit.num_bytes
-            largest[fits] = batch
-            peaks[fits] = prices.peak_bytes[fits]
-            if not fits.any():
-                break
-        given = self.workload.global_batch
-        return [
-            replace(one, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=given)
-            for one, size, peak in zip(candidates, largest, peaks, strict=True)
-        ]
-
-    def _ordered(self, candidates: list[Candidate]) -> list[Candidate]:
-        def order(one: Candidate) -> tuple[Any, ...]:
-            if one.estimate is None:
-                return (one.pruned is not None, 0.0, len(one.steps), one.key)
-            first = {
-                "memory": one.estimate.peak_bytes,
-                "batch": -float(one.largest_batch or 0),
-            }.get(self.settings.objective, one.estimate.step_seconds)
-            return (one.pruned is not None, first, one.estimate.step_seconds, len(one.steps), one.key)
-
-        return sorted(candidates, key=order)
+        return refusal(self._scope.workload.global_batch, ranks, min(choices.passes))
 
     def _with_hint(self, candidates: list[Candidate], wishes: Wishes, limit: Limits) -> list[Candidate]:
         """Tells of the one that nearly fits which excluded method would make it fit."""
-        free = _Job(self.profile, self.cluster, self.workload, self.registry, self.settings)
-        fitting = [c for c in free.space(wishes.without_exclusions(), None).candidates if c.pruned is None]
+        fitting = [c for c in self.space(wishes.without_exclusions(), None).candidates if c.pruned is None]
         nearest = min(
             (one for one in candidates if one.estimate is not None),
             key=lambda one: one.estimate.peak_bytes if one.estimate is not None else 0.0,
@@ -355,44 +249,6 @@ class _Job:
         hint = f"{what} would bring it to {bytes_text(best.estimate.peak_bytes)}"
         pruned = replace(nearest.pruned, hint=hint)
         return [replace(one, pruned=pruned) if one is nearest else one for one in candidates]
-
-    def _duplicates(self, templates: Templates) -> list[Candidate]:
-        """Strategies that amount to another, for the report."""
-        found = []
-        for resolved, twin in templates.same[:MAX_SAME]:
-            chosen = resolve(Strategy(steps_of(twin.chosen, twin.group.first)), self.cluster, self.registry)
-            label = label_of(chosen.strategy.steps, leave_out=self._unsaid(chosen))
-            candidate = self._candidate(resolved, None)
-            reason = f"amounts to {label} on this cluster"
-            found.append(replace(candidate, pruned=Pruned(kind="same", reason=reason)))
-        return found
-
-
-def _twins(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
-    """Keys of strategies that run like another, with that other's; the baseline is kept, else the first."""
-    first: dict[Plan, str] = {}
-    if baseline is not None:
-        first[effective(resolved[baseline].plan)] = baseline
-    found = {}
-    for name, one in resolved.items():
-        kept = first.setdefault(effective(one.plan), name)
-        if kept != name:
-            found[name] = kept
-    return found
-
-
-def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:
-    """Holds the others against the simplest strategy, where the plain one may not be used."""
-    free = [one for one in candidates if one.pruned is None] or candidates
-    simplest = min(free, key=lambda one: len(one.steps))
-    return [replace(one, is_baseline=one is simplest) for one in candidates]
-
-
-def _setup_seconds(resolved: Resolved, cluster: Cluster) -> float:
-    """What compilation adds to a trial: inductor took 20 to 60 s for a block on 2 CPU cores, about 20 on GPUs."""
-    if not resolved.plan.compiled:
-        return 0.0
-    return 40.0 if cluster.device_type == "cpu" else 20.0
 
 
 def _nothing_left(templates: Templates, choices: Choices) -> str:

@@ -12,34 +12,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from opt_lib._replacements import _kernels
 from opt_lib._replacements._base import Outcome, Replacement, Requirements, why_untouchable
+from opt_lib._replacements._deferred import DeferredLogits, DeferredLoss, computed
 from opt_lib._replacements._derived import Derived, Forward, derive
 from opt_lib._replacements._pair import replace_modules
 from opt_lib._replacements.attention import is_pretrained
 
-__all__ = ["CHUNK_BYTES", "DeferredLogits", "LinearCrossEntropy", "chunked_cross_entropy"]
-
-CHUNK_BYTES: Final = 64 * 2**20
-"""Of the fp32 logits that are computed at once."""
+__all__ = ["LinearCrossEntropy"]
 
 NOT_OVER: Final = frozenset({"tensor", "sequence", "pipeline"})
 """Where these divide the model, its last layer or its tokens are in parts."""
 
 _WHOLE_HEAD: Final = Requirements(not_over=NOT_OVER)
-
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int, str], torch.Tensor]
-"""From x [N, D], weight [V, D], bias [V], target [N], ignore_index and reduction (mean or sum) to a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,163 +125,6 @@ class _Reference:
         self.module = module
 
 
-class DeferredLogits:
-    """Logits [B, T, V] that are not computed yet. Any use but that of :class:`DeferredLoss` computes them.
-
-    Args:
-        head: the last layer.
-        x: what it is applied to, [B, T, D].
-    """
-
-    def __init__(self, head: Any, x: torch.Tensor) -> None:
-        self._head = head
-        self._x = x
-        self._computed: torch.Tensor | None = None
-
-    def tensor(self) -> torch.Tensor:
-        """The logits."""
-        if self._computed is None:
-            deferring, self._head._deferring = self._head._deferring, False
-            try:
-                self._computed = cast(torch.Tensor, self._head(self._x))
-            finally:
-                self._head._deferring = deferring
-        return self._computed
-
-    def operands(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """x [N, D], weight and bias; ``None`` where the logits exist, or the weight is in parts elsewhere."""
-        weight = self._head.weight
-        if self._computed is not None or isinstance(weight, DTensor) or weight.shape[0] != vocab_size:
-            return None
-        return self._x.reshape(-1, self._x.shape[-1]), weight, self._head.bias
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Computes them and goes on."""
-        return func(*map(_computed, args), **{key: _computed(value) for key, value in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.tensor(), name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tensor()[index]
-
-    def __mul__(self, other: Any) -> Any:
-        return self.tensor() * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.tensor() / other
-
-    def __add__(self, other: Any) -> Any:
-        return self.tensor() + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self.tensor() - other
-
-    def __neg__(self) -> Any:
-        return -self.tensor()
-
-
-def _computed(value: Any) -> Any:
-    return value.tensor() if isinstance(value, DeferredLogits) else value
-
-
-class DeferredLoss:
-    """The loss of a causal language model from :class:`DeferredLogits`, or from a tensor by the model's own.
-
-    Args:
-        own: the loss function of the model.
-        kernel: ``torch`` or ``liger``.
-    """
-
-    def __init__(self, own: Callable[..., torch.Tensor], kernel: str) -> None:
-        self._own = own
-        self._kernel = kernel
-
-    def __call__(
-        self,
-        logits: DeferredLogits | torch.Tensor,
-        labels: torch.Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """As transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
-        operands = logits.operands(vocab_size) if isinstance(logits, DeferredLogits) else None
-        if operands is None:
-            return self._own(
-                _computed(logits),
-                labels,
-                vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-                **kwargs,
-            )
-        x, weight, bias = operands
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        target = shift_labels.reshape(-1).to(x.device)
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = self._function(x, weight, bias)(x, weight, bias, target, ignore_index, reduction)
-        if num_items_in_batch is None:
-            return loss
-        count = num_items_in_batch
-        return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
-
-    def _function(self, *tensors: torch.Tensor | None) -> Loss:
-        if self._kernel == "liger" and _kernels.runs_kernels(*tensors):
-            return _kernels.linear_cross_entropy
-        return chunked_cross_entropy
-
-
-def chunked_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-    reduction: str,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> torch.Tensor:
-    """The cross-entropy of ``F.linear(x, weight, bias)`` in fp32; a chunk's logits are computed twice.
-
-    Args:
-        x: [N, D].
-        weight: [V, D].
-        bias: [V], or ``None``.
-        target: [N], classes.
-        ignore_index: the target of tokens that do not count.
-        reduction: ``mean`` over the tokens that count, or ``sum``.
-        chunk_bytes: of a chunk's logits, at least those of one token.
-    """
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-    total = x.new_zeros((), dtype=torch.float32)
-    for part, wanted in zip(x.split(rows), target.split(rows), strict=True):
-        total = total + checkpoint(
-            _summed, part, weight, bias, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False
-        )
-    return total / (target != ignore_index).sum() if reduction == "mean" else total
-
-
-def _summed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, ignore_index: int
-) -> torch.Tensor:
-    logits = F.linear(x, weight, bias).float()
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
-
-
 def _head_forward(source: Any) -> Forward:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor | DeferredLogits:  # as Linear names it
         return DeferredLogits(self, input) if self._deferring else source.forward(self, input)
@@ -325,9 +159,9 @@ def _model_forward(source: Any) -> Forward:
 def _without_logits(output: Any) -> Any:
     """A model's output with ``None`` for logits that were never computed."""
     if isinstance(output, tuple):
-        return tuple(_computed(value) for value in output)
+        return tuple(computed(value) for value in output)
     if isinstance(output, Mapping):
         for name, value in output.items():
             if isinstance(value, DeferredLogits):
-                output[name] = value._computed  # type: ignore[index]  # transformers' ModelOutput
+                output[name] = value.if_computed  # type: ignore[index]  # transformers' ModelOutput
     return output

@@ -16,8 +16,8 @@ from torch import nn
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.models import Case
 from atorch_ns.testing.runs import accelerate_case, accelerated_run
-from opt_lib._replacements import known_replacements, linear_cross_entropy
-from opt_lib._replacements.linear_cross_entropy import DeferredLogits, chunked_cross_entropy
+from opt_lib._replacements import _deferred, known_replacements
+from opt_lib._replacements._deferred import DeferredLogits, chunked_cross_entropy
 from tests.opt_lib.replacements.kernels import called
 from tests.opt_lib.replacements.modules import GPU, apply, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import PADDED, bert, gpt2, llama, transformers
@@ -30,9 +30,9 @@ BATCH = {**PADDED, "labels": torch.where(PADDED["attention_mask"].bool(), PADDED
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = linear_cross_entropy.chunked_cross_entropy
+    whole = _deferred.chunked_cross_entropy
     monkeypatch.setattr(
-        linear_cross_entropy, "chunked_cross_entropy", lambda *args: whole(*args, chunk_bytes=5 * 4 * 16)
+        _deferred, "chunked_cross_entropy", lambda *args: whole(*args, chunk_bytes=5 * 4 * 16)
     )
 
 
