@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,11 +70,9 @@ def _read(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
     """The divided parameters that the loss reads; it is run once more."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     reads = _Reads(names)
-    try:
-        with reads, torch.no_grad():
-            loss(batch, output)
-    except Exception:
-        return list(reads.found)
+    # It has just failed and may fail again: what counts is what it read until then.
+    with contextlib.suppress(Exception), reads, torch.no_grad():
+        loss(batch, output)
     return list(reads.found)
 
 

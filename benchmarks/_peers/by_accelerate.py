@@ -22,7 +22,9 @@ def _start(task: Task, size: Llama, num_tokens: int, rank: int) -> Callable[[], 
         optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIM_ARGS)
         wrapped, optimizer = accelerator.prepare(model, optimizer)
         if task.shards != "nothing" and not hasattr(wrapped, "set_reshard_after_backward"):
-            raise RuntimeError(f"Accelerate left the model unsharded: {type(wrapped).__name__}")
+            raise RuntimeError(
+                f"it shards on accelerators only: on CPUs it left the model a {type(wrapped).__name__}"
+            )
 
         def step() -> float:
             optimizer.zero_grad()
