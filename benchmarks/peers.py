@@ -37,6 +37,7 @@ _TEXT = """
 One model, one batch, one optimizer (AdamW), {ranks} processes: `auto_accelerate` beside what others offer for the same
 features. *torch by hand* is DDP, `fully_shard`, `ZeroRedundancyOptimizer` and `checkpoint`; *Accelerate* and *DeepSpeed*
 run in this environment, *ATorch* 0.2.5 in one of its own, in processes that are driven in the same turns.
+Everyone's defaults stand: ours are torch's fused kernels of AdamW where parameters allow them, the others' are not.
 
 - *cpu*, *wall*: the time of our step over the peer's, below 1 where we are faster. Steps run in turns, a b, b a, …;
   each ratio is of two neighbours; medians with their 95 % confidence interval. *cpu* is processor time of all ranks,
