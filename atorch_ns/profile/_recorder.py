@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from atorch_ns.profile._operators import count_flops, is_free, label, moved_bytes
+from atorch_ns.profile._workspaces import workspace_bytes
 from atorch_ns.torch_compat import TorchDispatchMode
 
 __all__ = ["Event", "Product", "Recorder", "Recording"]
@@ -108,7 +109,7 @@ class Recorder(TorchDispatchMode):
     """Records operators and the life of every storage they make, on fake or real tensors.
 
     Storages that exist before (parameters, buffers, the batch) are given; only what operators allocate is
-    recorded. Memory that a kernel takes and returns inside one call is not seen.
+    recorded, and of what a kernel takes and returns inside one call what :func:`workspace_bytes` knows.
 
     Args:
         given: tensors whose memory is not to be counted, numbered in this order.
@@ -182,6 +183,7 @@ class Recorder(TorchDispatchMode):
         event = len(self.recording.kinds) - 1
         for tensor in made:
             self._see(tensor)
+        self._pass_through(workspace_bytes(func, args, out))
         self._note_operands(event, func, args, read, made)
         if func is torch.ops.aten._to_copy.default:
             self._note_cast(read[0], made[0])
@@ -219,6 +221,15 @@ class Recorder(TorchDispatchMode):
         number, self._count = self._count, self._count + 1
         self._live[address] = (number, weakref.ref(storage, self._forget(address, number)))
         self.recording.add(Event.ALLOCATE, number, size=storage.nbytes())
+
+    def _pass_through(self, sizes: tuple[int, ...]) -> None:
+        """Memory that is taken and given back."""
+        first = self._count
+        self._count += len(sizes)
+        for number, num_bytes in enumerate(sizes, first):
+            self.recording.add(Event.ALLOCATE, number, size=num_bytes)
+        for number in range(first, self._count):
+            self.recording.add(Event.FREE, number)
 
     def _forget(self, address: int, number: int) -> Callable[[Any], None]:
         def forget(_: Any) -> None:
