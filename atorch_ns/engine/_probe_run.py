@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.checkpoint._export import whole_tensors
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine._probe_reference import MOMENTUM, part_of_ranks
 from atorch_ns.errors import StepError
@@ -56,11 +57,12 @@ def run_strategy(
         learning_rate: of SGD.
         training: whether the model is in training mode.
     """
-    result = judged_job(inputs, cluster, resolved, learning_rate=learning_rate, training=training)
+    given = replace(inputs, sample_batch=batches[0][0])
+    result = judged_job(given, cluster, resolved, learning_rate=learning_rate, training=training)
     part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
     losses = tuple(train_step(result, batch[part]) for batch in batches)
-    final, differing = _gather(result)
-    return StrategyRun(final=final, losses=losses, differing=differing)
+    final = whole_tensors(result, buffers=False)
+    return StrategyRun(final=final, losses=losses, differing=_differing(result))
 
 
 def judged_job(
@@ -72,7 +74,7 @@ def judged_job(
     judged is everything else.
 
     Args:
-        inputs: with SGD as optimizer.
+        inputs: with SGD as optimizer, and a batch of one rank as sample: there is no dataset to take one from.
         cluster, resolved: as for :func:`run_strategy`.
         learning_rate: of SGD.
         training: whether the model is in training mode.
@@ -103,19 +105,11 @@ def train_step(result: Result, batch: Any) -> float:
     raise StepError(f"{_MAX_SKIPS} steps in a row were skipped, because gradients are infinite or NaN.")
 
 
-def _gather(result: Result) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Whole weights on rank 0, and the names of plain ones whose bits differ between ranks; collective."""
-    job = result.job
-    weights = job.make_states(job, result.optim).weights()
-    whole: dict[str, torch.Tensor] = {}
-    sums: dict[str, int] = {}
-    for name, weight in weights.items():
-        value = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        if not isinstance(weight, DTensor):
-            sums[name] = bit_sum(value)
-        if job.cluster.rank == 0:
-            whole[name] = value.detach().to("cpu", copy=True)
-    return whole, names_that_differ(sums, job.cluster)
+def _differing(result: Result) -> tuple[str, ...]:
+    """Names of plain weights whose bits differ between ranks; collective."""
+    weights = result.job.make_states(result.job, result.optim).weights()
+    sums = {name: bit_sum(weight) for name, weight in weights.items() if not isinstance(weight, DTensor)}
+    return names_that_differ(sums, result.job.cluster)
 
 
 def names_that_differ(sums: Mapping[str, int], cluster: Cluster) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def run_ranks_of(
     training: bool,
 ) -> RanksRun:
     """Applies the strategy to a copy of the model and trains on this rank's part of each batch; collective."""
-    given = replace(inputs, model=copy.deepcopy(inputs.model))
+    given = replace(inputs, model=copy.deepcopy(inputs.model), sample_batch=batches[0][0])
     result = judged_job(given, cluster, resolved, learning_rate=learning_rate, training=training)
     part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
     losses = [train_step(result, batches[0][part])]

@@ -165,9 +165,16 @@ RIGHT: list[list[Any]] = [
     [("fsdp", {"version": 1})],
 ]
 
+DIVIDED: list[list[Any]] = [
+    [("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel"],
+    [("parallel_mode", ([("sequence", 2)], None)), "sequence_parallel"],
+    [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"num_micro_batches": 2})],
+]
+
 
 @pytest.mark.parametrize(
-    ("case_name", "strategies"), [("mlp", RIGHT), ("tied_llama", RIGHT[2:6] + RIGHT[8:])]
+    ("case_name", "strategies"),
+    [("mlp", RIGHT), ("tied_llama", RIGHT[2:6] + RIGHT[8:]), ("tied_llama", DIVIDED)],
 )
 def test_right_strategies_pass_on_two_ranks(case_name: str, strategies: list[Any]) -> None:
     failed = [
