@@ -5,13 +5,20 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from atorch_ns.cluster._cluster import Cluster
+from atorch_ns.cluster._generation import agree_on_generation, keeps_stores
 from atorch_ns.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
 __all__ = ["join_process_group"]
 
 _SETTLING_S = 0.2
+_JOINING_S = 600.0
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -41,13 +48,32 @@ def join_process_group(cluster: Cluster) -> None:
         torch.cuda.set_device(cluster.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend)
-    except (RuntimeError, ValueError) as error:
+        if keeps_stores():
+            dist.init_process_group(
+                backend, store=_own_store(cluster), rank=cluster.rank, world_size=cluster.world_size
+            )
+        else:
+            dist.init_process_group(backend)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise BackendError(
             f"rank {cluster.rank} of {cluster.world_size} could not join the process group at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} with {backend}: {error}"
         ) from error
     atexit.register(_leave)
+
+
+def _own_store(cluster: Cluster) -> Store:
+    """The launcher's store, for the keys of this generation of workers alone."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=_JOINING_S),
+    )
+    name = agree_on_generation(store, cluster.rank, cluster.world_size, _JOINING_S)
+    return PrefixStore(name, store)
 
 
 def _leave() -> None:

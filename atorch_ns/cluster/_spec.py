@@ -110,7 +110,8 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the cluster file {path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"the cluster file {path} cannot be read: {why}") from error
     try:
         values = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
     except ValueError as error:

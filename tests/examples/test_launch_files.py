@@ -69,6 +69,9 @@ def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
 
 def test_slurm_without_gpus_and_without_a_script(tmp_path: Path) -> None:
     assert read_torchrun(slurm(tmp_path, "t.py", NPROC_PER_NODE="4").stdout).nproc_per_node == "4"
+    asked = read_torchrun(slurm(tmp_path, "-m", "atorch_ns.cli", "doctor", "--only", "reach").stdout)
+    assert (asked.module, asked.training_script) == (True, "atorch_ns.cli")
+    assert asked.training_script_args == ["doctor", "--only", "reach"]
     done = slurm(tmp_path)
     assert done.returncode != 0
     assert "name the script" in done.stderr
@@ -86,6 +89,14 @@ def test_slurm_reads_its_options_before_the_first_command() -> None:
 
 def loaded(name: str) -> Any:
     return yaml.safe_load((FILES / name).read_text())
+
+
+def assert_options_suit(arguments: list[str], *, num_ranks: int) -> Path:
+    """Options of ``elastic.py``: every rank has a part of a batch, and checkpoints go where all ranks see them."""
+    options = dict(argument.removeprefix("--").split("=") for argument in arguments)
+    assert int(options["batchsize"]) % num_ranks == 0
+    assert Path(options["save"]).is_absolute()
+    return Path(options["save"])
 
 
 def test_the_train_job_has_the_fields_of_kubeflow() -> None:
@@ -106,11 +117,12 @@ def test_the_train_job_has_the_fields_of_kubeflow() -> None:
     )  # fmt: skip
     assert done.stdout.split() == ["2", "8", "1", "h", command[1]], done.stderr
     assert (ROOT / command[1]).is_file()
+    assert_options_suit(trainer["args"], num_ranks=16)
 
 
 def test_skypilot_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     task = loaded("skypilot.yaml")
-    assert task.keys() == {"name", "num_nodes", "workdir", "resources", "setup", "run"}
+    assert task.keys() == {"name", "num_nodes", "workdir", "file_mounts", "resources", "setup", "run"}
     assert task["num_nodes"] == 2
     assert task["resources"]["accelerators"] == "H100:8"
     program(tmp_path, "torchrun", ECHO)
@@ -123,22 +135,59 @@ def test_skypilot_starts_torchrun_on_every_node(tmp_path: Path) -> None:
     assert (asked.nnodes, asked.node_rank, asked.nproc_per_node) == ("2", 1, "8")
     assert (asked.master_addr, asked.master_port) == ("10.0.0.1", 29400)
     assert (ROOT / asked.training_script).is_file()
+    saved = assert_options_suit(asked.training_script_args, num_ranks=16)
+    assert str(saved) in task["file_mounts"]  # a workdir is a copy on each node
+
+
+# A worker is lost, once, right after the second checkpoint.
+LOSES_A_WORKER = """
+import os
+from pathlib import Path
+
+import ray_train
+
+train = ray_train.train
+
+
+def loses_a_worker(config):
+    from atorch_ns import checkpoint
+
+    save, marker = checkpoint.save, Path(config["save"]) / "lost"
+
+    def save_and_end(folder, result):
+        save(folder, result)
+        if result.train_step.num_steps == 10 and os.environ["RANK"] == "1" and not marker.exists():
+            marker.touch()
+            os._exit(9)
+
+    checkpoint.save = save_and_end
+    train(config)
+
+
+ray_train.train = loses_a_worker
+ray_train.main()
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(260)
+@pytest.mark.timeout(360)
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'"
 )
-def test_ray_trains_on_two_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loses_a_worker", [False, True])
+def test_ray_trains_on_two_workers(tmp_path: Path, loses_a_worker: bool) -> None:
     """A real cluster of this machine, started and ended by the script."""
-    variables = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "RAY_TRAIN_V2_ENABLED": "1"}
+    path = os.pathsep.join([str(ROOT), str(FILES)])
+    variables = {"PYTHONPATH": path, "HOME": str(tmp_path), "RAY_TRAIN_V2_ENABLED": "1"}
+    (tmp_path / "loses_a_worker.py").write_text(LOSES_A_WORKER)
+    script = tmp_path / "loses_a_worker.py" if loses_a_worker else FILES / "ray_train.py"
     done = subprocess.run(
-        [sys.executable, str(FILES / "ray_train.py"), f"--save={tmp_path}"], cwd=tmp_path, env={**os.environ, **variables},
-        capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, str(script), f"--save={tmp_path}"], cwd=tmp_path, env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=340, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [5, 10, 15, 20]  # one worker writes
+    assert [row["step"] for row in rows] == [5, 10, 15, 20]  # one worker writes, and no step is done twice
     assert rows[-1]["train/loss"] < 0.9 * rows[0]["train/loss"]
+    assert (tmp_path / "lost").exists() == loses_a_worker
     assert "data=2" in done.stderr + done.stdout
