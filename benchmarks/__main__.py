@@ -14,6 +14,7 @@ from pathlib import Path
 NAMES = (
     "cutting",
     "estimate_memory",
+    "estimate_peers",
     "estimate_time",
     "gpu",
     "imports",
@@ -24,6 +25,7 @@ NAMES = (
     "peers",
     "planning",
     "search_quality",
+    "search_time",
     "speed",
 )
 

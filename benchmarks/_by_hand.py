@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks._llama import next_token_loss
 
-__all__ = ["CPU", "OPTIM_ARGS", "SCENARIOS", "Scenario", "step_by_hand"]
+__all__ = ["CPU", "OPTIM_ARGS", "SCENARIOS", "Recomputed", "Scenario", "step_by_hand"]
 
 CPU = torch.device("cpu")
 OPTIM_ARGS: dict[str, Any] = {"lr": 1e-4}
@@ -94,11 +94,11 @@ def _blocks(model: nn.Module) -> nn.ModuleList:
 def _recomputed(model: nn.Module) -> nn.Module:
     blocks = _blocks(model)
     for position, block in enumerate(blocks):
-        blocks[position] = _Recomputed(block)
+        blocks[position] = Recomputed(block)
     return model
 
 
-class _Recomputed(nn.Module):
+class Recomputed(nn.Module):
     """A block whose activations are computed again in the backward pass."""
 
     def __init__(self, block: nn.Module) -> None:

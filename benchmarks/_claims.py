@@ -5,6 +5,7 @@ A line is read from a benchmark's JSON file alone; the bars are the ones that th
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,62 @@ def _estimate_memory(data: Data) -> Iterator[Claim]:
         )
 
 
+def _estimate_peers(data: Data) -> Iterator[Claim]:
+    """Every tool's answers; ours against the bars of our own estimate, and against who is nearer or quicker."""
+    rows = [row for row in data["rows"] if "answers" in row]
+    names = list(rows[0]["answers"])
+    errors = {name: _errors_of(name, rows) for name in names}
+    for name in names:
+        found, ours = errors[name], name == names[0]
+        if not found:
+            yield Claim(what=f"predicted against measured peak memory, {name}", found="no answer here")
+            continue
+        median, worst = statistics.median(found.values()), max(found.values())
+        yield Claim(
+            what=f"predicted against measured peak memory, {name}: error",
+            asked="median ≤ 3%, worst ≤ 8%" if ours else "",
+            found=f"median {median:.1%}, worst {worst:.1%}; answers {len(found)} of {len(rows)}",
+            n=len(found),
+            holds=(median <= 0.03 and worst <= 0.08) if ours else None,
+            shortfall=" ".join(_estimate_losses(rows, errors, names[0]) if ours else ()),
+        )
+
+
+def _errors_of(name: str, rows: Sequence[Data]) -> dict[int, float]:
+    """By the number of the row, for those that it answers."""
+    ratios = {number: row[f"{name}: peak"] for number, row in enumerate(rows)}
+    return {number: abs(ratio - 1) for number, ratio in ratios.items() if isinstance(ratio, float)}
+
+
+def _estimate_losses(
+    rows: Sequence[Data], errors: Mapping[str, Mapping[int, float]], ours: str
+) -> Iterator[str]:
+    mine = errors[ours]
+    number = max(mine, key=lambda one: mine[one])
+    if mine[number] > 0.08:
+        row = rows[number]
+        yield (f"Our worst estimate ({row['model']}, {row['setup']}) is {mine[number]:.1%} off; 8% is asked.")
+    if (median := statistics.median(mine.values())) > 0.03:
+        yield f"The median error of our estimates is {median:.1%}; 3% is asked."
+    for name, theirs in errors.items():
+        if name == ours or not theirs:
+            continue
+        nearer = [number for number, error in theirs.items() if error < mine[number] - 0.005]
+        if nearer:
+            worst = max(nearer, key=lambda number: mine[number] - theirs[number])
+            yield (
+                f"{name} {'are' if name.endswith('trackers') else 'is'} nearer to the measured peak than we are in "
+                f"{len(nearer)} of {len(theirs)} rows, by most for {rows[worst]['model']}, {rows[worst]['setup']}: "
+                f"{theirs[worst]:.1%} off, we {mine[worst]:.1%}."
+            )
+        seconds = [
+            statistics.median(row["answers"][one]["cpu_s"] for row in rows if "cpu_s" in row["answers"][one])
+            for one in (ours, name)
+        ]
+        if seconds[0] > seconds[1]:
+            yield f"We need {seconds[0]:.2g} s of processor time to answer, {name} {seconds[1]:.2g}."
+
+
 def _estimate_time(data: Data) -> Iterator[Claim]:
     for model, rho in data["settings"]["rank correlation"].items():
         n = sum(row["model"] == model for row in data["rows"])
@@ -172,6 +229,24 @@ def _search_quality(data: Data) -> Iterator[Claim]:
             n=row["num_candidates"],
             holds=holds,
             shortfall=_wrong_choices(space, row),
+        )
+
+
+def _search_time(data: Data) -> Iterator[Claim]:
+    what = {
+        "call": "from call to strategy on the demo's model, elapsed s",
+        "trial": "a warm trial beyond its steps, elapsed s",
+    }
+    for row in data["rows"]:
+        seconds, holds = row["seconds"], bool(row["holds"])
+        said = what[row["name"]]
+        yield Claim(
+            what=said,
+            asked=f"≤ {row['limit']:.0f}",
+            found=_interval(seconds, 2),
+            n=row["n"],
+            holds=holds,
+            shortfall="" if holds else f"{seconds['median']:.1f}: {said}; {row['limit']:.0f} is asked.",
         )
 
 
@@ -255,9 +330,11 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "memory": _memory,
     "materialise": _materialise,
     "estimate_memory": _estimate_memory,
+    "estimate_peers": _estimate_peers,
     "estimate_time": _estimate_time,
     "planning": _planning,
     "search_quality": _search_quality,
+    "search_time": _search_time,
     "cutting": _cutting,
     "imports": _imports,
     "gpu": _gpu,

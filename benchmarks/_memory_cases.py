@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from atorch_ns.testing.models import Case
 from atorch_ns.testing.networks import ResidualMlp
 
-__all__ = ["SIZED_CASES", "SizedCase", "sized_case"]
+__all__ = ["SIZED_CASES", "SizedCase", "gpt2", "language_case", "llama", "seeded", "sized_case"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class SizedCase:
     num_tokens: int = 1
 
 
-def _seeded(build: Any, *args: Any) -> nn.Module:
+def seeded(build: Any, *args: Any) -> nn.Module:
+    """A model in training mode, equal on every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20)
         model: nn.Module = build(*args).train()
@@ -57,7 +58,8 @@ def _squared_error(batch: Any, output: Tensor) -> Tensor:
     return F.mse_loss(output.float(), batch[1])
 
 
-def _llama(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens: int) -> nn.Module:
+def llama(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens: int) -> nn.Module:
+    """A Llama of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -74,7 +76,8 @@ def _llama(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens
     return LlamaForCausalLM(config)
 
 
-def _gpt2(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens: int) -> nn.Module:
+def gpt2(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens: int) -> nn.Module:
+    """A GPT-2 of transformers, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -99,7 +102,8 @@ def _next_token_loss(batch: Any, output: Any) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def _language_case(name: str, build: Any, sizes: tuple[int, ...]) -> Case:
+def language_case(name: str, build: Any, sizes: tuple[int, ...]) -> Case:
+    """The case of a model that ``build(*sizes)`` makes; the last two sizes are V and T."""
     vocab_size, num_tokens = sizes[-2:]
 
     def make_batch(batch_size: int, seed: int) -> dict[str, Tensor]:
@@ -108,7 +112,7 @@ def _language_case(name: str, build: Any, sizes: tuple[int, ...]) -> Case:
 
     return Case(
         name=name,
-        build=lambda: _seeded(build, *sizes),
+        build=lambda: seeded(build, *sizes),
         make_batch=make_batch,
         loss_func=_next_token_loss,
         model_input_format="unpack_dict",
@@ -119,7 +123,7 @@ def _language_case(name: str, build: Any, sizes: tuple[int, ...]) -> Case:
 def _mlp_case(name: str, sizes: tuple[int, ...]) -> Case:
     return Case(
         name=name,
-        build=lambda: _seeded(_mlp, *sizes),
+        build=lambda: seeded(_mlp, *sizes),
         make_batch=_features,
         loss_func=_squared_error,
         model_input_format="unpack_sequence",
@@ -131,13 +135,13 @@ def _cases() -> Iterator[SizedCase]:
     for size, widths, batch in (("small", (64, 256, 4), 256), ("large", (192, 640, 6), 512)):
         name = f"mlp, {size}"
         yield SizedCase(name=name, case=_mlp_case(name, widths), global_batch=batch)
-    for model, build in (("llama", _llama), ("gpt2", _gpt2)):
+    for model, build in (("llama", llama), ("gpt2", gpt2)):
         for size, sizes, batch in (
             ("small", (64, 172, 4, 384, 32), 8),
             ("large", (128, 344, 6, 1000, 48), 8),
         ):
             name = f"{model}, {size}"
-            case = _language_case(name, build, sizes)
+            case = language_case(name, build, sizes)
             yield SizedCase(name=name, case=case, global_batch=batch, num_tokens=sizes[-1])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.estimate import Workload
@@ -37,8 +38,11 @@ __all__ = [
     "WORST_LIMIT",
     "combinations",
     "compare",
+    "describe",
+    "held",
     "measured",
     "plan_of",
+    "profile_of",
     "run",
 ]
 
@@ -49,6 +53,9 @@ WORST_LIMIT = 0.08
 """No prediction is further off."""
 
 _NUM_STEPS = 6
+_QUICK_CASES = ("mlp, small", "llama, small")
+_QUICK_STRIDE = 14
+"""Of the combinations, every how many-th a quick run measures."""
 _TEXT = """
 How far the predicted peak of tensor bytes is from the measured one, in per cent of the measured one, on {num_ranks}
 ranks (the rank that holds most). Predicted from a trace on fake tensors of the model; measured by following torch's
@@ -70,19 +77,24 @@ def combinations(quick: bool = False) -> list[tuple[Variant, ...]]:
         if package is None or importlib.util.find_spec(package) is not None:
             found += partners(registry, backend)
     found += TRIPLES
-    return found[::7] if quick else found
+    return found[::_QUICK_STRIDE] if quick else found
 
 
 def measured(name: str, strategies: Sequence[Any]) -> list[PeakMemory]:
     """On one rank: what each strategy holds."""
-    sized = sized_case(name)
-    rank, per_rank = dist.get_rank(), sized.global_batch // dist.get_world_size()
+    return held(sized_case(name), strategies)
+
+
+def held(sized: SizedCase, strategies: Sequence[Any]) -> list[PeakMemory]:
+    """On one rank, with or without a process group: what each strategy holds."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    per_rank = sized.global_batch // num_ranks
     found = []
     for strategy in strategies:
 
         def batches() -> Iterator[Any]:
             for step in range(_NUM_STEPS):
-                yield sized.case.make_batch(per_rank, NUM_RANKS * step + rank)
+                yield sized.case.make_batch(per_rank, num_ranks * step + rank)
 
         def make(strategy: Any = strategy) -> Any:
             return accelerate_case(sized.case, strategy, dataset=None, dataloader_args=None)
@@ -94,12 +106,12 @@ def measured(name: str, strategies: Sequence[Any]) -> list[PeakMemory]:
     return found
 
 
-def profile_of(sized: SizedCase) -> Profile:
-    """Structure and trace of the model, with the optimizer that trains it."""
+def profile_of(sized: SizedCase, num_ranks: int = NUM_RANKS, model: nn.Module | None = None) -> Profile:
+    """Structure and trace of the model, the case's own unless given, with the optimizer that trains it."""
     case = sized.case
     return profile_model(
-        case.build(),
-        case.make_batch(sized.global_batch // NUM_RANKS, 0),
+        case.build() if model is None else model,
+        case.make_batch(sized.global_batch // num_ranks, 0),
         lambda model, batch: case.loss_func(batch, case.call(model, batch)),
         make_optimizer=lambda parameters: torch.optim.AdamW(parameters, **ADAMW),
     )
@@ -149,14 +161,14 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """Measures every strategy on every model of every size.
 
     Args:
-        quick: some strategies on the small sizes.
+        quick: some strategies on two small models.
         report: told what is being done.
     """
     chosen = combinations(quick)
     strategies = [[(variant.name, variant.config) for variant in variants] for variants in chosen]
     labels = [" + ".join(variant.label for variant in variants) for variants in chosen]
     rows: list[dict[str, Any]] = [{"name": label, "states": True, "details": []} for label in labels]
-    cases = [sized for sized in SIZED_CASES if not quick or "small" in sized.name]
+    cases = [sized for sized in SIZED_CASES if not quick or sized.name in _QUICK_CASES]
     for sized in cases:
         report(f"estimate_memory: {len(chosen)} strategies on {sized.name}")
         profile = profile_of(sized)
@@ -193,11 +205,12 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
             Column(title="states", key="states"),
         ),
         rows=[*summary, *rows],
-        settings={"models": {sized.name: _describe(sized) for sized in cases}},
+        settings={"models": {sized.name: describe(sized) for sized in cases}},
     )
 
 
-def _describe(sized: SizedCase) -> str:
+def describe(sized: SizedCase) -> str:
+    """The size in words."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in sized.case.build().parameters())
     tokens = f" of {sized.num_tokens} tokens" if sized.num_tokens > 1 else ""

@@ -47,13 +47,13 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """Measures every strategy on every model.
 
     Args:
-        quick: tiny models and few steps.
+        quick: one tiny model, some strategies and few steps.
         report: told what is being done.
     """
     rows: list[dict[str, Any]] = []
     correlations = {}
     strategies = STRATEGIES[::6] if quick else STRATEGIES
-    for name, case in make_cases(quick=quick).items():
+    for name, case in list(make_cases(quick=quick).items())[: 1 if quick else None]:
         found = compare(case, strategies, num_steps=3 if quick else 8, report=report)
         rows += [{"model": name, **row} for row in found]
         correlations[name] = rank_correlation(

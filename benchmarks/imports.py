@@ -57,10 +57,10 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """Measures every program.
 
     Args:
-        quick: few runs.
+        quick: one run.
         report: told what is being done.
     """
-    rounds = 2 if quick else 10
+    rounds = 1 if quick else 10
     report(f"imports: {len(_PROGRAMS)} programs, {rounds} times each")
     runs: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in _PROGRAMS}
     for name in _PROGRAMS:

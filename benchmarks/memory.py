@@ -87,6 +87,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         report: told what is being done.
     """
     model = TINY if quick else SMALL
+    torch.optim.AdamW(model.build("meta").parameters())  # imports here, once, what every rank would
     packages = Cluster.detect().packages
     whole = on_ranks(kept_after_a_step, 1, model, [])[0]
     rows = [_row("one process", 1, (), whole, whole)]

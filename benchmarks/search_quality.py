@@ -51,7 +51,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """Measures the truth of a few spaces and replays searches in them.
 
     Args:
-        quick: tiny models, few candidates, few replays.
+        quick: one tiny model, few candidates, few replays.
         report: told what is being done.
     """
     number, steps, seeds = (8, 3, 5) if quick else (_NUM_CANDIDATES, 8, 40)
@@ -61,7 +61,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         rows.append(_row(f"made up, {label}", truths, list(range(seeds))))
         report(f"search_quality: {rows[-1]['space']}: right in {rows[-1]['right']:.0%}")
     for num_ranks in (2,) if quick else (2, 4):
-        for name, case in make_cases(quick=quick).items():
+        for name, case in list(make_cases(quick=quick).items())[: 1 if quick else None]:
             truth = measure(case, num_ranks, number, steps, report=report)
             rows.append(_row(f"{name}, {num_ranks} processes", [truth] * seeds, list(range(seeds))))
             report(f"search_quality: {rows[-1]['space']}: right in {rows[-1]['right']:.0%}")

@@ -61,6 +61,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         report: told what is being done.
     """
     model, launches, rounds = (TINY, 2, 2) if quick else (SMALL, 6, 8)
+    torch.optim.AdamW(model.build("meta").parameters())  # imports here, once, what every rank would
     rows = []
     for scenario in SCENARIOS:
         blocks: list[Block] = []
