@@ -42,6 +42,8 @@ class Candidate:
         largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
         largest_batch_bytes: the peak that is predicted for that step.
         given_batch: samples of the step that the estimate and the trials are of, beside ``largest_batch``.
+        grounds: by method, a digest of all that its refusal to be applied would rest on, for methods of which
+            that is known.
     """
 
     key: str
@@ -54,6 +56,7 @@ class Candidate:
     largest_batch: int | None = None
     largest_batch_bytes: float | None = None
     given_batch: int | None = None
+    grounds: tuple[tuple[str, str], ...] = ()
 
     @property
     def strategy(self) -> Strategy:

@@ -8,7 +8,7 @@ import numpy as np
 
 from atorch_ns.search._candidate import Candidate
 from atorch_ns.search._knowledge import Knowledge
-from atorch_ns.search._ledger import Ledger
+from atorch_ns.search._ledger import Entry, Ledger
 from atorch_ns.search._nearest_miss import nearest_miss
 from atorch_ns.search._objective import Objective
 from atorch_ns.search._outcome import Row, SearchOutcome, Setting
@@ -83,9 +83,14 @@ def _best_predicted(knowledge: Knowledge, ledger: Ledger, objective: Objective) 
     if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
         return None
     free = [knowledge.candidates[index] for index in knowledge.open]
-    free = [one for one in free if ledger.get(one.key) is None]
+    free = [one for one in free if _without_a_fault(ledger.get(one.key))]
     plain = next((one for one in free if one.is_baseline), None)
     return plain or min(free, key=lambda one: objective.predicted(one) or math.inf, default=None)
+
+
+def _without_a_fault(entry: Entry | None) -> bool:
+    """Whether nothing is known against it: not tried, or ended before it could show anything."""
+    return entry is None or (not entry.outcomes and all(one.status == "cancelled" for one in entry.lost))
 
 
 def _rows(knowledge: Knowledge, ledger: Ledger, probing: Probing, reasons: Reasons) -> list[Row]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from atorch_ns.search._candidate import Candidate
 from atorch_ns.search._features import Features
+from atorch_ns.search._grounds import refused_alike
 from atorch_ns.search._ledger import Entry, Ledger
 from atorch_ns.search._objective import Objective
 from atorch_ns.search._residual import Belief, believe
@@ -120,7 +121,12 @@ class Knowledge:
 
     @functools.cached_property
     def learned(self) -> dict[str, str]:
-        """Candidates that need not be tried since a trial ran out of memory, each with the reason."""
+        """Candidates that need not be tried after what trials of others gave, each with the reason."""
+        return {**refused_alike(self.candidates, self._ledger), **self.too_large}
+
+    @functools.cached_property
+    def too_large(self) -> dict[str, str]:
+        """Those of them that would run out of memory as another one did."""
         failed = [one for one in self.candidates if one.key in self.short_of_memory]
         peaks = {one.key: one.estimate.peak_bytes for one in failed if one.estimate is not None}
         if not any(peaks.values()):

@@ -34,6 +34,9 @@ LONG_STEP_S = 5.0
 class Pace:
     """Time of a search.
 
+    Attributes:
+        hurries: whether the last deadline was shorter than usual, since the search ends before.
+
     Args:
         setting: what was spent before the first trial counts.
         settings: the limits.
@@ -45,6 +48,7 @@ class Pace:
         self._settings = settings
         self._clock = clock
         self._begun = clock()
+        self.hurries = False
 
     @property
     def elapsed(self) -> float:
@@ -107,7 +111,9 @@ class Pace:
         if predicted_seconds is not None:
             slow = 3 * predicted_seconds * (rule.warmup_steps + rule.min_steps)
             deadline = max(deadline, min(slow, 10 * deadline))
-        return min(deadline, max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2))
+        end = max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2)
+        self.hurries = end < deadline
+        return min(deadline, end)
 
     def probe_deadline(self, candidate: Candidate) -> float:
         """The same for a probe."""

@@ -73,7 +73,8 @@ class Reasons:
         if entry is not None and entry.judged:
             return "failed", self._failed(entry, candidate)
         if candidate is self._unmeasured:
-            return "won", self._chosen_unmeasured(candidate)
+            begun = f"; its trial: {entry.merged.reason}" if entry is not None else ""
+            return "won", self._chosen_unmeasured(candidate) + begun
         if candidate.pruned is not None:
             hint = f"; {candidate.pruned.hint}" if candidate.pruned.hint else ""
             return "pruned", candidate.pruned.reason + hint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from atorch_ns.search._candidate import Candidate
@@ -130,6 +130,8 @@ class Search:
         if task.kind == "probe":
             self._probing.add(task.key, outcome)
         else:
+            if outcome.status == "hung" and self._pace.hurries and self._pace.left <= 0:
+                outcome = replace(outcome, status="cancelled", reason=self._too_little_time(task))
             self._ledger.add(task.key, outcome)
             if self._recorder is not None and outcome.status != "cancelled":
                 self._recorder.record(self.setting, self._by_key[task.key], task, outcome)
@@ -223,6 +225,12 @@ class Search:
         self._explored = self._time_was_short() if open_ else self._all_tried()
         return None
 
+    def _too_little_time(self, task: TrialTask) -> str:
+        return (
+            f"it was not done when the time limit of {self.settings.time_limit_s:g} s ended, {task.deadline_s:.3g} s "
+            "after it began; on a slow or busy machine the limit must be longer"
+        )
+
     def _time_was_short(self) -> str:
         self._out_of_time = True
         number = self._ledger.num_run
@@ -234,7 +242,8 @@ class Search:
         short = [
             one
             for one in self.candidates
-            if one.key in self._knowledge.learned or (one.pruned is not None and one.pruned.kind == "memory")
+            if one.key in self._knowledge.too_large
+            or (one.pruned is not None and one.pruned.kind == "memory")
         ]
         if len(self._ledger):
             return f"every candidate{' that may fit in memory' if short else ''} was tried"

@@ -263,7 +263,9 @@ def _notes(rows: PricedRows, picked: Picked, templates: Templates, choices: Choi
     written = len(picked.fitting) + len(picked.too_large)
     if len(rows) > written:
         slower = (
-            f"; the {picked.num_slower} others that fit are predicted slower" if picked.num_slower else ""
+            f"; the {picked.num_slower} others that fit were predicted slower before any trial"
+            if picked.num_slower
+            else ""
         )
         if picked.slowest_kept is not None and picked.num_slower:
             slower += f" than {seconds_text(picked.slowest_kept)}"

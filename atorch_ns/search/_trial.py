@@ -90,6 +90,7 @@ class TrialOutcome:
         reason: why it failed, in the failing rank's words.
         rank: the failing rank.
         log: path of the log file with its output and traceback, on that rank's machine.
+        refused_by: the method that refused to be applied, where one did.
     """
 
     status: TrialStatus
@@ -103,6 +104,7 @@ class TrialOutcome:
     reason: str = ""
     rank: int | None = None
     log: str = ""
+    refused_by: str | None = None
 
     @property
     def succeeded(self) -> bool:

@@ -12,6 +12,7 @@ from atorch_ns.errors import StrategyError
 from atorch_ns.estimate import Estimate, PlanTable, price
 from atorch_ns.method import Resolved, resolve
 from atorch_ns.search._candidate import Candidate, Pruned
+from atorch_ns.search._grounds import grounds_of
 from atorch_ns.search._priced import PricedRows
 from atorch_ns.search._same import effective
 from atorch_ns.search._scope import Scope
@@ -108,6 +109,7 @@ class CandidateWriter:
             is_baseline=is_baseline,
             pruned=pruned,
             setup_seconds=_setup_seconds(resolved, self._scope.cluster),
+            grounds=grounds_of(resolved),
         )
 
     def _unsaid(self, resolved: Resolved) -> list[str]:

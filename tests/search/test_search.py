@@ -190,6 +190,35 @@ def test_a_trial_that_needs_more_time_than_is_left_is_not_begun() -> None:
     assert outcome.stop_reason == "the time limit of 20 s left time for 1 trial"
 
 
+def _first_hangs(time_limit_s: float) -> SearchOutcome:
+    now = 0.0
+    search = Search(
+        setting(), SearchSettings(time_limit_s=time_limit_s), [PLAIN, *ladder(3)], clock=lambda: now
+    )
+    task = search.ask()
+    assert task is not None
+    now = task.deadline_s
+    search.tell(task.id, TrialOutcome(status="hung", reason="it slept", total_seconds=now))
+    now = time_limit_s
+    assert search.ask() is None
+    return search.outcome()
+
+
+def test_a_first_trial_that_the_time_limit_ended_is_not_held_against_it() -> None:
+    outcome = _first_hangs(20.0)
+    assert outcome.best == "plain"
+    assert "before anything was measured (the time limit of 20 s" in reason(outcome, "plain")
+    assert "it was not done when the time limit of 20 s ended, 25 s after it began" in reason(
+        outcome, "plain"
+    )
+
+
+def test_a_first_trial_that_hangs_by_itself_is() -> None:
+    outcome = _first_hangs(1000.0)
+    assert outcome.best is None
+    assert "it slept" in reason(outcome, "plain")
+
+
 def test_cancelling_keeps_the_best_so_far() -> None:
     candidates = ladder(25)
     world = World(as_predicted(candidates))
