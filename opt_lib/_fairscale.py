@@ -21,6 +21,7 @@ from opt_lib._flat_shards import require_share
 from opt_lib._optional import missing_problem, require
 from opt_lib._partial_gradients import clip_parts
 from opt_lib._reduced_gradients import ReducedGradients
+from opt_lib._shown_part import show_part
 from opt_lib._whole_world import one_axis_only
 
 __all__ = ["INSTALL", "check", "conflicts", "plan", "shard_gradients", "shard_optimizer"]
@@ -103,8 +104,7 @@ def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
             group=job.mesh.shard.get_group(),
             **dict(job.inputs.optim_args or {}),
         )
-    # Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold.
-    optimizer.defaults.update(optimizer.optim.defaults)
+    show_part(optimizer)
     return optimizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.errors import BackendError
-from atorch_ns.job import Job, make_user_optimizer
+from atorch_ns.job import OPTIMIZER, Job, keeps_blocks, make_user_optimizer
 
 __all__ = ["require_elementwise", "require_share"]
 
@@ -31,6 +32,7 @@ def require_elementwise(job: Job, backend: str) -> None:
     """
     if job.inputs.optim_func is None:
         return
+    _tell_of_blocks(job, backend)
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator)
     cut = _ROWS * _COLUMNS // 3
@@ -45,6 +47,23 @@ def require_elementwise(job: Job, backend: str) -> None:
         raise _error(job, backend, f"it fails on flat pieces with {type(error).__name__}: {error}") from error
     if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise _error(job, backend, "its updates of a matrix and of the same matrix in pieces differ")
+
+
+def _tell_of_blocks(job: Job, backend: str) -> None:
+    try:
+        optimizer = make_user_optimizer(job, [{"params": [nn.Parameter(torch.zeros(_ROWS, _COLUMNS))]}])
+    except Exception:  # the user's error, which is told where the optimizer is made
+        return
+    if not keeps_blocks(optimizer):
+        return
+    text = (
+        f"{type(optimizer).__name__}: its 8-bit states have scales of blocks of elements, which cannot be put together "
+        f"from the flat pieces of {backend}, so checkpoint.save will refuse them. To save them use zero1 or "
+        "('zero2', {'not_use_fsdp': True})"
+    )
+    job.explain(OPTIMIZER, text)
+    if job.cluster.rank == 0:
+        warnings.warn(text, stacklevel=2)
 
 
 def _cut(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:

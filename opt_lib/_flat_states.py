@@ -18,6 +18,12 @@ from atorch_ns.job import OptimizerStates, StateSpec, StateValue
 
 __all__ = ["FlatStates", "Piece"]
 
+_WHAT_PIECES_HAVE = "only states of one value, or of one value an element,"
+_OTHERWISE = (
+    "Use a strategy that keeps parameters whole, such as ddp or zero1, or weights alone: "
+    "checkpoint.export_state_dict and import_state_dict."
+)
+
 
 class Piece(NamedTuple):
     """The part of one parameter that this rank updates.
@@ -124,7 +130,7 @@ class FlatStates:
             else:
                 raise CheckpointError(
                     f"{type(self._optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for a piece of "
-                    f"{piece.size} elements; only states of one value, or of one value an element, can be saved."
+                    f"{piece.size} elements; {_WHAT_PIECES_HAVE} can be saved. {_OTHERWISE}"
                 )
         for (name, entry), dtype in self._known_anywhere(dtypes):
             piece = self._pieces.get(name)
@@ -135,7 +141,12 @@ class FlatStates:
     def blank_states(
         self, specs: Mapping[str, Mapping[str, StateSpec]]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Shards of what has the parameter's shape, and whole tensors of everything else."""
+        """Shards of what has the parameter's shape, and whole tensors of everything else.
+
+        Raises:
+            CheckpointError: for a state of a parameter in pieces that could not be saved from here either.
+        """
+        self._refuse_what_cannot_be_cut(specs)
         known = {*self._specs, *self._whole}
         return {
             name: {entry: self._blank(name, entry, spec) for entry, spec in entries.items()}
@@ -159,6 +170,15 @@ class FlatStates:
             for entry, value in states.tensors.get(name, {}).items():
                 if isinstance(value, DTensor):
                     self._put_elements(name, entry, value)
+
+    def _refuse_what_cannot_be_cut(self, specs: Mapping[str, Mapping[str, StateSpec]]) -> None:
+        for name, entries in specs.items():
+            for entry, (shape, _) in entries.items():
+                if name in self._specs and shape not in ((), tuple(self._specs[name].shape)):
+                    raise CheckpointError(
+                        f"{type(self._optimizer).__name__} keeps {entry!r} of shape {tuple(shape)} for {name}, which "
+                        f"this strategy updates in flat pieces; {_WHAT_PIECES_HAVE} can be loaded. {_OTHERWISE}"
+                    )
 
     def _entries(self) -> Iterator[tuple[str, str, Any, Piece | None]]:
         """``(name, entry, value, piece)`` of all states on this rank; no piece for whole parameters."""

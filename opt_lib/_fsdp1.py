@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ from atorch_ns.job import Job, Materialiser, StateSpec, inner_optimizer, paramet
 from atorch_ns.torch_compat import fsdp1_parts, hybrid_shard_zero2, plain_name
 from opt_lib._flat_shards import require_elementwise, require_share
 from opt_lib._flat_states import FlatStates, Piece
+from opt_lib._head_units import tell_of_heads
+from opt_lib._root_inputs import cast_where_refused, leaves_inputs
 from opt_lib._shard_config import ShardConfig
 from opt_lib._shard_parts import (
     Switch,
@@ -71,7 +74,11 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     if config.wrap_trainable_outmost:
         units = _frozen_parts(job.module, units)
     options = _options(job, config, materialiser, keep_gathered)
-    root = _wrapped(job.module, auto_wrap_policy=_policy(units), ignored_states=list(ignored), **options)
+    policy = _policy(units, options["mixed_precision"])
+    if leaves_inputs(job, config):
+        cast_where_refused(job, units)
+        options["mixed_precision"] = _without_casts(options["mixed_precision"])
+    root = _wrapped(job.module, auto_wrap_policy=policy, ignored_states=list(ignored), **options)
     job.wrap(root)
     job.placed = True
     job.clip = _clip(root)
@@ -80,6 +87,7 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     if job.plan.loss_scaling:
         require_share(job, "FullyShardedDataParallel", root.parameters())
     _explain(job, method, options, len(units), len(ignored))
+    tell_of_heads(job, method, units)
 
 
 def _wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
@@ -143,9 +151,15 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecision | None:
     )
 
 
-def _policy(units: list[nn.Module]) -> CustomPolicy:
+def _without_casts(precision: MixedPrecision) -> MixedPrecision:
+    return replace(precision, cast_forward_inputs=False, cast_root_forward_inputs=False)
+
+
+def _policy(units: list[nn.Module], precision: MixedPrecision | None) -> CustomPolicy:
+    """Wraps ``units``, each with the dtypes ``precision``, whatever the root's."""
+    options: dict[str, Any] = {"mixed_precision": precision}
     chosen = {id(unit) for unit in units}
-    return CustomPolicy(lambda module: id(module) in chosen)
+    return CustomPolicy(lambda module: options if id(module) in chosen else False)
 
 
 def _frozen_parts(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.strategy import MODEL_AXES
 from opt_lib._expert_shards import apart, shard_experts
+from opt_lib._head_units import tell_of_heads
+from opt_lib._root_inputs import cast_where_refused, leaves_inputs
 from opt_lib._shard_config import ShardConfig
 from opt_lib._shard_parts import (
     Switch,
@@ -67,13 +70,16 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
         fully_shard(module, **options)
     for root in job.roots:
         _prepare(job, config, materialiser, root)
-        fully_shard(root, **options)
+        fully_shard(root, **_of_root(job, config, options))
+    if leaves_inputs(job, config):
+        cast_where_refused(job, units)
     place_ignored(job, ignored)
     if config.forward_prefetch:
         _prefetch_forward(units)
     job.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
+    tell_of_heads(job, method, units)
 
 
 def _options(
@@ -137,6 +143,12 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | No
         output_dtype=dtype_of(wanted.output_dtype),
         cast_forward_inputs=wanted.cast_forward_inputs,
     )
+
+
+def _of_root(job: Job, config: ShardConfig, options: dict[str, Any]) -> dict[str, Any]:
+    if not leaves_inputs(job, config):
+        return options
+    return {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
 
 
 def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:

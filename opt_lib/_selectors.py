@@ -19,10 +19,18 @@ def unmatched_problem(
         return []
     return [
         Problem(
-            message=f"no module of {profile.model_class} has this class or name",
+            message=f"no module of {profile.model_class} has this class or name{_namesakes(missing, profile)}",
             method=method,
             key=key,
             value=", ".join(missing),
             accepted=", ".join(profile.own_class_names()) or "nothing: the model has no submodules",
         )
     ]
+
+
+def _namesakes(missing: Iterable[str], profile: Profile) -> str:
+    """Which classes of other modules have a name that is asked for, where there are several."""
+    several = [found for found in map(profile.namesakes, missing) if len(found[1]) > 1]
+    return "".join(
+        f"; several are called {name}, {' and '.join(classes)}: name one in full" for name, classes in several
+    )

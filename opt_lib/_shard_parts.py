@@ -178,7 +178,8 @@ def wanted_precision(job: Job, config: ShardConfig) -> MixedPrecisionConfig | No
         return None
     # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
     # halves what is sent and held. Gradients are reduced in fp32. The inputs of a unit are cast too: on
-    # CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights.
+    # CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights. Those of the
+    # root are the user's, and stay: see opt_lib._root_inputs.
     return MixedPrecisionConfig(param_dtype=job.plan.compute_dtype, reduce_dtype="float32")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -44,7 +45,8 @@ class CheckpointConfig(MethodConfig):
         "everything else is recomputed.",
     )
     preserve_rng_state: Flag = Field(
-        default=True, description="Draw the same dropout masks in the recomputation."
+        default=True,
+        description="Draw the same dropout masks in the recomputation; without it, dropout makes gradients wrong.",
     )
     offload: Flag = Field(
         default=False,
@@ -124,6 +126,8 @@ class Checkpoint(Method[CheckpointConfig]):
         """Wraps the modules in place."""
         wrapped = 0
         function = _function(config) if job.recompute is None else _given(job.recompute, config)
+        if not config.preserve_rng_state:
+            _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
         for position, block in enumerate(_targets(job.module, config)):
@@ -144,6 +148,34 @@ def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
     if config.wrap_class is None:
         return repeated_blocks(model)
     return select_modules(model, config.wrap_class, outermost=True)
+
+
+def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
+    """Without the random state, the recomputation drops other activations than the loss was computed from."""
+    found = {
+        type(module).__name__: None
+        for block in _targets(job.module, config)
+        for module in block.module.modules()
+        if _drops(module) and (module.training or not job.module.training)
+    }
+    if found and job.cluster.rank == 0:
+        warnings.warn(
+            f"checkpoint: with preserve_rng_state=False the recomputation draws other dropout masks than the forward "
+            f"pass, so gradients are wrong: {', '.join(found)} drop(s) activations. Leave the setting out, or set "
+            "their probability to 0.",
+            stacklevel=2,
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it drops activations in training: by its class, or a probability that it hands to a function."""
+    names = [name for name in vars(module) if "drop" in name]
+    if "Dropout" in type(module).__name__:
+        names.append("p")
+    values = [getattr(module, name, None) for name in names]
+    return any(
+        isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values
+    )
 
 
 def _replace(model: nn.Module, block: NamedModule, new: nn.Module) -> None:

@@ -80,6 +80,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         Conflict("zero1", _WHY_NOT_ZERO1),
     )
     needs_process_group = True
+    refuses_by = ()
 
     def check(self, config: ExpertParallelConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The selected modules must exist."""

@@ -168,6 +168,8 @@ class Fp8(Method[Fp8Config]):
                 f"fp8: {folded(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
                 "include to have it in fp8, or in exclude to have no word of it",
             )
+        for part, reason in selection.refused(config.include or ()).items() if selection.replaced else ():
+            _warn(job, f"fp8: {part!r}, which include names, stays as it is: {reason}")
         if config.verbose:
             names = selection.listed_replaced() or "nothing"
             _warn(job, f"fp8: replaced {names}; not replaced: {selection.listed_kept() or 'nothing'}")

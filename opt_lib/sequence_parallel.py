@@ -60,6 +60,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
     default_for = "axis:sequence"
     variants = MappingProxyType({"ring": {"kind": "ring"}})
     needs_process_group = True
+    refuses_by = ()
 
     def check(
         self, config: SequenceParallelConfig, cluster: Cluster, profile: Profile | None

@@ -49,6 +49,7 @@ class TensorParallel(Method[TensorParallelConfig]):
     provides = ("axis:tensor",)
     default_for = "axis:tensor"
     needs_process_group = True
+    refuses_by = ("compiled",)  # which a loss on parts may rest on
 
     def plan(self, plan: Plan, config: TensorParallelConfig) -> Plan:
         """Whether the residual stream is divided too, and the logits in the loss."""

@@ -18,6 +18,7 @@ from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib import _deepspeed, _fairscale
+from opt_lib._shown_part import show_part
 from opt_lib._whole_world import whole_models_only
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _shard_optimizer(job: Job) -> None:
 
     def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
         assert job.inputs.optim_func is not None
-        arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups)
+        arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
         if why:
             job.explain("optimizer", why)
         with explained_groups(job, groups):
@@ -120,8 +121,7 @@ def _shard_optimizer(job: Job) -> None:
                 process_group=group,
                 **arguments,
             )
-        # Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold.
-        optimizer.defaults.update(optimizer.optim.defaults)
+        show_part(optimizer)
         return optimizer
 
     job.make_optimizer = make

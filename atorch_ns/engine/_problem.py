@@ -174,7 +174,7 @@ def _optimizer_maker(inputs: Inputs) -> Callable[[Any], torch.optim.Optimizer]:
         assert inputs.optim_func is not None
         parameters = list(parameters)
         groups = [{"params": parameters}]
-        arguments, _ = optimizer_arguments(inputs.optim_func, inputs.optim_args, groups)
+        arguments, _ = optimizer_arguments(inputs.optim_func, inputs.optim_args, groups, [inputs.model])
         return inputs.optim_func(parameters, **arguments)
 
     return make

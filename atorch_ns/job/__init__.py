@@ -10,13 +10,14 @@ from atorch_ns.job._fused import optimizer_arguments
 from atorch_ns.job._gradient_sums import GradientSums
 from atorch_ns.job._gradient_sync import SkipSync
 from atorch_ns.job._inputs import Inputs
-from atorch_ns.job._job import Autocast, Job, LossScaling
+from atorch_ns.job._job import OPTIMIZER, Autocast, Job, LossScaling
 from atorch_ns.job._layout import divided_like, local_part
 from atorch_ns.job._loss import first_loss
 from atorch_ns.job._materialise import Materialiser, is_on_meta
 from atorch_ns.job._memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
 from atorch_ns.job._optim_func import explained_groups
 from atorch_ns.job._optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job._optimizer_limits import keeps_blocks
 from atorch_ns.job._packing import Packing
 from atorch_ns.job._parameter_states import ParameterStates
 from atorch_ns.job._randomness import SharedRandomness
@@ -36,6 +37,7 @@ from atorch_ns.job._step_times import StepSummary, StepTimes
 from atorch_ns.job._train_step import TrainStep
 
 __all__ = [
+    "OPTIMIZER",
     "Autocast",
     "BatchRunner",
     "GradientSums",
@@ -74,6 +76,7 @@ __all__ = [
     "in_user_order",
     "inner_optimizer",
     "is_on_meta",
+    "keeps_blocks",
     "local_part",
     "make_user_optimizer",
     "on_all_stages",

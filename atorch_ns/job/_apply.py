@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, agree
+from atorch_ns.errors import AtorchError
 from atorch_ns.job._build import build
 from atorch_ns.job._inputs import Inputs
 from atorch_ns.job._job import Job
@@ -40,7 +41,11 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
     for chosen in resolved.chosen:
         if chosen.method.phase is Phase.CUT:
             job.keep_structure()
-        chosen.method.apply(job, chosen.config)
+        try:
+            chosen.method.apply(job, chosen.config)
+        except AtorchError as error:  # a search asks who would refuse again
+            error.refused_by = chosen.method.name
+            raise
     if job.take_over is not None:  # such a backend communicates while it builds
         return build(job, resolved)
     return agree(

@@ -158,7 +158,7 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
         InputError: if it takes other arguments, or does not return a torch optimizer.
     """
     assert job.inputs.optim_func is not None
-    arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups)
+    arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
     if why:
         job.explain(OPTIMIZER, why)
     parameters = optim_func_parameters(job, groups)

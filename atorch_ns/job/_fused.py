@@ -7,7 +7,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+from atorch_ns.torch_compat import plain_name
 
 __all__ = ["FusedChoice", "choose_fused", "optimizer_arguments"]
 
@@ -30,7 +33,10 @@ class FusedChoice(NamedTuple):
 
 
 def choose_fused(
-    optim_func: Any, optim_args: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
 ) -> FusedChoice:
     """Decides for parameter groups as they will be given to ``optim_func``.
 
@@ -41,6 +47,7 @@ def choose_fused(
         optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
         optim_args: the user's; where they decide, nothing is added.
         groups: with ``params``, and the user's options of each.
+        models: what holds the parameters; embeddings in it may say that their gradients are sparse.
     """
     kind, given = _unwrapped(optim_func, dict(optim_args or {}))
     if kind not in _FUSED:
@@ -49,7 +56,9 @@ def choose_fused(
     decided = [key for key in _DECIDES if given.get(key) is not None or any(key in each for each in groups)]
     if decided:
         return FusedChoice(False, "")
-    reason = next((reason for group in groups if (reason := _obstacle(kind, group["params"]))), None)
+    reason = _sparse(models) or next(
+        (reason for group in groups if (reason := _obstacle(kind, group["params"]))), None
+    )
     if reason is not None:
         return FusedChoice(False, f"{kind.__name__}: not fused, since {reason}")
     return FusedChoice(
@@ -67,12 +76,25 @@ def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 
 def optimizer_arguments(
-    optim_func: Any, optim_args: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
 ) -> tuple[dict[str, Any], str]:
     """The keywords that ``optim_func`` is called with, and what to say of them; arguments as :func:`choose_fused`."""
-    choice = choose_fused(optim_func, optim_args, groups)
+    choice = choose_fused(optim_func, optim_args, groups, models)
     given = dict(optim_args or {})
     return ({**given, "fused": True} if choice.use else given), choice.why
+
+
+def _sparse(models: Iterable[nn.Module]) -> str | None:
+    """The module whose gradient is sparse, which fused kernels refuse in the first step."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                kind = type(module).__name__
+                return f"{plain_name(name) or 'the model'} is an {kind} with sparse=True, and no fused kernel takes sparse gradients"
+    return None
 
 
 def _obstacle(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 
-__all__ = ["refuse_what_fails"]
+__all__ = ["keeps_blocks", "refuse_what_fails"]
 
 
 def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
@@ -27,6 +27,15 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
         reason = _of_torchao(parameters)
     if reason is not None:
         raise InputError(f"{package}.optim.{type(optimizer).__name__} {reason}")
+
+
+def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of bitsandbytes with 8-bit states: some of them have one value for a block of elements.
+
+    Parameters that are too small for 8 bits have states of one value an element all the same.
+    """
+    ours = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
+    return ours and getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
 
 
 def _of_bitsandbytes(parameters: Iterable[torch.Tensor]) -> str | None:

@@ -32,6 +32,9 @@ class TrainStep:
     micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
     are synchronised with the last one only. The loss is taken to be a mean over the batch.
 
+    Gradients stay in ``grad`` after a step, to be looked at, and are cleared when the next one begins. A loop of
+    one's own that follows it and clears them only at its end must call ``optim.zero_grad()`` first.
+
     Attributes:
         num_steps: batches trained on.
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.

@@ -12,6 +12,7 @@ from torch import nn
 
 from atorch_ns.torch_compat import plain_name
 from opt_lib._fp8._heads import Heads
+from opt_lib._replacements._derived import Derived
 
 __all__ = ["DIM_MULTIPLE", "Selection", "find_linears", "folded", "is_named", "lora_layers", "unmatched"]
 
@@ -25,6 +26,7 @@ _MARKS = frozenset({"_is_hf_initialized"})
 EXCLUDED = "left out by exclude"
 NOT_INCLUDED = "not in include"
 SUBCLASS = "a subclass of nn.Linear, which computes in its own way"
+REPLACED = "module_replace gave it a forward pass of its own, which fp8 would lose; exclude that replacement to have it"
 FP8_ALREADY = "in fp8 before"
 CONV1D = "a Conv1D of transformers, which is no nn.Linear"
 HOOKED = "it has hooks or parametrizations, which another module would lose"
@@ -50,6 +52,15 @@ class Selection:
     def heads(self) -> tuple[str, ...]:
         """Layers that make the logits and that nobody has excluded."""
         return self.kept.get(HEAD, ())
+
+    def refused(self, include: Iterable[str]) -> dict[str, str]:
+        """Those of ``include`` whose layers all stay as they are, with the reasons."""
+        found = {}
+        for part in include:
+            reasons = [reason for reason, names in self.kept.items() if any(part in name for name in names)]
+            if reasons and not any(part in name for name in self.replaced):
+                found[part] = "; ".join(reasons)
+        return found
 
     def describe_replaced(self) -> str:
         """``"layers.*.mlp.up_proj (24), stem"``."""
@@ -195,6 +206,8 @@ def _why_not_named(name: str, include: Sequence[str] | None, exclude: Sequence[s
 def _why_not_exact(module: nn.Linear) -> str | None:
     if any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__):
         return FP8_ALREADY
+    if isinstance(module, Derived):
+        return REPLACED
     if type(module) is not nn.Linear:
         return SUBCLASS
     if _is_hooked(module):

@@ -53,9 +53,10 @@ class DeferredLogits:
         return self._computed
 
     def operands(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """x [N, D], weight and bias; ``None`` where the logits exist, or the weight is in parts elsewhere."""
+        """x [N, D], weight and bias; ``None`` where the logits exist, or the weight is in parts or flat."""
         weight = self._head.weight
-        if self._computed is not None or isinstance(weight, DTensor) or weight.shape[0] != vocab_size:
+        whole = not isinstance(weight, DTensor) and weight.shape == (vocab_size, self._x.shape[-1])
+        if self._computed is not None or not whole:
             return None
         return self._x.reshape(-1, self._x.shape[-1]), weight, self._head.bias
 

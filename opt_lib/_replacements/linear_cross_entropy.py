@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from opt_lib._replacements._base import Outcome, Replacement, Requirements, why_untouchable
 from opt_lib._replacements._deferred import DeferredLogits, DeferredLoss, computed
@@ -144,6 +145,7 @@ def _model_forward(source: Any) -> Forward:
             or not self.training
             or not torch.is_grad_enabled()
             or torch.compiler.is_compiling()
+            or _is_gathered_alone(self, head)
         ):
             return source.forward(self, *args, **kwargs)
         head._deferring = True
@@ -154,6 +156,17 @@ def _model_forward(source: Any) -> Forward:
         return _without_logits(output)
 
     return forward
+
+
+def _is_gathered_alone(model: Any, head: Any) -> bool:
+    """Whether a wrapper such as FSDP1's brings the weight for a forward pass of the layer, and takes it away again.
+
+    It hides inside the wrapper, or its weight is flat before that pass. FSDP2 gives a DTensor, and hooks to the layer.
+    """
+    if model.get_output_embeddings() is not head:
+        return True
+    flat = head.weight.shape != (head.out_features, head.in_features)
+    return flat and not isinstance(head.weight, DTensor)
 
 
 def _without_logits(output: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from atorch_ns import auto_accelerate
 from atorch_ns.job import inner_optimizer
 from atorch_ns.job._fused import choose_fused
 from atorch_ns.testing.models import get_case
@@ -124,3 +125,40 @@ def _overflow(strategy: list[Any]) -> tuple[bool, bool]:
 def test_a_scaled_step_is_skipped_with_fused_updates_of_dtensors() -> None:
     for found in run_ranks(_overflow, 2, args=(["fsdp", ("amp_native", "fp16")],), timeout_s=60):
         assert found == (True, True)
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradient is sparse, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 4, sparse=True)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.table(ids))
+        return out
+
+
+@pytest.mark.parametrize("methods", [[], ["zero1"]], ids=["one", "zero1"])
+def test_sparse_gradients_are_left_to_the_loop(methods: list[Any]) -> None:
+    notes = (
+        run_ranks(_sparse_notes, 2, args=(methods,), timeout_s=60)[0] if methods else _sparse_notes(methods)
+    )
+    assert any("table is an Embedding with sparse=True" in note for note in notes)
+
+
+def _sparse_notes(methods: list[Any]) -> list[str]:
+    _, result, _ = auto_accelerate(
+        Sparse(),
+        torch.optim.SGD,
+        torch.arange(16)[:, None],
+        lambda _, output: output.square().mean(),
+        optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 8},
+        load_strategy=methods,
+    )
+    assert result is not None
+    for batch in result.dataloader or ():
+        result.train_step(batch)
+    return list(result.report.notes)

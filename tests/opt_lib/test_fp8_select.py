@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from atorch_ns import auto_accelerate
 from atorch_ns.profile import Profile
 from opt_lib._fp8 import find_linears, lora_layers, unmatched
 from opt_lib._fp8._select import folded
+from opt_lib._replacements import known_replacements
 
 
 class Block(nn.Module):
@@ -226,3 +229,27 @@ def test_parts_of_names_that_nothing_contains_are_found() -> None:
 def test_the_model_itself_has_a_name_in_texts() -> None:
     assert find_linears(nn.Linear(16, 16), None, ()).describe_replaced() == "the model itself"
     assert find_linears(nn.Linear(3, 3), None, ()).describe_kept().startswith("the model itself: dims")
+
+
+def test_a_layer_that_module_replace_changed_says_so() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    replacement = known_replacements()["chunked_linear_cross_entropy"]
+    model = replacement.replace(LlamaForCausalLM(config), set()).model
+    include = ("lm_head", "mlp")
+    found = find_linears(model, include, ())
+    assert len(found.replaced) == 3
+    assert "module_replace" in found.refused(include)["lm_head"]
+    assert list(found.refused(include)) == ["lm_head"]
+
+
+def test_a_name_in_include_whose_layers_all_stay_is_a_warning() -> None:
+    with pytest.warns(
+        UserWarning, match="'narrow', which include names, stays as it is: dims that are no multiples"
+    ):
+        auto_accelerate(
+            Net(),
+            torch.optim.AdamW,
+            load_strategy=[("fp8", {"backend": "torchao", "emulate": True, "include": ("layers", "narrow")})],
+        )

@@ -187,8 +187,13 @@ def _with_labels() -> Case:
 
 STRATEGIES: list[list[Any]] = [
     ["fsdp", "checkpoint"],
-    [("fsdp", {"atorch_wrap_cls": ("Linear",)})],  # the last layer is a unit of its own, gathered for itself
+    [("fsdp", {"version": 1})],
 ]
+LAST_LAYER_ALONE: list[list[Any]] = [
+    [(name, {**version, "atorch_wrap_cls": ("Linear",)})]
+    for name, version in (("fsdp", {}), ("fsdp", {"version": 1}), ("zero2", {"version": 1}))
+]
+"""It is a unit of its own, gathered for itself."""
 
 
 def test_training_on_two_ranks_matches_one_process() -> None:
@@ -198,7 +203,10 @@ def test_training_on_two_ranks_matches_one_process() -> None:
 
     def train() -> list[Any]:
         assert "1 × last layer and loss" in str(accelerate_case(case, [replaced]).report)
-        return [accelerated_run(case, [replaced, *steps]) for steps in STRATEGIES]
+        for steps, expected in ((STRATEGIES[0], 0), *((steps, 1) for steps in LAST_LAYER_ALONE)):
+            report = str(accelerate_case(case, [replaced, *steps]).report)
+            assert report.count("its own loss in place of chunked_linear_cross_entropy") == expected
+        return [accelerated_run(case, [replaced, *steps]) for steps in (*STRATEGIES, *LAST_LAYER_ALONE)]
 
     for run in run_ranks(train, 2, timeout_s=100)[0]:
         assert_parity(compare(reference, run))
