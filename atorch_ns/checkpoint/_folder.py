@@ -27,7 +27,18 @@ from typing import Final
 from atorch_ns.errors import CheckpointError
 from atorch_ns.strategy import JSON
 
-__all__ = ["MANIFEST", "clean", "commit", "find", "latest", "new_folder", "step_name", "write_json"]
+__all__ = [
+    "MANIFEST",
+    "DamagedError",
+    "clean",
+    "commit",
+    "find",
+    "latest",
+    "new_folder",
+    "other_steps",
+    "step_name",
+    "write_json",
+]
 
 MANIFEST: Final = "manifest.json"
 """Written last: a folder that has it is complete."""
@@ -35,6 +46,10 @@ MANIFEST: Final = "manifest.json"
 _POINTER: Final = "latest"
 _STEP: Final = re.compile(r"step-(\d+)")
 _REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was saved."""
 
 
 def step_name(step: int) -> str:
@@ -47,15 +62,19 @@ def latest(path: str | PathLike[str]) -> Path | None:
     parent = Path(path)
     try:
         named = (parent / _POINTER).read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         named = ""
     if _STEP.fullmatch(named):
         for place in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
             if (place / MANIFEST).is_file():
                 return place
-    complete = [place for place in parent.glob("step-*") if (place / MANIFEST).is_file()]
-    numbered = [(int(match[1]), place) for place in complete if (match := _STEP.fullmatch(place.name))]
-    return max(numbered)[1] if numbered else None
+    steps = _steps(parent)
+    return steps[0] if steps else None
+
+
+def other_steps(folder: Path) -> list[Path]:
+    """The complete checkpoints beside that in ``folder``, the highest step first."""
+    return [place for place in _steps(folder.parent) if place != folder]
 
 
 def find(path: str | PathLike[str]) -> Path:
@@ -75,7 +94,7 @@ def find(path: str | PathLike[str]) -> Path:
             f"there is no folder {place}. Give the folder that was given to save, or one step's."
         )
     if _STEP.fullmatch(place.name) or (place / ".metadata").is_file():
-        raise CheckpointError(f"{place} is incomplete: it has no {MANIFEST}, which is written last.")
+        raise DamagedError(f"{place} is incomplete: it has no {MANIFEST}, which is written last.")
     raise CheckpointError(
         f"{place} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
     )
@@ -127,6 +146,13 @@ def write_json(path: Path, document: JSON) -> None:
     _write(temporary, json.dumps(document, indent=1, allow_nan=False) + "\n")
     temporary.replace(path)
     _sync_folder(path.parent)
+
+
+def _steps(parent: Path) -> list[Path]:
+    """The complete checkpoints below ``parent``, the highest step first."""
+    complete = [place for place in parent.glob("step-*") if (place / MANIFEST).is_file()]
+    numbered = [(int(match[1]), place) for place in complete if (match := _STEP.fullmatch(place.name))]
+    return [place for _, place in sorted(numbered, reverse=True)]
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atorch_ns.checkpoint._folder import MANIFEST, write_json
-from atorch_ns.errors import CheckpointError
+from atorch_ns.checkpoint._folder import MANIFEST, DamagedError, write_json
 
-__all__ = ["GroupRecord", "Manifest", "OptimizerRecord", "SchedulerRecord", "TensorRecord"]
+__all__ = ["FileRecord", "GroupRecord", "Manifest", "OptimizerRecord", "SchedulerRecord", "TensorRecord"]
 
 
 class _Record(BaseModel):
@@ -22,6 +21,13 @@ class TensorRecord(_Record):
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class FileRecord(_Record):
+    """A file of tensors, or torch's index of them: its size in bytes and its CRC-32, eight hexadecimal digits."""
+
+    size: int
+    crc32: str
 
 
 class GroupRecord(_Record):
@@ -73,6 +79,7 @@ class Manifest(_Record):
         data: position in the data; ``None`` if there was no data loader.
         rng_digests: a digest of each rank's random states.
         extra: what the caller gave.
+        files: every other file of the checkpoint, by name; ``None`` in those of versions that kept no digests.
     """
 
     format: Literal[1] = 1
@@ -90,6 +97,7 @@ class Manifest(_Record):
     data: dict[str, Any] | None
     rng_digests: tuple[str, ...]
     extra: dict[str, Any]
+    files: dict[str, FileRecord] | None = None
 
     def write(self, folder: Path) -> None:
         """Writes it into ``folder``."""
@@ -105,12 +113,12 @@ class Manifest(_Record):
         try:
             return cls.model_validate_json((folder / MANIFEST).read_bytes())
         except OSError as error:
-            raise CheckpointError(f"cannot read {folder / MANIFEST}: {error}") from error
+            raise DamagedError(f"cannot read {folder / MANIFEST}: {error}") from error
         except ValidationError as error:
             issues = "; ".join(
                 f"{'.'.join(map(str, issue['loc'])) or 'the file'}: {issue['msg']}"
                 for issue in error.errors()[:4]
             )
-            raise CheckpointError(
-                f"{folder / MANIFEST} is damaged, or of a version that this one cannot read: {issues}"
+            raise DamagedError(
+                f"{folder / MANIFEST} is damaged, or of a version that this one cannot read: {issues}."
             ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from atorch_ns.checkpoint._folder import latest
 from atorch_ns.checkpoint._load import load
 from atorch_ns.cluster import agree
+from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 
 __all__ = ["resume"]
@@ -30,16 +33,32 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
         What ``load`` returns, or ``None`` if there is no complete checkpoint.
 
     Raises:
-        CheckpointError: as ``load`` does.
+        CheckpointError: as ``load`` does, and for a path to a file or to what cannot be read.
         RankError: if another rank failed.
     """
     cluster = result.job.cluster
 
     def look() -> str:
-        found = latest(path) if cluster.rank == 0 else None
+        if cluster.rank != 0:
+            return ""
+        _check_folder(Path(path))
+        found = latest(path)
         return "" if found is None else str(found)
 
     found = [agree(look, what="looking for a checkpoint", distributed=cluster.distributed)]
     if cluster.distributed:
         dist.broadcast_object_list(found, src=0)
     return load(found[0], result, data_position=data_position) if found[0] else None
+
+
+def _check_folder(path: Path) -> None:
+    """Nothing saved yet is a beginning; what can never be saved to, or cannot be seen, is a mistake."""
+    present = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not present.is_dir():
+        raise CheckpointError(
+            f"{present} is a file, so there are no checkpoints in {path}. Give the folder that is given to save."
+        )
+    try:
+        os.scandir(present).close()
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {path}: {error}") from error

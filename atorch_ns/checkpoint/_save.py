@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from atorch_ns.checkpoint import _folder
 from atorch_ns.checkpoint._contents import Contents, read_contents, with_all_ranks
+from atorch_ns.checkpoint._files import record_files
+from atorch_ns.checkpoint._manifest import FileRecord
 from atorch_ns.checkpoint._pending import PendingSave, lane_of
 from atorch_ns.checkpoint._tensors import write_tensors
 from atorch_ns.checkpoint._values import plain_json
@@ -114,13 +116,31 @@ def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup 
     distributed = job.cluster.distributed
     write_tensors(contents.tensors, folder, distributed=distributed, group=group)
 
+    files = _record(folder, job, group)
+
     def complete() -> None:
         if job.cluster.rank != 0:
             return
         try:
-            contents.manifest.write(folder)
+            contents.manifest.model_copy(update={"files": files}).write(folder)
             _folder.commit(folder, contents.manifest.step)
         except OSError as error:
             raise CheckpointError(f"cannot complete the checkpoint in {folder.parent}: {error}") from error
 
     agree(complete, what="completing the checkpoint", distributed=distributed, group=group)
+
+
+def _record(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """Sizes and digests of what all ranks have written, each of its own files; collective over ``group``."""
+    cluster = job.cluster
+    own = agree(
+        lambda: record_files(folder, cluster.rank),
+        what="reading what was written",
+        distributed=cluster.distributed,
+        group=group,
+    )
+    if not cluster.distributed:
+        return own
+    told: list[Any] = [None] * cluster.world_size
+    dist.all_gather_object(told, own, group=group)
+    return {name: record for files in told for name, record in files.items()}

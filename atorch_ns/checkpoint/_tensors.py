@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from atorch_ns.checkpoint._folder import DamagedError
+from atorch_ns.checkpoint._whole_chunks import WholeChunks
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import StateSpec
 
-__all__ = ["describe_tensors", "read_tensors", "write_tensors"]
+__all__ = ["INDEX", "describe_tensors", "files_read", "read_tensors", "stored_sizes", "write_tensors"]
+
+INDEX: Final = ".metadata"
+"""The file in which torch keeps what lies where."""
 
 
 def write_tensors(
@@ -55,19 +61,50 @@ def describe_tensors(folder: Path) -> dict[str, StateSpec]:
     Raises:
         CheckpointError: if it cannot be read.
     """
-    try:
-        metadata: Metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:  # damaged pickles raise nearly anything
-        raise CheckpointError(f"{folder / '.metadata'} is missing or damaged: {error}") from error
     return {
         key: StateSpec(tuple(entry.size), entry.properties.dtype)
-        for key, entry in metadata.state_dict_metadata.items()
+        for key, entry in _index(folder).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
 
-def read_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool) -> None:
+def stored_sizes(folder: Path) -> dict[str, int]:
+    """Every file of tensors, and how many bytes it has at least.
+
+    Raises:
+        CheckpointError: if torch's index cannot be read.
+    """
+    metadata = _index(folder)
+    return _sizes(metadata, metadata.storage_data or {})
+
+
+def files_read(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, whole_chunks: Container[str] = ()
+) -> dict[str, int]:
+    """The files from which :func:`read_tensors` will fill ``tensors``, and how many bytes each has at least.
+
+    Raises:
+        CheckpointError: if the folder does not have these tensors.
+    """
+    metadata, planner = _index(folder), WholeChunks(whole_chunks)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
+    try:
+        items = planner.create_local_plan().items
+        return _sizes(metadata, [item.storage_index for item in items])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise DamagedError(f"{folder / INDEX} is not of this checkpoint: {error}.") from error
+
+
+def read_tensors(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool, whole_chunks: Container[str] = ()
+) -> None:
     """Fills ``tensors`` in place, however they were sharded when written. Collective.
+
+    Args:
+        tensors: this rank's.
+        folder: the same for all ranks.
+        distributed: whether there is a process group.
+        whole_chunks: those that may be stored in a form that cannot be sliced.
 
     Raises:
         CheckpointError: on every rank, with the reason of each that failed.
@@ -76,9 +113,31 @@ def read_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, *, distribut
         with warnings.catch_warnings():
             # It says that there is no process group, which is so.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(dict(tensors), storage_reader=FileSystemReader(folder), no_dist=not distributed)
+            load(
+                dict(tensors),
+                storage_reader=FileSystemReader(folder),
+                planner=WholeChunks(whole_chunks),
+                no_dist=not distributed,
+            )
     except CheckpointException as error:
         raise CheckpointError(f"{folder} was not read: {_reasons(error)}") from error
+
+
+def _index(folder: Path) -> Metadata:
+    try:
+        metadata: Metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # damaged pickles raise nearly anything
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise DamagedError(f"{folder / INDEX} is missing or damaged: {reason}.") from error
+    return metadata
+
+
+def _sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for index in indices:
+        place = metadata.storage_data[index]
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    return sizes
 
 
 def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) -> None:
@@ -94,6 +153,9 @@ def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) 
 
 
 def _reasons(error: CheckpointException) -> str:
-    found = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+    found = [
+        f"rank {rank}: {type(cause).__name__}: {cause}".removesuffix(": ")
+        for rank, (cause, _) in error.failures.items()
+    ]
     more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
     return "; ".join(found[:4]) + more

@@ -47,7 +47,7 @@ class CoordinatorClient:
         rank: whose client this is.
         job: its name on a standalone engine; empty for a coordinator of one search.
         tls: the certificates to trust; without it nothing is encrypted.
-        reconnect_s: how long a coordinator may be away.
+        reconnect_s: how long a coordinator may be away; ten seconds at most where none was ever there.
         poll_s: how long one request for a task waits.
         call_timeout_s: deadline of every other call.
         max_message_mib: a larger message is not sent.
@@ -115,7 +115,7 @@ class CoordinatorClient:
         self._heartbeat_s = max(reply.heartbeat_s, 0.05)
         if self._events is not None and self._incarnation not in ("", reply.incarnation):
             self._events.start_again()
-            self._events.note(Note("the coordinator was started again; the search goes on"))
+            self._note("the coordinator was started again; the search goes on")
         self._incarnation = reply.incarnation
         if self._beats is None:
             self._beats = threading.Thread(target=self._beat, name=f"heartbeat-{self._rank}", daemon=True)
@@ -191,8 +191,16 @@ class CoordinatorClient:
 
     def _insist(self, name: str, request: object, timeout_s: float | None = None) -> Any:
         return self._channel.insist(
-            name, request, timeout_s=timeout_s or self._call_timeout_s, within_s=self._reconnect_s
+            name,
+            request,
+            timeout_s=timeout_s or self._call_timeout_s,
+            within_s=self._reconnect_s,
+            on_silence=self._note,
         )
+
+    def _note(self, text: str) -> None:
+        if self._events is not None:
+            self._events.note(Note(text))
 
     def _call_heartbeat(self, caller: pb.Caller) -> pb.HeartbeatReply:
         events = self._events

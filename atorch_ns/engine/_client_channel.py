@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -19,6 +20,10 @@ __all__ = ["CoordinatorChannel", "UnreachableError"]
 
 _MIB = 1024**2
 _PAUSE_S = 0.2
+_FIRST_CONTACT_S = 10.0
+"""Whoever has never been heard is more likely at another address, or not started, than away for a moment. It is
+enough for a process that was started or restarted at the same time."""
+_TOLD_AFTER_S = 10.0
 # https://grpc.io/docs/guides/retry: the first line of defence, within one call's deadline.
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -51,7 +56,15 @@ _PASSING = (
 
 
 class UnreachableError(CoordinatorError):
-    """Nobody answers at the coordinator's address."""
+    """Nobody answers at the coordinator's address.
+
+    Attributes:
+        connected: whether there was a connection, on which no answer came in time.
+    """
+
+    def __init__(self, message: str, *, connected: bool = False) -> None:
+        self.connected = connected
+        super().__init__(message)
 
 
 class CoordinatorChannel:
@@ -69,6 +82,7 @@ class CoordinatorChannel:
         self._metadata = (bearer(token),)
         self._max_bytes = max_message_mib * _MIB
         self._closed = threading.Event()
+        self._heard = False  # of anybody at the address, ever
         options = _options(self._max_bytes)
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=options)
@@ -102,35 +116,56 @@ class CoordinatorChannel:
                 f"{self._max_bytes // _MIB} MiB that a coordinator takes (max_message_mib)"
             )
         try:
-            return self._methods[name](request, timeout=timeout_s, metadata=self._metadata)
+            reply = self._methods[name](request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._in_words(name, error) from None
         except ValueError as error:  # the channel was closed by another thread
             raise UnreachableError(f"{name}: {error}") from None
+        self._heard = True
+        return reply
 
-    def insist(self, name: str, request: Any, *, timeout_s: float, within_s: float) -> Any:
+    def insist(
+        self,
+        name: str,
+        request: Any,
+        *,
+        timeout_s: float,
+        within_s: float,
+        on_silence: Callable[[str], None] = lambda text: None,
+    ) -> Any:
         """Calls until there is an answer, as through a restart of the coordinator.
+
+        Where nobody has ever answered, a connection must come within ten seconds.
 
         Args:
             name: of the call.
             request: its message.
             timeout_s: deadline of each attempt.
             within_s: how long to go on without an answer.
+            on_silence: is told once that there has been no answer for a while, and until when that is borne.
 
         Raises:
             NotJoinedError, CoordinatorError: as :meth:`call`; ``UnreachableError`` after ``within_s``.
         """
-        start = time.monotonic()
+        start, told = time.monotonic(), False
         while True:
             try:
                 return self.call(name, request, timeout_s=timeout_s)
             except UnreachableError as error:
                 gone = time.monotonic() - start
-                if gone > within_s or self._closed.is_set():
+                strange = not self._heard and not error.connected
+                limit_s = min(within_s, _FIRST_CONTACT_S) if strange else within_s
+                if gone > limit_s or self._closed.is_set():
                     raise UnreachableError(
                         f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}). "
                         "Is its process alive, and can this machine reach that address?"
                     ) from None
+                if gone > _TOLD_AFTER_S and not told:
+                    told = True
+                    on_silence(
+                        f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}); it is looked "
+                        f"for until {within_s:.0f} s have passed"
+                    )
             self._closed.wait(_PAUSE_S)
 
     def close(self) -> None:
@@ -141,7 +176,9 @@ class CoordinatorChannel:
     def _in_words(self, name: str, error: Any) -> Exception:
         code, details = error.code(), error.details() or ""
         if code in _PASSING or (code == grpc.StatusCode.CANCELLED):
-            return UnreachableError(f"{name}: {code.name.lower().replace('_', ' ')}: {details}")
+            text = f"{name}: {code.name.lower().replace('_', ' ')}: {details}"
+            return UnreachableError(text, connected=code != grpc.StatusCode.UNAVAILABLE)
+        self._heard = True
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return NotJoinedError(details)
         if code == grpc.StatusCode.UNAUTHENTICATED:

@@ -14,10 +14,12 @@ import cloudpickle
 
 from atorch_ns.errors import InputError
 
-__all__ = ["SHOWN", "Failure", "Task", "load", "store"]
+__all__ = ["ADVICE", "SHOWN", "Failure", "Task", "end", "has_ended", "load", "store"]
 
 SHOWN: Final = "shown"
 """What rank 0 prints."""
+
+ADVICE: Final = "Return plain values and CPU tensors; save a model with atorch_ns.checkpoint and return the folder's name."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,16 @@ def store(folder: Path, name: str, value: object) -> None:
     made = folder / f".{name}"
     made.write_bytes(cloudpickle.dumps(value))
     made.rename(folder / name)
+
+
+def end(folder: Path, rank: int) -> None:
+    """Notes that the function has returned on a rank, and what it returned is stored."""
+    (folder / f"ended-{rank}").touch()
+
+
+def has_ended(folder: Path, rank: int) -> bool:
+    """Whether :func:`end` was called."""
+    return (folder / f"ended-{rank}").exists()
 
 
 def load(folder: Path, name: str) -> Any:

@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from atorch_ns.notebook._task import SHOWN, Failure, Task, store
+from atorch_ns.errors import InputError
+from atorch_ns.notebook._task import ADVICE, SHOWN, Failure, Task, end, store
 
 __all__ = ["main"]
 
@@ -20,11 +21,25 @@ def main(folder: Path) -> int:
         task = _task(folder)
         value = task.function(*task.arguments)
         if rank == 0:
-            store(folder, "value", value)
+            _store_value(folder, value)
+        end(folder, rank)
     except BaseException as error:
         store(folder, f"failure-{rank}", Failure.of(error))
         return 1
     return 0
+
+
+def _store_value(folder: Path, value: object) -> None:
+    try:
+        store(folder, "value", value)
+    except OSError:
+        raise
+    except Exception as error:  # whatever an object's own code raises
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise InputError(
+            f"the function returned a {kind} on rank 0, which cannot be sent back: {type(error).__name__}: {error}. "
+            f"{ADVICE}"
+        ) from None
 
 
 def _task(folder: Path) -> Task:

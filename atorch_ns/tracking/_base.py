@@ -85,7 +85,8 @@ class Tracker(Protocol):
         """Takes the numbers of one step.
 
         Args:
-            metrics: by name; those of :data:`METRICS`, or a caller's own.
+            metrics: by name; those of :data:`METRICS`, or a caller's own. :class:`Tracking` gives floats only; the
+                trackers of this package take whatever holds one number, and leave out the rest with a warning.
             step: training steps so far, from 1; never smaller than before, except after a checkpoint was loaded.
         """
         ...

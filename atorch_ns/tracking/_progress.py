@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Final, TextIO, final
+from typing import Any, Final, TextIO, final
+
+from atorch_ns.tracking._numbers import Numbers
 
 __all__ = ["ProgressTracker"]
 
@@ -44,13 +46,15 @@ class ProgressTracker:
         self._num_steps = num_steps
         self._stream = sys.stderr if stream is None else stream
         self._every_s, self._clock = every_s, clock
+        self._numbers = Numbers()
         self._bar: _Bar | None = None
         self._written_s: float | None = None
         self._waiting: str | None = None
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Shows the metrics of one step, or keeps them for later."""
-        shown = "  ".join(text.format(metrics[name]) for name, text in _SHOWN if name in metrics)
+        found = self._numbers.of(metrics)
+        shown = "  ".join(text.format(found[name]) for name, text in _SHOWN if name in found)
         if self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             if self._bar is None:
                 self._bar = _Bar(self._stream, self._num_steps)

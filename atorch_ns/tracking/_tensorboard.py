@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from atorch_ns.tracking._base import require_package
+from atorch_ns.tracking._numbers import Numbers
 
 __all__ = ["TensorBoardTracker"]
 
@@ -30,16 +31,17 @@ class TensorBoardTracker:
             "tensorboard", needed_by="TensorBoardTracker", install="pip install 'atorch-ns[tensorboard]'"
         )
         self.folder = Path(folder)
+        self._numbers = Numbers()
         self._writer: Any = None
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Writes a scalar for each metric."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             # What comes again from this step on takes the place of what an earlier run wrote there.
             self._writer = SummaryWriter(str(self.folder), purge_step=step)
-        for name, value in metrics.items():
+        for name, value in self._numbers.of(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 

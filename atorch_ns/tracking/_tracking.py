@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from atorch_ns.errors import InputError
+from atorch_ns.tracking._numbers import Numbers
 
 if TYPE_CHECKING:
     from atorch_ns.tracking._base import Tracker
@@ -110,6 +111,7 @@ class Tracking:
         check_every(every)
         self._tracker, self._meter, self._every = tracker, meter, every
         self._on_close = on_close
+        self._numbers = Numbers()
         self._num_lost = 0
         self._closed = tracker is None
 
@@ -121,12 +123,16 @@ class Tracking:
         if step % self._every == 0:
             self.log(self._meter.read(loss, grad_norm), step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Gives numbers of the caller's own to the tracker, such as ``{"eval/loss": 1.5}``; on rank 0."""
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Gives numbers of the caller's own to the tracker, such as ``{"eval/loss": 1.5}``; on rank 0.
+
+        Integers, booleans, numpy's numbers and tensors without a dim are taken too, and given on as floats. What
+        is no number is left out, with one warning for each name.
+        """
         if self._tracker is None or self._closed:
             return
         try:
-            self._tracker.log(metrics, step)
+            self._tracker.log(self._numbers.of(metrics), step)
         except Exception as error:
             self._failed(f"lost the metrics of step {step}", error)
 

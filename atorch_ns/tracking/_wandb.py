@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, final
 
 from atorch_ns.tracking._base import require_package
+from atorch_ns.tracking._numbers import Numbers
 
 __all__ = ["WandbTracker"]
+
+log = logging.getLogger("atorch_ns")
 
 
 @final
@@ -17,6 +23,8 @@ class WandbTracker:
 
     The step is logged as the metric ``step``, which all others are drawn over: so a run that goes back to a
     checkpoint may log steps again, which wandb's own counter refuses.
+
+    Where ``folder`` cannot be written, wandb takes another one: then a warning says at the start which.
 
     Args:
         project: the run's project.
@@ -42,13 +50,14 @@ class WandbTracker:
         self.project, self.name = project, name
         self._mode: Literal["online", "offline"] = mode
         self._folder, self._config = folder, dict(config or {})
+        self._numbers = Numbers()
         self._run: Any = None
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Logs the metrics of one step."""
         if self._run is None:
             self._run = self._begin()
-        self._run.log({"step": step, **metrics})
+        self._run.log({"step": step, **self._numbers.of(metrics)})
 
     def close(self) -> None:
         """Ends the run; in the mode ``"online"`` this waits until everything is sent."""
@@ -67,6 +76,10 @@ class WandbTracker:
             config=self._config,
             settings=wandb.Settings(silent=True),
         )
+        asked = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
+        place = Path(run.dir).resolve()
+        if not place.is_relative_to(asked):
+            log.warning("wandb cannot write to %s, and writes this run to %s.", asked, place.parent)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run

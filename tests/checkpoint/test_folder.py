@@ -100,6 +100,8 @@ def test_a_lost_pointer_means_the_highest_step(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-10"
     (tmp_path / "latest").write_text("step-11")  # incomplete
     assert latest(tmp_path) == tmp_path / "step-10"
+    (tmp_path / "latest").write_bytes(b"\xff\xfe\x00")  # no text
+    assert latest(tmp_path) == tmp_path / "step-10"
 
 
 def test_the_pointer_leads_nowhere_else(tmp_path: Path) -> None:

@@ -136,10 +136,18 @@ def _newer(file: Path) -> None:
         ("manifest.json", _truncate, r"manifest\.json is damaged"),
         ("manifest.json", _newer, r"of a version that this one cannot read: format"),
         ("manifest.json", Path.unlink, r"step-1 is incomplete"),
-        (".metadata", _truncate, r"\.metadata is missing or damaged"),
-        (".metadata", Path.unlink, r"\.metadata is missing or damaged"),
-        ("__0_0.distcp", Path.unlink, r"step-1 was not read: rank 0: FileNotFoundError"),
-        ("__0_0.distcp", _truncate, r"step-1 was not read: rank 0: "),
+        (".metadata", _truncate, r"step-1 is damaged: \.metadata has \d+ bytes, and \d+ were written"),
+        (
+            ".metadata",
+            Path.unlink,
+            r"step-1 is damaged: \.metadata of \d+ bytes cannot be opened: No such file",
+        ),
+        (
+            "__0_0.distcp",
+            Path.unlink,
+            r"step-1 is damaged: __0_0\.distcp of \d+ bytes cannot be opened: No such",
+        ),
+        ("__0_0.distcp", _truncate, r"step-1 is damaged: __0_0\.distcp has \d+ bytes, and \d+ were written"),
     ],
 )
 def test_a_damaged_checkpoint(saved: Path, name: str, damage: Callable[[Path], None], said: str) -> None:

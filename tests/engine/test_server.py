@@ -273,6 +273,45 @@ def test_a_coordinator_that_stays_away_is_given_up() -> None:
     assert time.monotonic() - start < 8.0
 
 
+def test_a_coordinator_that_was_never_there_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atorch_ns.engine._client_channel._FIRST_CONTACT_S", 0.5)
+    server = CoordinatorServer(Coordinator(FakeSearch(), 1), token=TOKEN)
+    server.close()
+    start = time.monotonic()
+    with pytest.raises(CoordinatorError, match=f"the coordinator at {server.address} has not answered for"):
+        run_agent(client(server, 0, reconnect_s=60.0), FakeWorker(0), rank=0)
+    assert time.monotonic() - start < 8.0
+
+
+def test_a_coordinator_that_begins_a_moment_later_is_found() -> None:
+    server = CoordinatorServer(Coordinator(FakeSearch(), 1), token=TOKEN)
+    server.close()
+    call = agent(server, FakeWorker(0), reconnect_s=60.0)
+    time.sleep(1.0)
+    with CoordinatorServer(Coordinator(FakeSearch(), 1), token=TOKEN, port=server.port):
+        assert call.wait().error is None
+
+
+def test_one_that_was_there_is_looked_for_longer_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atorch_ns.engine._client_channel._FIRST_CONTACT_S", 0.1)
+    monkeypatch.setattr("atorch_ns.engine._client_channel._TOLD_AFTER_S", 0.2)
+    seen: list[Event] = []
+    server = CoordinatorServer(Coordinator(FakeSearch(["a"]), 2), token=TOKEN)
+    calls = [agent(server, FakeWorker(0), on_event=seen.append)]  # waits for rank 1
+    time.sleep(0.5)
+    server.close()
+    time.sleep(2.0)
+    with CoordinatorServer(Coordinator(FakeSearch(["b"]), 2), token=TOKEN, port=server.port):
+        calls.append(agent(server, FakeWorker(1)))
+        assert [call.wait().error for call in calls] == [None, None]
+    texts = [event.text for event in seen if isinstance(event, Note)]
+    told = [
+        text for text in texts if text.startswith(f"the coordinator at {server.address} has not answered")
+    ]
+    assert len(told) == 1
+    assert told[0].endswith("it is looked for until 10 s have passed")
+
+
 def test_a_taken_port_is_said() -> None:
     server = CoordinatorServer(Coordinator(FakeSearch(), 1), token=TOKEN)
     with server, pytest.raises(CoordinatorError, match=f"cannot listen on 127.0.0.1:{server.port}"):

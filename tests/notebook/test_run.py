@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from atorch_ns import notebook
 from atorch_ns.errors import InputError, RankError
+from atorch_ns.launch import RankEnd, Ranks
 
 
 def test_rank_0_returns_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,3 +92,70 @@ def test_what_cannot_be_sent_is_named() -> None:
 
     with pytest.raises(InputError, match=r"locked cannot be sent to the workers: .*lock"):
         notebook.run(locked)
+
+
+@pytest.mark.parametrize("timeout_s", ["x", 0, -1.0, float("nan"), float("inf"), True])
+def test_a_time_limit_that_is_none(timeout_s: Any) -> None:
+    with pytest.raises(InputError, match=r"timeout_s=.* is no time"):
+        notebook.run(print, nproc=1, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "said"),
+    [
+        (4, (), r"fn is 4, which cannot be called"),
+        (print, 4, r"args is '4', of type int\. .*args=\(value,\)"),
+        (print, "abc", r"args is 'abc', of type str"),
+    ],
+)
+def test_arguments_are_checked_before_workers_start(
+    fn: Any, args: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atorch_ns.notebook._run.Ranks", None)
+    with pytest.raises(InputError, match=said):
+        notebook.run(fn, args, nproc=1)
+
+
+def test_a_wait_that_fails_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Ranks, *, timeout_s: float | None = None) -> list[RankEnd]:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(Ranks, "wait", broken)
+    with pytest.raises(OSError, match="no more processes"):
+        notebook.run(print, nproc=1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_without_a_result_failed(rank: int) -> None:
+    def leaves() -> int:
+        if os.environ["RANK"] == str(rank):
+            os._exit(0)
+        return 5
+
+    with pytest.raises(
+        RankError, match=rf"rank {rank} of 2 failed:\nit left with exit code 0 before"
+    ) as caught:
+        notebook.run(leaves)
+    assert list(caught.value.failures) == [rank]
+
+
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    def returns_a_lock() -> object:
+        return threading.Lock()
+
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed") as caught:
+        notebook.run(returns_a_lock, nproc=1)
+    assert "the function returned a _thread.lock on rank 0, which cannot be sent back" in str(caught.value)
+    assert "Return plain values and CPU tensors" in str(caught.value)
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_a_result_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(
+        RankError, match=r"what rank 0 returned cannot be read here: ValueError: .*Return plain"
+    ):
+        notebook.run(Unreadable, nproc=1)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,6 +56,60 @@ def test_jsonl_appends_and_mends_a_torn_line(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[:2] == ['{"step": 1}', '{"step": 2, "train/lo']
     assert json.loads(lines[2])["step"] == 2
+
+
+FULL = """
+import resource, signal, sys
+from atorch_ns.tracking import JsonlTracker
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+tracker = JsonlTracker(sys.argv[1])
+for step in range(1, 5):
+    limit = 130 if step in (2, 3) else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        tracker.log({"train/loss": 0.5, "x" * 40: 1.0}, step)
+    except OSError as error:
+        print(step, type(error).__name__)
+tracker.close()
+"""
+
+
+def test_a_line_that_a_full_disk_cuts_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["2", "OSError", "3", "OSError"]
+    assert [row["step"] for row in rows(path)] == [1, 4]
+
+
+def test_a_torn_line_that_cannot_be_cut_off_stays_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker, write = JsonlTracker(path), FileIO.write
+
+    class Torn(FileIO):
+        def write(self, data: Any) -> int:
+            if failing and len(data) < 20:
+                raise OSError(28, "No space left on device")
+            return write(self, data[:-10] if failing else data)
+
+    def no_truncate(handle: int, size: int) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    failing = True
+    monkeypatch.setattr("atorch_ns.tracking._jsonl.FileIO", Torn)
+    monkeypatch.setattr(os, "ftruncate", no_truncate)
+    with pytest.raises(OSError, match="No space left"):
+        tracker.log({"train/loss": 0.5}, 1)
+    failing = False
+    tracker.log({"train/loss": 0.25}, 2)
+    tracker.close()
+    _, last = path.read_text().splitlines()
+    assert json.loads(last)["train/loss"] == 0.25
 
 
 def test_tensorboard_events_read_back(tmp_path: Path) -> None:

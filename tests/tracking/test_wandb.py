@@ -57,3 +57,31 @@ def history(file: Path) -> list[tuple[int, float]]:
             }
             rows.append((items["step"], items["train/loss"]))
     return rows
+
+
+ELSEWHERE = """
+import logging, sys
+from types import SimpleNamespace
+from atorch_ns.tracking import WandbTracker
+import wandb
+run = SimpleNamespace(dir=sys.argv[2], define_metric=lambda *a, **k: None, log=lambda row: None, finish=lambda: None)
+wandb.init = lambda **options: run
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+tracker = WandbTracker(project="p", folder=sys.argv[1])
+tracker.log({"train/loss": 1.0}, 1)
+tracker.close()
+"""
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_run_that_is_written_elsewhere_is_said(tmp_path: Path, elsewhere: bool) -> None:
+    pytest.importorskip("wandb")
+    asked, other = tmp_path / "asked", tmp_path / "other"
+    place = (other if elsewhere else asked) / "wandb" / "run-1" / "files"
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(asked), str(place)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=110, check=True,
+    )  # fmt: skip
+    said = f"wandb cannot write to {asked}, and writes this run to {place.parent}."
+    assert done.stdout.strip() == (said if elsewhere else "")
