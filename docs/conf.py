@@ -23,6 +23,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"atorch_ns {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -16,7 +16,7 @@ __all__ = ["Chosen", "Note", "fold_plan", "ordered"]
 
 @dataclass(frozen=True)
 class Note:
-    """Something decided for the user: a method added, left out or replaced by what it stands for, a size fitted.
+    """Something decided for the user: a method added, left out or replaced by what it stands for, a size or a name fitted.
 
     Attributes:
         kind: what was decided.

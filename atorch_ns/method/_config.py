@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, model_validator
+from pydantic.fields import FieldInfo
 
-__all__ = ["Flag", "MethodConfig", "ModuleSelectors", "dtype_name"]
+__all__ = ["Flag", "MethodConfig", "ModuleSelectors", "dtype_name", "selector_keys"]
 
 Flag = StrictBool
 """True or False, and nothing that merely looks like it."""
@@ -50,8 +51,21 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-ModuleSelectors = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+_SELECTS = BeforeValidator(_one_or_many)
+
+ModuleSelectors = Annotated[tuple[str, ...], _SELECTS]
 """Modules by class name, qualified class name, or dotted path with ``*``; a single string is one of them."""
+
+
+def selector_keys(config: type[BaseModel]) -> list[str]:
+    """The keys of a config that select modules: the fields that are :data:`ModuleSelectors`, or that or None."""
+
+    def selects(field: FieldInfo) -> bool:
+        parts = [field.metadata, *(getattr(part, "__metadata__", ()) for part in get_args(field.annotation))]
+        return any(_SELECTS in part for part in parts)
+
+    return [key for key, field in config.model_fields.items() if selects(field)]
+
 
 _DTYPES = {
     "fp32": "float32",

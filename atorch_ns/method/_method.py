@@ -6,13 +6,14 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from atorch_ns.errors import Problem, RegistrationError
 from atorch_ns.method._config import MethodConfig
 from atorch_ns.method._phase import Phase
+from atorch_ns.strategy import Plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
     from atorch_ns.job import Job
     from atorch_ns.profile import Profile
-    from atorch_ns.strategy import Plan
 
 __all__ = ["Conflict", "Expansion", "Method", "Need"]
 
@@ -81,6 +81,10 @@ class Method(ABC, Generic[C]):
         variants: configs that compose differently from the default one, by what sets them apart.
         needs_process_group: whether it means nothing in a process that is not one of a group; there it is
             left out with a warning.
+        refuses_by: the fields of the plan that decide, with the config, the axes that divide the model and the
+            methods that are applied before, whether :meth:`apply` refuses; empty if these alone do. A search
+            then takes one refusal to hold for every strategy that is alike in this. ``None``: it may be about
+            anything, and holds for no other.
 
     The first line of the class's docstring is its summary in tables.
     """
@@ -94,6 +98,7 @@ class Method(ABC, Generic[C]):
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     needs_process_group: ClassVar[bool] = False
+    refuses_by: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls) -> None:
         """Enforces the conventions when the class is made."""
@@ -111,6 +116,9 @@ class Method(ABC, Generic[C]):
             raise RegistrationError(f"{cls.__name__}.Config must derive from MethodConfig")
         if not (cls.__doc__ or "").strip():
             raise RegistrationError(f"{cls.__name__} needs a docstring: its first line is shown to users")
+        unknown = sorted({*(cls.refuses_by or ())} - {field.name for field in fields(Plan)})
+        if unknown:
+            raise RegistrationError(f"{cls.__name__}.refuses_by: Plan has no field {', '.join(unknown)}")
 
     @property
     def summary(self) -> str:

@@ -8,6 +8,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, MethodNotFoundError, Problem, StrategyError
 from atorch_ns.method._chosen import Chosen, Note, fold_plan, ordered
 from atorch_ns.method._method import Need
+from atorch_ns.method._namesakes import named_as_here
 from atorch_ns.method._registry import Registry
 from atorch_ns.method._validate import expand, validate
 from atorch_ns.profile import Profile
@@ -51,6 +52,9 @@ def resolve(
     chosen, expanded, problems = expand(chosen, cluster, registry)
     if problems:
         raise _error(problems)
+    if profile is not None:
+        chosen, renamed = named_as_here(chosen, profile)
+        expanded += renamed
     chosen, left_out, notes = _leave_out(chosen, cluster)
     chosen, fitted, problems = _fit(chosen, cluster)
     chosen, added, unfilled = _complete(chosen, cluster, registry)
@@ -81,7 +85,8 @@ def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], li
             ]
         else:
             left_out.append(item)
-            notes.append(Note("left out", item.method.name, f"{item.method.name} is left out: {reason}"))
+            text = f"{item.method.name} is left out: {reason.rstrip('.')}. The strategy keeps it, for where it can be used"
+            notes.append(Note("left out", item.method.name, text))
     return kept, left_out, notes
 
 

@@ -82,6 +82,29 @@ class Profile:
         """The selectors that match no module."""
         return [selector for selector in selectors if not self._matched(selector)]
 
+    def namesakes(self, selector: str) -> tuple[str, tuple[str, ...]]:
+        """The classes of the model that are called as ``selector`` is, whatever module they are defined in.
+
+        Args:
+            selector: ``package.module.Name``.
+
+        Returns:
+            The qualified name that they share, without the module, and their full names, sorted. Both are empty
+            if there is no such class, or if the name is a path or a pattern.
+        """
+        everything = set().union(*self.module_classes.values())
+        tails = {name for name in everything if selector.endswith(f".{name}")}
+        if not tails or "*" in selector:
+            return "", ()
+        tail = max(tails, key=len)
+        found = {
+            name
+            for classes in self.module_classes.values()
+            for name in classes
+            if name.endswith(f".{tail}") and not any(other.endswith(f".{name}") for other in classes)
+        }
+        return tail, tuple(sorted(found))
+
     def own_class_names(self) -> list[str]:
         """Bare class names of the model's modules that have a name of their own in torch or the user's code."""
         names = {name for classes in self.module_classes.values() for name in classes if "." not in name}

@@ -53,7 +53,7 @@ def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """Bare and qualified names of a module's class and its bases below ``nn.Module``.
+    """Names of a module's class and its bases below ``nn.Module``: bare, qualified, and with the module's name.
 
     Those of a module that it was made to stand for are among them.
     """
@@ -61,7 +61,7 @@ def class_names(module: nn.Module) -> set[str]:
     for kind in type(module).__mro__:
         if kind is nn.Module:
             break
-        names |= {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        names |= {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
     return names
 
 

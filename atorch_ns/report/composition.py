@@ -14,9 +14,10 @@ __all__ = ["composition_page"]
 
 _HEAD = """# What may stand together
 
-Made from the methods' own declarations by `python -m atorch_ns.report.composition docs/composition.md`;
-do not edit. ✓ stands together, a number says why not, · is the same method. A method without a note works
-with its default config; a note in brackets names the config that composes differently.
+<!-- Written by `python -m atorch_ns.report.composition docs/composition.md`: do not edit. -->
+
+Taken from the methods' own declarations. ✓ stands together, a number says why not, · is the same method. A method
+without a note works with its default config; a note in brackets names the config that composes differently.
 """
 
 

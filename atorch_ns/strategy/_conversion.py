@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from atorch_ns.errors import StrategyFileError
@@ -29,12 +30,14 @@ class Conversion:
         source: the system: ``"atorch"``, ``"accelerate"`` or ``"deepspeed"``.
         carried: the keys that became part of the strategy, and how.
         left_out: the keys that did not, each with the reason.
+        warnings: what would train otherwise than the file's author may think, and what to do.
     """
 
     strategy: Strategy
     source: str
     carried: tuple[Remark, ...] = ()
     left_out: tuple[Remark, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -44,6 +47,7 @@ class Conversion:
             "strategy": [{"name": step.name, "config": step.config} for step in self.strategy],
             "carried": [remark._asdict() for remark in self.carried],
             "left_out": [remark._asdict() for remark in self.left_out],
+            "warnings": list(self.warnings),
         }
 
 
@@ -53,25 +57,25 @@ class Converter:
     Args:
         document: the file's content.
         source: the system that it is of.
-        name: of the file, for messages.
+        name: of the file, for messages, and for the folder of files that it names.
     """
 
     def __init__(self, document: Mapping[str, Any], *, source: str, name: str) -> None:
         self.name = name
+        self.folder = Path(name).parent
         self._source = source
         self._document = document
         self._steps: dict[str, dict[str, Any]] = {}
         self._carried: list[Remark] = []
         self._left_out: list[Remark] = []
+        self._warnings: list[str] = []
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key, with dots between the keys of nested mappings; the caller says what became of it.
 
         What another program fills in later, ``"auto"``, counts as not given, and is left out.
         """
-        value: Any = self._document
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = self.raw(key)
         if value is None:
             return default
         if value == "auto":
@@ -79,9 +83,24 @@ class Converter:
             return default
         return value
 
+    def raw(self, key: str) -> Any:
+        """The value of a key as it stands in the file, ``"auto"`` included; nothing is said of it."""
+        value: Any = self._document
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
     def use(self, method: str, **config: Any) -> None:
         """Adds a method, or keys to the config of one that is there."""
         self._steps.setdefault(method, {}).update(config)
+
+    def drop(self, method: str) -> None:
+        """Takes a method back."""
+        self._steps.pop(method, None)
+
+    def config(self, method: str) -> dict[str, Any] | None:
+        """The config of a method that is used; ``None`` if it is not."""
+        return self._steps.get(method)
 
     def carry(self, key: str, text: str) -> None:
         """Says what a key became."""
@@ -89,7 +108,39 @@ class Converter:
 
     def leave(self, key: str, reason: str) -> None:
         """Says why a key became nothing."""
-        self._left_out.append(Remark(key, reason))
+        remark = Remark(key, reason)
+        if remark not in self._left_out:
+            self._left_out.append(remark)
+
+    def told(self, key: str) -> bool:
+        """Whether somebody has said what became of a key."""
+        return any(remark.key == key for remark in (*self._carried, *self._left_out))
+
+    def warn(self, text: str) -> None:
+        """Says what would train otherwise than the file's author may think, and what to do."""
+        self._warnings.append(text)
+
+    def absorb(self, other: Converter, *, why: Callable[[str], str], before: str) -> None:
+        """Takes over what was made of another file that this one names.
+
+        Args:
+            other: its converter.
+            why: the reason for a key of it without a remark.
+            before: stands before its keys.
+        """
+        other.leave_the_rest(why)
+        for method, config in other._steps.items():
+            self.use(method, **config)
+        self._carried += [Remark(f"{before}{key}", text) for key, text in other._carried]
+        self._left_out += [Remark(f"{before}{key}", text) for key, text in other._left_out]
+        self._warnings += other._warnings
+
+    def leave_the_rest(self, why: Callable[[str], str]) -> None:
+        """Says of every key without a remark why it became nothing."""
+        told = {remark.key for remark in (*self._carried, *self._left_out)}
+        for key in _leaves(self._document):
+            if not any(key == each or key.startswith(f"{each}.") for each in told):
+                self.leave(key, why(key))
 
     def finish(
         self, *, why: Callable[[str], str], requires: Requires | None = None, order: tuple[str, ...]
@@ -101,10 +152,7 @@ class Converter:
             requires: what the file says of the setting.
             order: of the methods.
         """
-        told = {remark.key for remark in (*self._carried, *self._left_out)}
-        for key in _leaves(self._document):
-            if not any(key == each or key.startswith(f"{each}.") for each in told):
-                self.leave(key, why(key))
+        self.leave_the_rest(why)
         steps = [(name, self._steps[name] or None) for name in order if name in self._steps]
         return Conversion(
             strategy=Strategy(
@@ -113,6 +161,7 @@ class Converter:
             source=self._source,
             carried=tuple(self._carried),
             left_out=tuple(self._left_out),
+            warnings=tuple(self._warnings),
         )
 
     def wrong(self, key: str, value: Any, accepted: str) -> StrategyFileError:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from atorch_ns.errors import InputError, StrategyFileError
 from atorch_ns.strategy._conversion import Conversion, Remark
 from atorch_ns.strategy._convert_accelerate import convert_accelerate
 from atorch_ns.strategy._convert_deepspeed import convert_deepspeed
+from atorch_ns.strategy._convert_text import parsed, read_bytes
 from atorch_ns.strategy._pickle import convert_pickle
 from atorch_ns.strategy._strategy import Strategy
 
@@ -61,7 +59,7 @@ def convert_file(
     place = Path(path)
     if source not in ("auto", "atorch", *_CONVERTERS):
         raise InputError(f"--from={source!r} is not known. Use auto, atorch, accelerate or deepspeed.")
-    content = _read(place)
+    content = read_bytes(place)
     if content[:1] == b"\x80":
         if source not in ("auto", "atorch"):
             raise StrategyFileError(
@@ -69,7 +67,7 @@ def convert_file(
             )
         strategy = convert_pickle(place, classes=classes)
         return _as_it_is(strategy)
-    document = _parsed(content, str(place))
+    document = parsed(content, str(place))
     known = _known(document, str(place)) if source == "auto" else source
     if known == "atorch":
         return _as_it_is(Strategy.load(place))
@@ -83,25 +81,6 @@ def convert_file(
 def _as_it_is(strategy: Strategy) -> Conversion:
     carried = tuple(Remark(step.name, "as it is") for step in strategy)
     return Conversion(strategy=strategy, source="atorch", carried=carried)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
-
-
-def _parsed(content: bytes, name: str) -> Any:
-    try:
-        text = content.decode("utf-8")
-        # DeepSpeed's own files may begin with a comment, which JSON has not and YAML has.
-        return json.loads(text) if text.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        shown = " ".join(str(error).split())
-        raise StrategyFileError(
-            f"not readable as JSON or YAML, truncated or damaged: {shown}", source=name
-        ) from None
 
 
 def _known(document: Any, name: str) -> str:

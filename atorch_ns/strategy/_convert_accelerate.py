@@ -7,8 +7,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from atorch_ns.strategy._conversion import Conversion, Converter, number, switch
+from atorch_ns.strategy._convert_accelerate_deepspeed import read_deepspeed_section
 from atorch_ns.strategy._convert_accelerate_fsdp import read_fsdp
-from atorch_ns.strategy._convert_deepspeed import ORDER, read_accumulation, read_zero
+from atorch_ns.strategy._convert_accelerate_megatron import read_megatron
+from atorch_ns.strategy._convert_deepspeed import ORDER, read_accumulation
+from atorch_ns.strategy._convert_mesh import use_axes
 from atorch_ns.strategy._requires import Requires
 
 __all__ = ["convert_accelerate"]
@@ -20,6 +23,7 @@ _AXES: Final = {
     "dp_shard_size": "zero",
     "tp_size": "tensor",
     "cp_size": "sequence",
+    "sp_size": "sequence",
 }
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -49,7 +53,17 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "fsdp_config.fsdp_use_orig_params": "always so with FSDP2",
         "deepspeed_config.zero3_init_flag": "build the model on meta instead; it is filled shard by shard",
         "deepspeed_config.zero3_save_16bit_model": "checkpoints are written by atorch_ns.checkpoint",
-        "deepspeed_config.deepspeed_config_file": "convert that file with --from deepspeed",
+        "deepspeed_config.deepspeed_config_file": "none: the stage is given here",
+        "deepspeed_config.offload_optimizer_nvme_path": "nothing is kept on NVMe",
+        "deepspeed_config.offload_param_nvme_path": "nothing is kept on NVMe",
+        **{
+            f"deepspeed_config.deepspeed_{key}": _LAUNCHER
+            for key in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
+        },
+        "deepspeed_config.deepspeed_moe_layer_cls_names": "expert_parallel finds the layers of experts",
+        "dynamo_config": "nothing is compiled",
+        "parallelism_config.parallelism_config_cp_backend": "sequence_parallel chooses by its kind: ulysses or ring",
+        "parallelism_config.parallelism_config_cp_comm_strategy": "sequence_parallel chooses by its kind",
     }
 )
 
@@ -68,107 +82,32 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
     kind = str(converter.take("distributed_type", "NO")).upper()
     if kind not in _KINDS:
         raise converter.wrong("distributed_type", kind, ", ".join(_KINDS))
-    _distribution(converter, kind)
-    _precision(converter)
+    requires = _requires(converter)
+    _distribution(converter, kind, requires.world_size)
+    if kind != "DEEPSPEED":  # there, weights are in 16 bits, and a file of DeepSpeed's may decide
+        _precision(converter)
     _compile(converter)
     steps = converter.take("gradient_accumulation_steps")
-    if steps is not None:
+    if steps is not None and not converter.told("gradient_accumulation_steps"):
         read_accumulation(converter, "gradient_accumulation_steps", steps)
-    _axes(converter)
-    return converter.finish(why=_why, requires=_requires(converter), order=ORDER)
+    _axes(converter, requires.world_size)
+    return converter.finish(why=_why, requires=requires, order=ORDER)
 
 
-def _distribution(converter: Converter, kind: str) -> None:
+def _distribution(converter: Converter, kind: str, processes: int | None) -> None:
     if kind == "FSDP":
         read_fsdp(converter)
         return
     if kind == "DEEPSPEED":
-        _deepspeed(converter)
+        read_deepspeed_section(converter, processes=processes)
         return
     if kind in ("MULTI_GPU", "MULTI_CPU"):
         converter.use("ddp")
         converter.carry("distributed_type", f"{kind} → ddp")
     elif kind == "MEGATRON_LM":
-        _megatron(converter)
+        read_megatron(converter, processes=processes)
     else:
         converter.carry("distributed_type", f"{kind}: no method of its own")
-
-
-def _deepspeed(converter: Converter) -> None:
-    if converter.take("deepspeed_config.zero_stage") is not None:
-        key = "deepspeed_config.zero_stage"
-        method = read_zero(converter, converter.take(key), key)
-        converter.carry("distributed_type", f"DEEPSPEED → {method}")
-    elif converter.take("deepspeed_config.deepspeed_config_file") is not None:
-        file = converter.take("deepspeed_config.deepspeed_config_file")
-        converter.leave(
-            "deepspeed_config.deepspeed_config_file",
-            f"the strategy stands in {file}: convert that with --from deepspeed",
-        )
-        method = ""
-    else:
-        raise converter.wrong("deepspeed_config", {}, "zero_stage, or deepspeed_config_file")
-    devices = {
-        key: converter.take(f"deepspeed_config.offload_{key}_device", "none")
-        for key in ("optimizer", "param")
-    }
-    both = method == "fsdp" and set(devices.values()) == {"cpu"}
-    if both:
-        converter.use("fsdp", cpu_offload=True)
-    for key, device in devices.items():
-        name = f"deepspeed_config.offload_{key}_device"
-        if both:
-            converter.carry(name, "cpu → fsdp.cpu_offload, parameters and optimizer together")
-        elif device != "none":
-            converter.leave(
-                name,
-                f"{device}: only fsdp keeps things in host memory, all together: {{'cpu_offload': true}}",
-            )
-    steps = converter.take("deepspeed_config.gradient_accumulation_steps")
-    if steps is not None:
-        read_accumulation(converter, "deepspeed_config.gradient_accumulation_steps", steps)
-    clip = converter.take("deepspeed_config.gradient_clipping")
-    if clip is not None:
-        converter.leave(
-            "deepspeed_config.gradient_clipping", f"an argument of auto_accelerate: max_grad_norm={clip}"
-        )
-
-
-def _megatron(converter: Converter) -> None:
-    axes = []
-    for key, axis, method in (
-        ("pp_degree", "pipeline", "pipeline_parallel"),
-        ("tp_degree", "tensor", "tensor_parallel"),
-    ):
-        degree = converter.take(f"megatron_lm_config.megatron_lm_{key}")
-        if degree is not None and number(converter, key, degree) > 1:
-            axes.append([axis, number(converter, key, degree)])
-            converter.use(method)
-            converter.carry(f"megatron_lm_config.megatron_lm_{key}", f"{degree} → the axis {axis}")
-    sequence = converter.take("megatron_lm_config.megatron_lm_sequence_parallelism")
-    if sequence is not None:
-        on = switch(converter, "megatron_lm_sequence_parallelism", sequence)
-        if on and any(axis == "tensor" for axis, _ in axes):
-            converter.use("tensor_parallel", sequence=True)
-        converter.carry(
-            "megatron_lm_config.megatron_lm_sequence_parallelism", f"{sequence} → tensor_parallel.sequence"
-        )
-    recompute = converter.take("megatron_lm_config.megatron_lm_recompute_activations")
-    if recompute is not None:
-        if switch(converter, "megatron_lm_recompute_activations", recompute):
-            converter.use("checkpoint")
-        converter.carry("megatron_lm_config.megatron_lm_recompute_activations", f"{recompute} → checkpoint")
-    clip = converter.take("megatron_lm_config.megatron_lm_gradient_clipping")
-    if clip is not None:
-        converter.leave(
-            "megatron_lm_config.megatron_lm_gradient_clipping",
-            f"an argument of auto_accelerate: max_grad_norm={clip}",
-        )
-    if axes:
-        converter.use("parallel_mode", axes=[*axes, ["data", 1]])
-    converter.carry(
-        "distributed_type", "MEGATRON_LM → parallel_mode; the axis data takes the ranks that are left"
-    )
 
 
 def _precision(converter: Converter) -> None:
@@ -190,12 +129,14 @@ def _precision(converter: Converter) -> None:
 
 
 def _compile(converter: Converter) -> None:
-    backend = converter.take("dynamo_config.dynamo_backend", converter.take("dynamo_backend"))
+    inner = converter.take("dynamo_config.dynamo_backend")
+    place = "dynamo_backend" if inner is None else "dynamo_config.dynamo_backend"
+    backend = converter.take(place)
     if backend is None:
         return
     name = str(backend).lower()
     if name in ("no", "false", "none"):
-        converter.carry("dynamo_config.dynamo_backend", "no: nothing is compiled")
+        converter.carry(place, "no: nothing is compiled")
         return
     config: dict[str, Any] = {"backend": name}
     for key, ours in (("mode", "mode"), ("use_dynamic", "dynamic"), ("use_fullgraph", "fullgraph")):
@@ -204,21 +145,24 @@ def _compile(converter: Converter) -> None:
             config[ours] = str(value) if key == "mode" else switch(converter, f"dynamo_{key}", value)
             converter.carry(f"dynamo_config.dynamo_{key}", f"{value} → compile.{ours}")
     converter.use("compile", **config)
-    converter.carry("dynamo_config.dynamo_backend", f"{backend} → compile, block by block")
+    converter.carry(place, f"{backend} → compile, block by block")
 
 
-def _axes(converter: Converter) -> None:
-    axes = []
+def _axes(converter: Converter, processes: int | None) -> None:
+    sizes: dict[str, int] = {}
     for key, axis in _AXES.items():
         name = f"parallelism_config.parallelism_config_{key}"
         degree = converter.take(name)
         if degree is None:
             continue
-        if number(converter, name, degree) > 1:
-            axes.append([axis, number(converter, name, degree)])
+        if number(converter, name, degree) == 1:
+            converter.carry(name, "1: nothing to divide")
+            continue
+        if axis in sizes:
+            raise converter.wrong(name, degree, "1, since the axis sequence is taken by cp_size")
+        sizes[axis] = number(converter, name, degree)
         converter.carry(name, f"{degree} → the axis {axis} of parallel_mode")
-    if axes:
-        converter.use("parallel_mode", axes=axes)
+    use_axes(converter, sizes, processes=processes)
 
 
 def _requires(converter: Converter) -> Requires:
@@ -238,12 +182,12 @@ def _requires(converter: Converter) -> Requires:
 
 def _why(key: str) -> str:
     head, _, tail = key.partition(".")
+    if head == "dynamo_config" and "regional" in tail:
+        return "always so: each repeated block is compiled by itself"
     if key in _REASONS or head in _REASONS:
         return _REASONS.get(key) or _REASONS[head]
     if head == "deepspeed_config":
         return "a setting of DeepSpeed's own engine"
     if head == "fp8_config":
         return "see the config of the method fp8: atorch-ns methods fp8"
-    if head == "dynamo_config" and "regional" in tail:
-        return "always so: each repeated block is compiled by itself"
     return "this version knows no counterpart"

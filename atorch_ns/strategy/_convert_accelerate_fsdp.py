@@ -22,6 +22,22 @@ _SWITCHES: Final = {
     "forward_prefetch": "forward_prefetch",
     "sync_module_states": "sync_module_states",
 }
+_UNSHARDED: Final = {
+    **dict.fromkeys(
+        (
+            "auto_wrap_policy",
+            "transformer_layer_cls_to_wrap",
+            "min_num_params",
+            "backward_prefetch",
+            "forward_prefetch",
+        ),
+        "nothing is sharded, so nothing is gathered by units",
+    ),
+    "sync_module_states": "always so: ddp begins with the weights of rank 0",
+    "offload_params": "ddp keeps parameters on the device. fsdp with cpu_offload keeps them on the host, sharded; "
+    "optimizer_offload beside ddp keeps optimizer states there, in fp32 or bf16",
+}
+"""With NO_SHARD."""
 
 
 def read_fsdp(converter: Converter) -> None:
@@ -36,6 +52,8 @@ def read_fsdp(converter: Converter) -> None:
     if _sharding(converter) == "NO_SHARD":
         converter.use("ddp")
         converter.carry("distributed_type", "FSDP without sharding → ddp")
+        _recomputation(converter)
+        _unsharded(converter)
         return
     converter.use("fsdp")
     converter.carry("distributed_type", f"FSDP, version {version} → fsdp{old}")
@@ -52,6 +70,14 @@ def read_fsdp(converter: Converter) -> None:
         converter.use("fsdp", backward_prefetch=_PREFETCHES[str(prefetch).upper()])
         converter.carry("fsdp_config.fsdp_backward_prefetch", f"{prefetch} → fsdp.backward_prefetch")
     _recomputation(converter)
+
+
+def _unsharded(converter: Converter) -> None:
+    """What the settings of sharding are worth where nothing is sharded."""
+    for key, reason in _UNSHARDED.items():
+        name = f"fsdp_config.fsdp_{key}"
+        if converter.take(name) is not None:
+            converter.leave(name, reason)
 
 
 def _recomputation(converter: Converter) -> None:
@@ -80,7 +106,9 @@ def _sharding(converter: Converter) -> str:
         elif text not in _SHARDINGS.values():
             raise converter.wrong(key, value, ", ".join([*_SHARDINGS.values(), "true, false"]))
         else:
-            converter.carry(key, f"{value} → {text}")
+            converter.carry(
+                key, f"{value}: nothing is sharded" if text == "NO_SHARD" else f"{value} → {text}"
+            )
         sharding = text
     if sharding not in ("FULL_SHARD", "NO_SHARD"):
         converter.use("fsdp", sharding_strategy=sharding)

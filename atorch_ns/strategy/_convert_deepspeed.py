@@ -7,13 +7,22 @@ The keys are those of DeepSpeed's configuration reference. Weights in 16 bits ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from atorch_ns.strategy._conversion import Conversion, Converter, number, switch
+from atorch_ns.strategy._convert_deepspeed_reasons import why_deepspeed
+from atorch_ns.strategy._convert_mesh import use_axes
+from atorch_ns.strategy._convert_offload import read_offload
 from atorch_ns.strategy._requires import Requires
 
-__all__ = ["ORDER", "convert_deepspeed", "read_accumulation", "read_zero"]
+__all__ = [
+    "ORDER",
+    "convert_deepspeed",
+    "read_accumulation",
+    "read_deepspeed",
+    "read_zero",
+    "use_half",
+]
 
 ORDER: Final = (
     "parallel_mode",
@@ -27,6 +36,7 @@ ORDER: Final = (
     "zero1",
     "zero2",
     "fsdp",
+    "optimizer_offload",
     "compile",
     "gradient_accumulation",
 )
@@ -34,41 +44,6 @@ ORDER: Final = (
 
 _METHOD_OF_STAGE: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
 _ZERO: Final = "zero_optimization"
-_TUNING: Final = (
-    "buckets, prefetching and memory of DeepSpeed's own ZeRO; torch's sharding gathers block by block"
-)
-_REASONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "optimizer": "an argument of auto_accelerate: optim_func and optim_args",
-        "scheduler": "an argument of auto_accelerate: lr_scheduler_cls and lr_scheduler_args",
-        "train_micro_batch_size_per_gpu": "follows from the global batch, the ranks and the accumulation",
-        "activation_checkpointing": "configures deepspeed.checkpointing, which a script calls itself; the method "
-        "checkpoint recomputes blocks without it",
-        "zero_allow_untested_optimizer": "no optimizer is refused here",
-        "zero_force_ds_cpu_optimizer": "there is no optimizer of DeepSpeed's here",
-        "steps_per_print": "logging is the script's; trackers and result.report tell the rest",
-        "wall_clock_breakdown": "result.report shows where the time goes",
-        "dump_state": "a debugging aid of DeepSpeed's",
-        "tensorboard": "monitoring is the script's",
-        "wandb": "monitoring is the script's",
-        "csv_monitor": "monitoring is the script's",
-        "comms_logger": "the report lists collectives",
-        "flops_profiler": "the report tells FLOPs and times",
-        "prescale_gradients": "gradients are averaged in fp32, where scaling first gains nothing",
-        "gradient_predivide_factor": "gradients are averaged in fp32, where scaling first gains nothing",
-        "communication_data_type": "reduction follows the precision's method; fsdp takes mixed_precision.reduce_dtype",
-        "data_types": "reduction follows the precision's method",
-        "sparse_attention": "no counterpart",
-        "compression_training": "no counterpart",
-        "data_efficiency": "data is the script's",
-        "curriculum_learning": "data is the script's",
-        "autotuning": "auto_accelerate without load_strategy searches",
-        "elasticity": "a checkpoint of any number of ranks loads on any other",
-        "checkpoint": "checkpoints are written by atorch_ns.checkpoint",
-        "aio": "nothing is kept on NVMe",
-        "amp": "apex is not used; amp_native is torch's own",
-    }
-)
 
 
 def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
@@ -82,16 +57,37 @@ def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
         StrategyFileError: if a value means nothing.
     """
     converter = Converter(document, source="deepspeed", name=name)
-    read_zero(converter, converter.take(f"{_ZERO}.stage", 0), f"{_ZERO}.stage")
-    _offload(converter)
+    read_deepspeed(converter)
+    return converter.finish(why=why_deepspeed, requires=Requires(), order=ORDER)
+
+
+def read_deepspeed(converter: Converter, *, processes: int | None = None) -> str:
+    """Reads a whole DeepSpeed config, and returns the method of its ZeRO stage.
+
+    Args:
+        converter: of the config.
+        processes: how many there are, if another file says so.
+    """
+    stage = f"{_ZERO}.stage"
+    if converter.raw(stage) == "auto":
+        converter.warn(
+            f"{stage} is 'auto', so nothing is sharded. Write the stage, 1, 2 or 3, and convert again."
+        )
+    given = converter.take(stage)
+    if given is None:
+        converter.use("ddp")
+        method = "ddp"
+    else:
+        method = read_zero(converter, given, stage)
     _precision(converter)
+    _offload(converter, method, one_process=processes == 1)
     _batch(converter)
-    _axes(converter)
+    _axes(converter, processes)
     _compile(converter)
     clip = converter.take("gradient_clipping")
     if clip is not None:
         converter.leave("gradient_clipping", f"an argument of auto_accelerate: max_grad_norm={clip}")
-    return converter.finish(why=_why, requires=Requires(), order=ORDER)
+    return method
 
 
 def read_zero(converter: Converter, stage: Any, key: str) -> str:
@@ -105,26 +101,28 @@ def read_zero(converter: Converter, stage: Any, key: str) -> str:
     return method
 
 
-def _offload(converter: Converter) -> None:
-    devices = {part: converter.take(f"{_ZERO}.offload_{part}.device") for part in ("optimizer", "param")}
-    on_host = {part for part, device in devices.items() if device == "cpu"}
-    sharded = str(converter.take(f"{_ZERO}.stage", 0)) == "3"
-    for part, device in devices.items():
+def _offload(converter: Converter, method: str, *, one_process: bool) -> None:
+    devices: dict[str, tuple[str, Any]] = {}
+    for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
         key = f"{_ZERO}.offload_{part}.device"
-        if device in (None, "none"):
-            if device:
-                converter.carry(key, "none: nothing is offloaded")
-        elif part not in on_host:
-            converter.leave(key, f"{device}: nothing is kept on NVMe; cpu would be host memory")
-        elif sharded and on_host == {"optimizer", "param"}:
-            converter.use("fsdp", cpu_offload=True)
-            converter.carry(key, "cpu → fsdp.cpu_offload, parameters and optimizer together")
-        else:
-            converter.leave(
-                key,
-                "cpu: only parameters, gradients and optimizer states together go to host memory, by fsdp with "
-                '{"cpu_offload": true}',
-            )
+        devices[part] = (key, converter.take(key))
+        for name in (f"{_ZERO}.{old}", f"{_ZERO}.{old}s"):
+            given = converter.take(name)
+            if given is None:
+                continue
+            if devices[part][1] is not None:
+                converter.leave(name, f"the old name of offload_{part}, which is there")
+            elif switch(converter, name, given):
+                devices[part] = (name, "cpu")
+            else:
+                converter.carry(name, "false: nothing is offloaded")
+    read_offload(converter, method, devices, one_process=one_process)
+
+
+def use_half(converter: Converter, key: str, given: Any, dtype: str) -> None:
+    """Adds 16-bit weights with fp32 masters, as DeepSpeed has them."""
+    converter.use("half", dtype=dtype, master_weights=True)
+    converter.carry(key, f"{given} → half {dtype}, with fp32 master weights as DeepSpeed has")
 
 
 def _precision(converter: Converter) -> None:
@@ -132,18 +130,27 @@ def _precision(converter: Converter) -> None:
         enabled = converter.take(f"{key}.enabled")
         if enabled is None:
             continue
-        if not switch(converter, f"{key}.enabled", enabled):
-            converter.carry(f"{key}.enabled", "false: full precision")
-            continue
-        if dtype == "fp16" and switch(converter, "fp16.auto_cast", converter.take("fp16.auto_cast", False)):
-            converter.use("amp_native", dtype=dtype)
-            converter.carry("fp16.auto_cast", "true → amp_native fp16, by autocast")
-            converter.carry("fp16.enabled", "true → amp_native fp16")
+        if switch(converter, f"{key}.enabled", enabled):
+            before = converter.config("half")
+            if before is not None and before["dtype"] != dtype:
+                raise converter.wrong(
+                    f"{key}.enabled", enabled, f"false, since {before['dtype']} is enabled too"
+                )
+            use_half(converter, f"{key}.enabled", "true", dtype)
         else:
-            converter.use("half", dtype=dtype, master_weights=True)
-            converter.carry(
-                f"{key}.enabled", f"true → half {dtype}, with fp32 master weights as DeepSpeed has"
-            )
+            converter.carry(f"{key}.enabled", f"false: not in {dtype}")
+    casts = converter.take("fp16.auto_cast")
+    if casts is not None:
+        converter.carry("fp16.auto_cast", f"{casts}: half casts floating inputs of the model")
+    open_keys = [f"{key}.enabled" for key in ("bf16", "fp16") if converter.raw(f"{key}.enabled") == "auto"]
+    if open_keys and converter.config("half") is None:
+        is_auto = "are both 'auto'" if open_keys[1:] else "is 'auto'"
+        converter.warn(
+            f"{' and '.join(open_keys)} {is_auto}: bf16 or fp16 of the Trainer's arguments, or mixed_precision of "
+            "Accelerate, decides the precision, not this file, and the strategy trains in fp32. If you passed bf16, "
+            "write true for that 'auto' and convert again, or add "
+            '("half", {"dtype": "bf16", "master_weights": True}) to the strategy.'
+        )
 
 
 def _batch(converter: Converter) -> None:
@@ -171,30 +178,33 @@ def read_accumulation(converter: Converter, key: str, given: Any) -> None:
     )
 
 
-def _axes(converter: Converter) -> None:
+def _axes(converter: Converter, processes: int | None) -> None:
     """Pipeline stages and tensor parallelism."""
-    axes = []
-    stages = converter.take("pipeline.stages")
-    if stages is not None:
-        axes.append(["pipeline", number(converter, "pipeline.stages", stages)])
-        converter.use("pipeline_parallel")
-        converter.carry("pipeline.stages", f"{stages} → the axis pipeline of parallel_mode")
-    partition = converter.take("pipeline.partition", converter.take("pipeline.partition_method"))
+    sizes = {}
+    for key, axis in (
+        ("pipeline.stages", "pipeline"),
+        ("tensor_parallel.autotp_size", "tensor"),
+        ("tensor_parallel.tp_size", "tensor"),
+        ("autotp_size", "tensor"),
+    ):
+        given = converter.take(key)
+        if given is None:
+            continue
+        if number(converter, key, given) == 1:
+            converter.carry(key, "1: nothing to divide")
+            continue
+        sizes[axis] = number(converter, key, given)
+        converter.use(f"{axis}_parallel")
+        converter.carry(key, f"{given} → the axis {axis} of parallel_mode")
+    name = "pipeline.partition" if converter.raw("pipeline.partition") else "pipeline.partition_method"
+    partition = converter.take(name)
     if partition is not None:
-        if partition in ("parameters", "uniform") and stages is not None:
+        if partition in ("parameters", "uniform") and "pipeline" in sizes:
             converter.use("pipeline_parallel", split_method=partition)
-            converter.carry("pipeline.partition", f"{partition} → pipeline_parallel.split_method")
+            converter.carry(name, f"{partition} → pipeline_parallel.split_method")
         else:
-            converter.leave("pipeline.partition", "name the cut with pipeline_parallel.split_points")
-    for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp_size", "autotp_size"):
-        degree = converter.take(key)
-        if degree is not None and number(converter, key, degree) > 1:
-            axes.append(["tensor", number(converter, key, degree)])
-            converter.use("tensor_parallel")
-            converter.carry(key, f"{degree} → the axis tensor of parallel_mode")
-    if axes:
-        converter.use("parallel_mode", axes=[*axes, ["data", 1]])
-        converter.carry("the axis data", "takes the ranks that are left; it is fitted when the job starts")
+            converter.leave(name, "name the cut with pipeline_parallel.split_points")
+    use_axes(converter, sizes, processes=processes)
 
 
 def _compile(converter: Converter) -> None:
@@ -207,26 +217,3 @@ def _compile(converter: Converter) -> None:
         if backend is not None:
             converter.use("compile", backend=str(backend))
     converter.carry("compile", "compile, block by block" if switch(converter, "compile", enabled) else "off")
-
-
-def _why(key: str) -> str:
-    head, _, tail = key.partition(".")
-    if head == _ZERO:
-        return _why_zero(tail)
-    if head in ("fp16", "bf16", "bfloat16"):
-        if tail.startswith(("loss_scale", "initial_scale", "hysteresis", "min_loss_scale", "consecutive")):
-            return "the loss scale begins at 2^16 and is found while training; amp_native takes init_scale"
-        return "no counterpart in the precision's method"
-    if head == "pipeline":
-        return "pipeline_parallel decides it: see its schedule and split_method"
-    return _REASONS.get(head, "this version knows no counterpart")
-
-
-def _why_zero(key: str) -> str:
-    if key.startswith(("zero_hpz", "mics")):
-        return "sharding within a node: fsdp with sharding_strategy HYBRID_SHARD, or parallel_mode with data and zero"
-    if key.startswith("zero_quantized"):
-        return "collectives are not quantised"
-    if key.startswith("offload_"):
-        return "how DeepSpeed offloads; torch's offload has no such setting"
-    return _TUNING

@@ -31,14 +31,10 @@ def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         content = place.read_bytes()
     except FileNotFoundError:
-        raise StrategyFileError(
-            f"no such strategy file: {place}. To use methods by name give a list, as ['{place}'] or "
-            "['fsdp', ('amp_native', 'bf16')]",
-            source=str(path),
-        ) from None
+        raise StrategyFileError("no such strategy file", source=str(path)) from None
     except OSError as error:
         raise StrategyFileError(
-            f"cannot read the strategy file {place}: {error}", source=str(path)
+            f"cannot read the strategy file: {error.strerror or error}", source=str(path)
         ) from error
     return read_strategy_bytes(content, name=str(place))
 

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from atorch_ns.errors import StrategyError
+from atorch_ns.errors import StrategyError, StrategyFileError
 from atorch_ns.strategy._file import read_strategy_bytes, read_strategy_path, strategy_bytes, write_atomically
 from atorch_ns.strategy._forms import steps_from
 from atorch_ns.strategy._requires import Requires
@@ -103,6 +103,12 @@ class Strategy:
             return cls._from_document(read_strategy_bytes(source.encode(), name="the given text"))
         if isinstance(source, str) and _NAMES.fullmatch(source) and not Path(source).exists():
             return cls(name.strip() for name in source.split(","))
+        if isinstance(source, str) and not Path(source).exists():
+            raise StrategyFileError(
+                "no such strategy file. Methods by name are 'fsdp,checkpoint', or a list, "
+                "['fsdp', ('amp_native', 'bf16')]",
+                source=source,
+            )
         if isinstance(source, (str, PathLike)):
             return cls._from_document(read_strategy_path(source))
         if isinstance(source, Mapping):

@@ -1,4 +1,4 @@
-"""Every block of the how-tos runs, commands included, or says why it does not."""
+"""Every block of the how-tos and of the tutorial runs, commands included, or says why it does not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from tests.docs.pages import ROOT, SHELL, as_script, blocks_of
 PAGES = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "docs/how-to").glob("*.md") if path.name != "index.md"
 )
-WITH_COMMANDS = ["README.md", "docs/tutorial.md", "docs/report.md", "docs/engine.md", *PAGES]
+PAGES.append("docs/tutorial.md")
+WITH_COMMANDS = ["README.md", "docs/report.md", "docs/engine.md", *PAGES]
 
 
 def _install_acme(folder: Path) -> None:
-    """What pip would leave of the page's distribution."""
-    information = folder / "acme_methods-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-methods\nVersion: 1.0\n")
-    entry = "[atorch_ns.methods]\nacme_save_on_host = acme_methods:SaveOnHost\n"
-    (information / "entry_points.txt").write_text(entry)
+    """The page's distribution, all its files in one folder, as pip installs it."""
+    source = folder / "acme"
+    source.mkdir()
+    page = (ROOT / "docs/how-to/write-a-method.md").read_text()
+    for name, text in re.findall(r"^```[{}\w -]+\n# ([\w.]+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        (source / name).write_text(text)
+    assert {path.name for path in source.iterdir()} == {"acme_methods.py", "pyproject.toml", "test_acme.py"}
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    where = ["--no-deps", "--no-build-isolation", "--target", str(folder), str(source)]
+    subprocess.run([*pip, *where], check=True, timeout=200)
 
 
 @pytest.mark.timeout(600)

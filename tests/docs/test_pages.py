@@ -44,6 +44,8 @@ PAGES = [
 def _script(page: str, folder: Path) -> Path:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     assert blocks, f"{page} has no Python block"
+    if "tutorial" in page:  # its script imports its job
+        (folder / "job.py").write_text(blocks.pop(0))
     path = folder / "script.py"
     path.write_text((PREPARED if "checkpoints" in page else "") + "\n".join(blocks))
     (folder / "old_strategy.pickle").write_bytes(pickle.dumps([("fsdp", None, False)]))

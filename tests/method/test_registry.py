@@ -56,6 +56,7 @@ def test_duplicates_are_refused() -> None:
         ({"phase": "STEP"}, "phase"),
         ({"Config": dict}, "MethodConfig"),
         ({"__doc__": ""}, "docstring"),
+        ({"refuses_by": ("nosuch",)}, "Plan has no field nosuch"),
     ],
 )
 def test_conventions_are_enforced_when_the_class_is_made(attributes: dict[str, Any], words: str) -> None:

@@ -96,10 +96,15 @@ def test_bad_yaml(tmp_path: Path, content: bytes) -> None:
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(StrategyFileError, match=r"no such strategy file.*To use methods by name"):
+    with pytest.raises(StrategyFileError, match=r"no such strategy file.*Methods by name") as missing:
         Strategy.load("fsdp.json")
-    with pytest.raises(StrategyFileError, match="cannot read"):
+    assert Strategy.load("fsdp,checkpoint").names == ("fsdp", "checkpoint")  # as the message has it
+    with pytest.raises(StrategyFileError, match=r"^no such strategy file \(.*fsdp.json\)$"):
+        Strategy.load(tmp_path / "fsdp.json")
+    with pytest.raises(StrategyFileError, match="cannot read") as folder:
         Strategy.load(tmp_path)
+    assert str(missing.value).count("fsdp.json") == 1
+    assert str(folder.value).count(str(tmp_path)) == 1
 
 
 class _Evil:
@@ -138,7 +143,7 @@ def test_the_converter_reads_a_list_of_known_names(tmp_path: Path) -> None:
     assert strategy["amp_native"] == {"dtype": "bfloat16"}
 
     path.write_bytes(pickle.dumps([("checkpoint", (nn.Linear,))]))
-    with pytest.raises(StrategyFileError, match=r"Linear.*classes="):
+    with pytest.raises(StrategyFileError, match=r"Linear.*--class torch.*classes="):
         convert_pickle(path)
     allowed = convert_pickle(path, classes={"torch.nn.modules.linear.Linear"})
     assert allowed["checkpoint"] == ["torch.nn.modules.linear.Linear"]
