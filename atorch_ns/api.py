@@ -68,6 +68,7 @@ def auto_accelerate(
     search: SearchSettings | Mapping[str, Any] | None = None,
     search_history: str | PathLike[str] | None = None,
     search_calibration: str | PathLike[str] | None = None,
+    search_logs: str | PathLike[str] | None = None,
     search_engine: EngineAddress | str | None = None,
     raise_errors: bool = True,
 ) -> tuple[bool, Result | None, Strategy | None]:
@@ -87,7 +88,8 @@ def auto_accelerate(
         loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss. A mean over the batch.
         prepare_input: ``(batch, device) -> batch``; ``None`` moves the batch's tensors to the device.
         model_input_format: ``None`` calls ``model(batch)``, ``"unpack_sequence"`` ``model(*batch)``,
-            ``"unpack_dict"`` ``model(**batch)``, ``"first"`` ``model(batch[0])``.
+            ``"unpack_dict"`` ``model(**batch)`` with the keys that ``forward`` names, or all of them where it has
+            ``**kwargs``, ``"first"`` ``model(batch[0])``. The loss is given the whole batch.
         optim_args: keyword arguments of ``optim_func``.
         optim_param_func: ``model -> parameters or groups`` for options per parameter.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is global.
@@ -113,6 +115,9 @@ def auto_accelerate(
         search: a :class:`SearchSettings` or its fields: objective, sampler, limits, seed.
         search_history: file that every trial is appended to; an interrupted search resumes from it.
         search_calibration: file of factors that ``result.report.refit(path)`` of an earlier job has written.
+        search_logs: folder for the logs of trials that fail; made if there are any, with a number behind its name
+            where it is there already. ``None`` for ``<name>.logs`` beside ``save_strategy_to_file`` or
+            ``search_history``, or without these for a temporary folder. The report names each file.
         search_engine: ``"host:port"`` of a standalone engine (``atorch-ns engine serve``), whose token stands in
             ``ATORCH_NS_ENGINE_TOKEN``; or an ``EngineAddress``.
         raise_errors: ``False`` logs the reason of a failure and returns ``(False, None, None)``.
@@ -156,6 +161,7 @@ def auto_accelerate(
             time_limit=time_limit,
             search_history=search_history,
             search_calibration=search_calibration,
+            search_logs=search_logs,
             search_engine=search_engine,
             sample_batch=sample_batch,
             batch_size=batch_size,
@@ -213,6 +219,7 @@ def _strategy(inputs: Inputs, cluster: Cluster, asked: Asked) -> tuple[Resolved,
         batch_size=asked.batch_size,
         history=None if asked.search_history is None else Path(asked.search_history),
         calibration=None if asked.search_calibration is None else Path(asked.search_calibration),
+        log_dir=asked.log_dir,
         engine=engine,
         observer=view,
     )

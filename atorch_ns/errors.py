@@ -74,7 +74,13 @@ class Problem:
 
 
 class AtorchError(Exception):
-    """Base of every exception raised on purpose by this package."""
+    """Base of every exception raised on purpose by this package.
+
+    Attributes:
+        refused_by: name of the method that raised it while it was applied, if one did.
+    """
+
+    refused_by: str | None = None
 
 
 class InputError(AtorchError, ValueError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from datetime import timedelta
@@ -15,10 +14,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from atorch_ns.doctor._measure import measure_all_reduce
+
 __all__ = ["main"]
 
-_NUM_BYTES: Final = 16 * 2**20
-_REPEATS: Final = 5
 _READINGS: Final = 1000
 
 
@@ -28,43 +27,15 @@ def main() -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_gpus = num_gpus >= _world_size()
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    backends = {"gloo": _measure("cpu", None)}
+    backends = {"gloo": measure_all_reduce("cpu")}
     if on_gpus:
         torch.cuda.set_device(dist.get_rank())
-        backends["nccl"] = _measure("cuda", dist.new_group(backend="nccl"))
+        backends["nccl"] = measure_all_reduce("cuda", dist.new_group(backend="nccl"))
     found: dict[str, Any] = {"backends": backends, "num_gpus": num_gpus, **_clocks()}
     if dist.get_rank() == 0:
         answer.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _measure(device: str, group: Any) -> dict[str, float]:
-    small, large = torch.ones(1, device=device), torch.ones(_NUM_BYTES // 4, device=device)
-    total = small.clone()
-    dist.all_reduce(total, group=group)
-    if float(total) != dist.get_world_size():
-        raise RuntimeError(f"{dist.get_world_size()} ones add up to {float(total)} on {device}")
-    latency, seconds = (_median(tensor, device, group) for tensor in (small, large))
-    return {
-        "latency_s": latency,
-        "bytes_per_s": _NUM_BYTES / seconds,
-        "num_bytes": _NUM_BYTES,
-        "n": _REPEATS,
-    }
-
-
-def _median(tensor: torch.Tensor, device: str, group: Any) -> float:
-    times = []
-    for _ in range(_REPEATS + 1):
-        value = tensor.clone()
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(value, group=group)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
 
 
 def _clocks() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from atorch_ns.doctor._packages import check_packages
 from atorch_ns.doctor._ports import check_ports
 from atorch_ns.doctor._versions import check_versions
 
-__all__ = ["CHECKS", "examine"]
+__all__ = ["CHECKS", "NODE_CHECKS", "examine"]
 
 CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     {
@@ -34,6 +34,8 @@ CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     }
 )
 """By name, in the order in which they are run."""
+NODE_CHECKS: Final = ("nodes", "alike", "reach", "all-reduce")
+"""Of several nodes, in their order; the first is always run, since who is not there cannot be asked."""
 
 
 def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:

@@ -32,6 +32,7 @@ class Asked:
     time_limit: float | None
     search_history: str | PathLike[str] | None
     search_calibration: str | PathLike[str] | None
+    search_logs: str | PathLike[str] | None
     search_engine: EngineAddress | str | None
     sample_batch: Any
     batch_size: int | None
@@ -58,7 +59,7 @@ class Asked:
             )
         if problems:
             raise InputError("\n".join(problems))
-        for name in ("save_strategy_to_file", "search_history"):
+        for name in ("save_strategy_to_file", "search_history", "search_logs"):
             path = getattr(self, name)
             if path is not None and not Path(path).parent.is_dir():
                 raise StrategyFileError(f"the folder of {name}={str(path)!r} does not exist")
@@ -80,6 +81,14 @@ class Asked:
             lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             raise InputError(f"search: {'; '.join(lines)}") from None
 
+    @property
+    def log_dir(self) -> Path | None:
+        """Folder for the logs of trials that fail: as given, or beside a file that the search leaves."""
+        if self.search_logs is not None:
+            return Path(self.search_logs).absolute()
+        left = self.save_strategy_to_file or self.search_history
+        return None if left is None else Path(left).absolute().with_suffix(".logs")
+
     def _type_problems(self) -> list[str]:
         problems = [
             f"{name} must be True or False; it is {_kind(getattr(self, name))}."
@@ -94,7 +103,7 @@ class Asked:
                 problems.append(
                     f"{name} must be a list of names and (name, config) pairs; it is {_kind(value)}."
                 )
-        for name in ("save_strategy_to_file", "search_history", "search_calibration"):
+        for name in ("save_strategy_to_file", "search_history", "search_calibration", "search_logs"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, PathLike)):
                 problems.append(f"{name} must be a path; it is {_kind(value)}.")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,19 @@ def make_worker(
     request: SearchRequest,
     *,
     rendezvous: Rendezvous | None,
+    log_dir: Path,
     obstacle: str | None,
     carried: Mapping[str, Any] | None = None,
 ) -> Worker:
     """The worker of this rank; it ends with ``stack``.
 
     Args:
-        stack: closes the worker, and removes its folder of logs if it stayed empty.
+        stack: closes the worker.
         inputs: with a small dataset.
         cluster: with hardware figures.
         request: what the caller asked for.
         rendezvous: where the ranks of a trial meet.
+        log_dir: folder for the logs of trials that fail.
         obstacle: why the arguments of some rank cannot be sent to another process; ``None`` if they can.
         carried: what methods carry to another process, by their names.
     """
@@ -48,9 +48,9 @@ def make_worker(
             inputs,
             cluster,
             rendezvous=rendezvous,
-            log_dir=_log_dir(stack, request),
+            log_dir=log_dir,
             memory_limit_bytes=limit,
-            keep_logs=request.log_dir is not None,
+            keep_logs=False,
             carried=carried,
         )
     else:
@@ -64,17 +64,3 @@ def make_worker(
             )
     stack.callback(worker.close)
     return worker
-
-
-def _log_dir(stack: contextlib.ExitStack, request: SearchRequest) -> Path:
-    if request.log_dir is not None:
-        request.log_dir.mkdir(parents=True, exist_ok=True)
-        return request.log_dir
-    folder = Path(tempfile.mkdtemp(prefix="atorch_ns_trials_"))
-
-    def remove_if_empty() -> None:
-        if not any(path.stat().st_size for path in folder.rglob("*") if path.is_file()):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    stack.callback(remove_if_empty)
-    return folder

@@ -49,11 +49,13 @@ class Failure:
         status: as in a report.
         reason: the exception's type and text, and the user's line it came from.
         secondary: whether another rank is the cause: this one was left alone in a collective.
+        refused_by: the method that refused, where one did.
     """
 
     status: TrialStatus
     reason: str
     secondary: bool = False
+    refused_by: str | None = None
 
 
 def explain(error: BaseException, *, applying: bool) -> Failure:
@@ -76,7 +78,7 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
     if _says(error, _LOST_PEER):
         return Failure("raised", text, secondary=True)
     if isinstance(error, AtorchError) and (applying or isinstance(error, StepError)):
-        return Failure("refused", text)
+        return Failure("refused", text, refused_by=error.refused_by if applying else None)
     return Failure("raised", text + _place(error))
 
 

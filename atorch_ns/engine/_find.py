@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,10 +23,11 @@ from atorch_ns.engine._rank_report import Worker
 from atorch_ns.engine._rendezvous import Rendezvous, open_rendezvous
 from atorch_ns.engine._request import SearchRequest
 from atorch_ns.engine._sampling import Sample, sample_inputs
+from atorch_ns.engine._trial_logs import log_folder, new_log_folder
 from atorch_ns.errors import RankError, SearchError
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry
-from atorch_ns.search import SearchOutcome
+from atorch_ns.search import Note, SearchOutcome
 
 __all__ = ["find_strategy"]
 
@@ -91,6 +93,8 @@ def _search(
     rendezvous = _rendezvous(stack, cluster)
     carried = registry.carried()
     obstacles = _gathered(cluster, describe_unpicklable(sample.inputs, carried))
+    obstacle = next(filter(None, obstacles), None)
+    logs = _logs(stack, cluster, request)
     # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
     worker = agree(
         lambda: make_worker(
@@ -99,7 +103,8 @@ def _search(
             cluster,
             request,
             rendezvous=rendezvous,
-            obstacle=next(filter(None, obstacles), None),
+            log_dir=logs,
+            obstacle=obstacle,
             carried=carried,
         ),
         what="starting the trial workers",
@@ -154,6 +159,19 @@ def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | N
     stack.callback(lambda: opened)
     address: Rendezvous = _shared(cluster, None if opened is None else opened[1])
     return address
+
+
+def _logs(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest) -> Path:
+    """The folder for the logs of trials that fail, one for all ranks of a machine; it ends with ``stack`` if empty."""
+    made = _on_first(cluster, lambda: new_log_folder(request.log_dir), what="making a folder for logs")
+    shared, problem = _shared(cluster, made)
+    if problem and cluster.rank == 0:
+        request.observer(Note(problem))
+    return agree(
+        lambda: stack.enter_context(log_folder(shared)),
+        what="making a folder for logs",
+        distributed=cluster.distributed,
+    )
 
 
 def _on_first(cluster: Cluster, action: Callable[[], T], *, what: str) -> T | None:

@@ -57,6 +57,7 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
         reason=cause.reason,
         rank=cause.rank if trouble else None,
         log=cause.log if trouble else first.log,
+        refused_by=cause.refused_by,
     )
 
 

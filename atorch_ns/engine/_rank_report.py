@@ -27,6 +27,7 @@ class RankReport:
         setup_seconds, total_seconds: to the first timed step, and to the end.
         reason: why it failed: the exception's type and text, or how the process ended.
         log: path of the file with its output and traceback.
+        refused_by: the method that refused to be applied, where one did.
     """
 
     task_id: int
@@ -41,6 +42,7 @@ class RankReport:
     total_seconds: float = 0.0
     reason: str = ""
     log: str = ""
+    refused_by: str | None = None
 
 
 class Worker(Protocol):

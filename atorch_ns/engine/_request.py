@@ -70,7 +70,8 @@ class SearchRequest:
         batch_size: samples in a step, where ``dataloader_args`` does not say.
         history: file that every trial is appended to, and that an interrupted search resumes from.
         calibration: file of factors from earlier trials and training that correct the hardware's figures.
-        log_dir: folder for the logs of trials; ``None`` for a temporary one, removed if it stays empty.
+        log_dir: folder for the logs of trials that fail, made by the search with a number behind its name where
+            it is there already; ``None`` for a temporary one. It is removed if it stays empty.
         engine: a standalone engine; ``None`` for a coordinator in rank 0's process.
         observer: is told what happens, on rank 0.
     """

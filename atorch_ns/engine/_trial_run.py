@@ -100,7 +100,7 @@ def run_trial(
     except BaseException as error:  # SystemExit too: the report is the only way out of a trial
         traceback.print_exc()
         failure = explain(error, applying=progress.applying)
-        report = replace(report, status=failure.status, reason=failure.reason)
+        report = replace(report, status=failure.status, reason=failure.reason, refused_by=failure.refused_by)
         traceback.clear_frames(error.__traceback__)
     report = replace(
         report,

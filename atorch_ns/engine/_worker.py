@@ -27,6 +27,7 @@ __all__ = ["TrialWorker"]
 
 _POLL_S: Final = 0.05
 _START_LIMIT_S: Final = 300.0
+_NO_FAILURE: Final = ("ok", "stopped early", "cancelled")
 
 
 class TrialWorker:
@@ -43,7 +44,7 @@ class TrialWorker:
         log_dir: folder of the log files, one a trial that printed anything.
         observer: is told when the helper had to be started again.
         memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
-        keep_logs: whether what trials printed that ran well is kept, too.
+        keep_logs: whether what trials printed that ran well is kept, too, and what the helper printed.
         carried: what methods carry to the helper, by their names.
 
     Raises:
@@ -64,6 +65,7 @@ class TrialWorker:
     ) -> None:
         self._carried = carried
         self._keep_logs = keep_logs
+        self._keep_own_log = keep_logs
         self._inputs = inputs
         self._rank = cluster.rank
         self._log_dir = Path(log_dir)
@@ -101,13 +103,16 @@ class TrialWorker:
             if not process.alive:
                 process.close()
                 self._process = None
-        return self._with_log(report, log)
+        self._keep_own_log |= self._process is None and report.status not in _NO_FAILURE
+        return self._with_log(report, log, overran=report.total_seconds > task.deadline_s)
 
     def close(self) -> None:
         """Ends the helper and what it runs; may be called twice."""
         if self._process is not None:
             self._process.close()
             self._process = None
+        if not self._keep_own_log:
+            self._own_log.unlink(missing_ok=True)
         _remove_if_empty(self._own_log)
 
     def __enter__(self) -> Self:
@@ -140,6 +145,7 @@ class TrialWorker:
             if reason:
                 process.close()
                 self._process = None
+                self._keep_own_log = True
                 return RankReport(task_id=task.id, rank=self._rank, status=status, reason=reason)
             if cancelled():
                 return RankReport(task_id=task.id, rank=self._rank, status="cancelled")
@@ -172,8 +178,9 @@ class TrialWorker:
         if self._observer is not None:
             self._observer(Note(f"rank {self._rank}: {text}"))
 
-    def _with_log(self, report: RankReport, log: Path) -> RankReport:
-        if not self._keep_logs and report.status in ("ok", "stopped early", "cancelled"):
+    def _with_log(self, report: RankReport, log: Path, *, overran: bool) -> RankReport:
+        """The report with its log, where that is kept: a rank that was late may yet be found to be the cause."""
+        if not self._keep_logs and report.status in _NO_FAILURE and not overran:
             log.unlink(missing_ok=True)
         _remove_if_empty(log)
         return replace(report, log=str(log) if log.exists() else "")

@@ -9,6 +9,7 @@ from atorch_ns.job import Report
 from atorch_ns.report._accuracy import accuracy_info
 from atorch_ns.report._actual import ActualInfo
 from atorch_ns.report._bars import memory_info, time_info
+from atorch_ns.report._breaks import breakable, kept_together
 from atorch_ns.report._candidates import CandidateLine, CandidatesInfo, candidates_info
 from atorch_ns.report._fall import waterfall_picture
 from atorch_ns.report._history import history_info
@@ -76,7 +77,9 @@ def report_html(
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False).from_string(PAGE)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
+    environment.filters |= {"breakable": breakable, "kept_together": kept_together}
+    page = environment.from_string(PAGE)
     values: dict[str, Any] = {
         "title": _title(applied, search),
         "style": Markup(STYLE),  # a constant of this package

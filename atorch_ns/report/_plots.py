@@ -13,28 +13,33 @@ from atorch_ns.report._units import bytes_text, counted, number_text, percent_te
 
 __all__ = ["accuracy_picture", "history_picture", "pareto_picture"]
 
+_FAR = 20.0
+"""Values this many times apart are shown on a logarithmic axis."""
+
+_MOST_TICKS = 7
+
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 36, 54, 44
 
 
 class _Axes:
-    """The frame of a plot: from values to places."""
+    """The frame of a plot: from values to places. An axis that does not begin near zero may be logarithmic.
+
+    Args:
+        canvas: to draw on.
+        across, up: the ticks; :func:`_far_ticks` gives those of a logarithmic axis.
+    """
 
     def __init__(self, canvas: Canvas, across: Sequence[float], up: Sequence[float]) -> None:
         self._canvas, self._across, self._up = canvas, tuple(across), tuple(up)
 
     def x(self, value: float) -> float:
         """Where a value stands across."""
-        first, last = self._across[0], self._across[-1]
-        return _LEFT + (value - first) / (last - first) * (self._canvas.width - _LEFT - _RIGHT)
+        return _LEFT + _share(self._across, value) * (self._canvas.width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         """Where a value stands up."""
-        first, last = self._up[0], self._up[-1]
-        return (
-            self._canvas.height
-            - _BOTTOM
-            - (value - first) / (last - first) * (self._canvas.height - _TOP - _BOTTOM)
-        )
+        bottom = self._canvas.height - _BOTTOM
+        return bottom - _share(self._up, value) * (self._canvas.height - _TOP - _BOTTOM)
 
     def draw(
         self,
@@ -54,8 +59,9 @@ class _Axes:
             canvas.text(self.x(value), bottom + 18, across[1](value), anchor="middle", style="muted")
         canvas.keep_free(0, bottom, canvas.width, canvas.height)
         canvas.keep_free(0, _TOP, _LEFT, bottom)
-        canvas.text(canvas.width - _RIGHT, canvas.height - 8, f"{across[0]} →", anchor="end", style="muted")
-        canvas.text(0, _TOP - 16, f"↑ {up[0]}", style="muted")
+        name = f"{across[0]}{_kind(self._across)} →"
+        canvas.text(canvas.width - _RIGHT, canvas.height - 8, name, anchor="end", style="muted")
+        canvas.text(0, _TOP - 16, f"↑ {up[0]}{_kind(self._up)}", style="muted")
 
 
 def history_picture(info: HistoryInfo, width: int, name: str) -> str:
@@ -72,7 +78,8 @@ def history_picture(info: HistoryInfo, width: int, name: str) -> str:
     canvas = Canvas(name, "Trials in their order", description, width, 300)
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / (12 if width > 500 else 6)))
-    up = _ticks([*least, *(value * 1.01 for value in known)], seconds_text)
+    medians = [point.seconds for point in info.points if point.seconds is not None]
+    up = _far_ticks(medians) or _ticks([*least, *(value * 1.01 for value in known)], seconds_text)
     axes = _Axes(canvas, range(0, last + step + 1, step), up)
     axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
     stair: list[tuple[float, float]] = []
@@ -112,7 +119,10 @@ def accuracy_picture(info: AccuracyInfo, width: int, name: str) -> str:
     title = f"{info.quantity.capitalize()}: predicted against measured"
     canvas = Canvas(name, title, f"{title}: {merit}.", width, 330)
     values = [value for point in info.points for value in (point.predicted, point.measured)]
-    ticks = _bytes_ticks(values) if info.quantity == "memory" else _ticks(values, seconds_text)
+    if info.quantity == "memory":
+        ticks = _bytes_ticks(values)
+    else:
+        ticks = _far_ticks(values) or _ticks(values, seconds_text)
     axes = _Axes(canvas, ticks, ticks)
     axes.draw(("predicted", shown), ("measured", shown))
     canvas.text(0, FONT, merit)
@@ -133,7 +143,8 @@ def pareto_picture(info: ParetoInfo, width: int, name: str) -> str:
     peaks = [point.memory.value or 0.0 for point in info.points]
     drawn = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)
     up = _bytes_ticks([*peaks, info.limit_bytes] if drawn else peaks)
-    across = _ticks([point.time.value or 0.0 for point in info.points], seconds_text)
+    times = [point.time.value or 0.0 for point in info.points]
+    across = _far_ticks(times) or _ticks(times, seconds_text)
     axes = _Axes(canvas, across, up)
     axes.draw(("step", seconds_text), ("peak memory per rank", bytes_text))
     if drawn:
@@ -171,6 +182,42 @@ def _ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tup
         if len({shown(tick) for tick in near}) == len(near):
             return near
     return nice_ticks(high)
+
+
+def _far_ticks(values: Sequence[float]) -> tuple[float, ...]:
+    """Ticks of a logarithmic axis, for values so far apart that a linear one would show only the largest.
+
+    Empty where they are not. Each tick is at least twice the one before, by which such an axis is known.
+    """
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low <= 0 or high < _FAR * low or not math.isfinite(high):
+        return ()
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        every = [digit * 10.0**power for power in powers for digit in digits]
+        first = max(at for at, tick in enumerate(every) if tick <= low * (1 + 1e-9))
+        last = min(at for at, tick in enumerate(every) if tick >= high * (1 - 1e-9))
+        found = every[first : last + 1]
+        if len(found) <= _MOST_TICKS:
+            break
+    return tuple(found)
+
+
+def _is_far(ticks: Sequence[float]) -> bool:
+    return ticks[0] > 0 and ticks[-1] >= _FAR * ticks[0]
+
+
+def _kind(ticks: Sequence[float]) -> str:
+    return " (logarithmic)" if _is_far(ticks) else ""
+
+
+def _share(ticks: Sequence[float], value: float) -> float:
+    """How far along an axis a value stands, from 0 to 1; what is below a logarithmic axis stands at its begin."""
+    first, last = ticks[0], ticks[-1]
+    if _is_far(ticks):
+        return math.log(max(value, first) / first) / math.log(last / first)
+    return (value - first) / (last - first)
 
 
 def _in_unit(unit: float) -> Callable[[float | None], str]:

@@ -32,6 +32,12 @@ __all__ = [
     "waterfall_sheet",
 ]
 
+_SHORT = 16
+"""Characters that need no break."""
+
+_FEW = 9
+"""Columns, of which two are wide, that fit into the page."""
+
 
 class Sheet(NamedTuple):
     """A table.
@@ -47,6 +53,20 @@ class Sheet(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
     words: frozenset[int]
     ends_in_sentences: bool = False
+
+    @property
+    def short(self) -> frozenset[int]:
+        """The columns of words in which nothing is long."""
+        return frozenset(
+            at
+            for at in self.words
+            if all(len(cell) <= _SHORT for cell in (self.columns[at], *(row[at] for row in self.rows)))
+        )
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether its sentences can be wide: there are not many columns beside them."""
+        return self.ends_in_sentences and len(self.columns) <= _FEW
 
     def without_unknown(self) -> Sheet:
         """The sheet without the columns in which nothing is known."""

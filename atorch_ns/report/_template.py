@@ -13,25 +13,29 @@ _COLOURS = """
 
 _LAYOUT = """
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1100px; padding: 1rem; background: var(--bg); color: var(--fg);
+body { margin: 0 auto; max-width: 1240px; padding: 1rem; background: var(--bg); color: var(--fg);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
 .lead { font-size: 1.05rem; }
 .lead p, .close p { margin: .2rem 0; }
+p, li, dd, figcaption { max-width: 62rem; }
 .muted, figcaption { color: var(--muted); }
 figure { margin: 0 0 1rem; }
 figcaption { font-size: .9rem; margin: .25rem 0; }
 svg { display: block; max-width: 100%; height: auto; }
 .wide { display: none; }
-@media (min-width: 800px) { .wide { display: block; } .narrow { display: none; } .wide svg { width: 100%; } }
-@media (min-width: 1100px) { td:not(.words):not(:first-child) { min-width: 5.1rem; } }
+@media (min-width: 800px) { .wide { display: block; } .narrow { display: none; } .wide svg { width: 100%; max-width: 1100px; } }
+@media (min-width: 1100px) { td:not(.words):not(:first-child) { min-width: 5.1rem; }
+  .roomy td.words:not(.short) { min-width: 15rem; }
+  .roomy td.words:not(.short):last-child { min-width: 18rem; } }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--muted); font-weight: 600; }
 th, td { overflow-wrap: normal; }
-td.words { overflow-wrap: anywhere; min-width: 9rem; }
 .words { text-align: left; }
+td.words { min-width: 9rem; }
+th.short, td.short { white-space: nowrap; min-width: 0; }
 tr.best { background: var(--soft); font-weight: 600; }
 details { margin: .25rem 0 1rem; }
 summary { cursor: pointer; color: var(--accent); }
@@ -41,7 +45,8 @@ dt { color: var(--muted); } dd { margin: 0; }
   thead { position: absolute; left: -9999px; }
   tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
   td, td.words { display: grid; grid-template-columns: 8.5rem 1fr; gap: .5rem; text-align: left;
-    border: 0; padding: .1rem .3rem; }
+    border: 0; padding: .1rem .3rem; overflow-wrap: anywhere; white-space: normal; }
+  td:empty { display: none; }
   td::before { content: attr(data-name); color: var(--muted); font-weight: 400; }
   dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
 }
@@ -53,7 +58,8 @@ svg text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: va
 svg text.muted { fill: var(--muted); } svg text.strong { font-weight: 700; } svg text.on { fill: #111111; stroke: none; }
 .p0 { fill: #7db8e0; } .p1 { fill: #f3bd5c; } .p2 { fill: #8fcf98; } .p3 { fill: #e99a8c; }
 .p4 { fill: #c0aae0; } .p5 { fill: #cfc8ba; } .p6 { fill: #96d6d2; } .p7 { fill: #dcb795; }
-.p0, .p1, .p2, .p3, .p4, .p5, .p6, .p7 { stroke: var(--bg); stroke-width: 1; }
+.p8 { fill: #e8a9cf; }
+.p0, .p1, .p2, .p3, .p4, .p5, .p6, .p7, .p8 { stroke: var(--bg); stroke-width: 1; }
 .limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: 6 4; }
 .bound { stroke: var(--muted); stroke-width: 1.5; stroke-dasharray: 2 4; }
 .grid { stroke: var(--line); stroke-width: 1; }
@@ -88,24 +94,29 @@ PAGE = """<!DOCTYPE html>
 <style>{{ style }}</style>
 </head>
 <body>
+{% macro kind(table, at) -%}
+{% if at in table.words %} class="words{% if at in table.short %} short{% endif %}"{% endif %}
+{%- endmacro %}
 {% macro sheet(table, best="") -%}
-<table>
+<table{% if table.is_roomy %} class="roomy"{% endif %}>
 <thead><tr>{% for name in table.columns %}<th scope="col"
- {%- if loop.index0 in table.words %} class="words"{% endif %}>{{ name }}</th>{% endfor %}</tr></thead>
+ {{- kind(table, loop.index0) }}>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in table.rows %}<tr{% if row[0] == best %} class="best"{% endif %}>
 {%- for cell in row %}<td data-name="{{ table.columns[loop.index0] }}"
- {%- if loop.index0 in table.words %} class="words"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+ {{- kind(table, loop.index0) }}>
+ {%- if loop.index0 in table.words %}{{ cell | breakable }}{% else %}{{ cell | kept_together }}{% endif -%}
+</td>{% endfor %}</tr>
 {% endfor %}</tbody>
 </table>
 {%- endmacro %}
 <header>
-<h1>{{ title }}</h1>
+<h1>{{ title | breakable }}</h1>
 <p class="muted">{{ setting }}</p>
 </header>
 <main>
 <section aria-label="verdict" class="lead">
-{% for sentence in sentences %}<p>{{ sentence }}</p>
+{% for sentence in sentences %}<p>{{ sentence | breakable }}</p>
 {% endfor %}</section>
 {% if applied %}<section>
 <h2>What is applied</h2>

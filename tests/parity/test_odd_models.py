@@ -106,14 +106,22 @@ class _Picked(nn.Module):
         return out
 
 
-def _case(kind: Callable[[], nn.Module]) -> Case:
+class _Named(_Picked):
+    """Takes one item of the batch by its name; the loss takes the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def _case(kind: Callable[[], nn.Module], *, named: bool = False) -> Case:
     return dataclasses.replace(
         get_case("mlp"),
         name=kind.__name__,
-        build=lambda: _Picked(kind),
+        build=lambda: (_Named if named else _Picked)(kind),
         make_batch=_batch,
         loss_func=_loss,
-        model_input_format=None,
+        model_input_format="unpack_dict" if named else None,
     )
 
 
@@ -136,3 +144,14 @@ def test_odd_models(kind: Callable[[], nn.Module]) -> None:
             assert_ranks_agree(runs)
         except AssertionError as error:
             raise AssertionError(f"{strategy}: {error}") from error
+
+
+def _train_named() -> list[Any]:
+    return [accelerated_run(_case(Convolutions, named=True), strategy) for strategy in (["ddp"], ["fsdp"])]
+
+
+def test_a_batch_with_more_than_forward_takes() -> None:
+    reference = reference_run(_case(Convolutions))
+    for rank in zip(*run_ranks(_train_named, 2), strict=True):
+        assert_parity(compare(reference, rank[0]))
+        assert_ranks_agree(rank)

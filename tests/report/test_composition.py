@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from atorch_ns.method import composition, load_registry
@@ -11,6 +12,14 @@ from atorch_ns.report.composition import composition_page
 def test_the_page_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "composition.md"
     assert page.read_text() == composition_page(composition(load_registry()))
+
+
+def test_what_concerns_its_maker_alone_is_a_comment() -> None:
+    page = composition_page(composition(load_registry()))
+    visible = re.sub("<!--.*?-->", "", page, flags=re.DOTALL)
+    assert "do not edit" in page
+    assert "edit" not in visible
+    assert "python -m" not in visible
 
 
 def test_pairs_are_complete_and_reasons_are_given() -> None:
