@@ -23,6 +23,7 @@ from atorch_ns.cli import (
     verify,
 )
 from atorch_ns.cli._debug import split_debug
+from atorch_ns.cli._failures import failure_record, usage_error, wants_json
 from atorch_ns.errors import (
     AtorchError,
     BackendError,
@@ -93,9 +94,17 @@ def described(error: BaseException) -> str:
 def main() -> None:
     """Runs the command. Exit codes: 0 ok, 1 failed, 2 usage, 3 infeasible, 4 environment."""
     arguments, debug = split_debug(sys.argv[1:])
+    as_json = wants_json(arguments)
     try:
         app(args=arguments)
+    except SystemExit as end:
+        usage = usage_error(end)
+        if as_json and usage is not None:
+            typer.echo(failure_record(usage, 2))
+        raise
     except Exception as error:
+        if as_json:
+            typer.echo(failure_record(described(error), exit_code(error)))
         if debug:
             raise
         typer.echo(f"atorch-ns: {described(error)}", err=True)

@@ -39,21 +39,21 @@ def check_format(text: str) -> InputFormat:
 def chosen_format(asked: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
     """What ``auto`` means for a batch and the signature of the model's ``forward``, and a line on it if that is not plain.
 
-    Dictionaries and sequences are unpacked. Of a sequence that ``forward`` cannot take, the first item is passed, as
-    of ``(features, labels)`` to a model of features. A dictionary none of whose keys it knows is passed whole.
+    Dictionaries and sequences are unpacked, a dictionary with the keys that ``forward`` names. Of a sequence that it
+    cannot take, the first item is passed, as of ``(features, labels)`` to a model of features. A dictionary none of
+    whose keys it knows is passed whole.
 
     Raises:
         InputError: if ``forward`` can take the batch in none of these ways.
     """
+    from atorch_ns.data import forward_signature
     from atorch_ns.engine._assumed_loss import assumed_format
 
     if asked != "auto":
+        _check_fit(asked, sample)
         return asked, ""
     unpacked = assumed_format(sample)
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward that is not written in Python
-        signature = None
+    signature = forward_signature(model)
     if unpacked == "unpack_dict":
         return _of_dictionary(signature, model, sample)
     if unpacked != "unpack_sequence":
@@ -66,6 +66,16 @@ def chosen_format(asked: InputFormat, model: nn.Module, sample: Any) -> tuple[In
     raise InputError(f"{what}. {_REMEDY}")
 
 
+def _check_fit(asked: InputFormat, sample: Any) -> None:
+    """Whether a batch can be passed so, whatever ``forward`` takes; before anything is computed with it."""
+    from atorch_ns.data import call_model
+
+    try:
+        call_model(lambda *_, **__: None, sample, None if asked == "none" else asked)
+    except InputError as error:
+        raise InputError(f"--sample does not fit --input-format={asked}: {error}") from None
+
+
 def _of_dictionary(
     signature: inspect.Signature | None, model: nn.Module, sample: Mapping[Any, Any]
 ) -> tuple[InputFormat, str]:
@@ -73,6 +83,13 @@ def _of_dictionary(
     if signature is None or (names and _takes(signature, **sample)):
         return "unpack_dict", ""
     what = f"--sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward(model, signature)}"
+    known = {key: value for key, value in sample.items() if key in signature.parameters}
+    if names and known and _takes(signature, **known):
+        left_out = ", ".join(repr(key) for key in sample if key not in known)
+        return (
+            "unpack_dict",
+            f"{what}: {left_out} {'is' if len(sample) - len(known) == 1 else 'are'} for the loss alone",
+        )
     if not set(sample) & set(signature.parameters) and _takes(signature, sample):
         return "none", f"{what}: it is passed whole (--input-format none)"
     raise InputError(f"{what}. {_REMEDY}")

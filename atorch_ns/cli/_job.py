@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from atorch_ns.cli._input_format import check_format, chosen_format
-from atorch_ns.cli._objects import load_object, load_sample
+from atorch_ns.cli._objects import load_object, load_sample, not_built
 from atorch_ns.cli._planning import say
-from atorch_ns.cli._words import a_kind, ended
+from atorch_ns.cli._words import a_kind
 from atorch_ns.errors import InputError
 
 __all__ = ["NamedJob", "named_job"]
@@ -74,11 +74,8 @@ def _model(name: str) -> Any:
         raise InputError(f"--model={name!r} is {a_kind(built)}; it must be a module, or build one.")
     try:
         model = built()
-    except Exception as error:
-        raise InputError(
-            ended(f"--model={name!r} could not be built: {type(error).__name__}: {error}")
-            + " It is called without arguments; write a function that makes the model."
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise not_built(name, error) from error
     if not isinstance(model, nn.Module):
         raise InputError(f"--model={name!r} returned {a_kind(model)}; it must return a torch.nn.Module.")
     return model

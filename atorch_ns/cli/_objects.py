@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-import importlib
-import importlib.util
 import json
 import re
 import sys
@@ -12,13 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from atorch_ns.cli._words import a_kind, ended
+from atorch_ns.cli._modules import imported, imported_file
+from atorch_ns.cli._words import a_kind, ended, told
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["build_model", "gibibytes", "load_object", "load_sample", "wish"]
+__all__ = ["build_model", "gibibytes", "load_object", "load_sample", "not_built", "wish"]
 
 _MEMORY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(TiB|GiB|MiB|TB|GB|MB)?\s*", re.IGNORECASE)
 _GIBIBYTES = {
@@ -34,6 +34,8 @@ _GIBIBYTES = {
 def load_object(name: str, *, option: str) -> Any:
     """What ``pkg.mod:name``, ``pkg.mod.name`` or ``file.py:name`` means, looked for here and where Python looks.
 
+    All names in one file are looked up in one module, which is executed once.
+
     Args:
         name: as the user wrote it.
         option: for messages.
@@ -44,8 +46,8 @@ def load_object(name: str, *, option: str) -> Any:
     place, colon, attribute = name.rpartition(":")
     if not colon:
         place, _, attribute = name.rpartition(".")
-    if not place or not attribute:
-        raise InputError(f"{option}={name!r} is no place in code. Write pkg.mod:name or file.py:name.")
+    if not place or not attribute or (name.endswith(".py") and not colon):
+        raise InputError(f"{option}={name!r} {_without_name(name)}")
     found: Any = _module(place, option)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -75,33 +77,75 @@ def build_model(name: str) -> tuple[nn.Module, str]:
         with torch.device("meta"):
             model = built()
         how = "the model was built on meta, without memory"
-    except Exception as on_meta:
+    except (Exception, SystemExit) as on_meta:
         try:
             model = built()
-        except Exception as error:
-            raise InputError(
-                ended(f"--model={name!r} could not be built: {type(error).__name__}: {error}")
-                + " It is called without arguments; write a function that makes the model."
-            ) from error
-        how = f"the model was built with memory, since on meta: {type(on_meta).__name__}: {on_meta}"
+        except (Exception, SystemExit) as error:
+            raise not_built(name, error) from error
+        how = f"the model was built with memory, since on meta: {told(on_meta)}"
     if not isinstance(model, nn.Module):
         raise InputError(f"--model={name!r} returned {a_kind(model)}; it must return a torch.nn.Module.")
     return model, how
+
+
+def not_built(name: str, error: BaseException) -> InputError:
+    """What is said of a ``--model`` that failed, or that ended the process."""
+    return InputError(
+        ended(f"--model={name!r} could not be built: {told(error)}")
+        + " It is called without arguments; write a function that makes the model."
+    )
 
 
 def load_sample(name: str) -> Any:
     """The batch, or what the function returns.
 
     Raises:
-        InputError: if the function fails.
+        InputError: if the function fails, or what it returns is no batch or has no samples.
     """
     sample = load_object(name, option="--sample")
-    if not callable(sample):
-        return sample
+    if callable(sample):
+        try:
+            sample = sample()
+        except (Exception, SystemExit) as error:
+            raise InputError(ended(f"--sample={name!r} failed: {told(error)}")) from error
+    _check_batch(name, sample)
+    return sample
+
+
+def _check_batch(name: str, sample: Any) -> None:
+    from atorch_ns.data import batch_sizes
+
+    sizes = batch_sizes(sample)
+    if not sizes:
+        given = repr(sample) if sample is None or isinstance(sample, (int, float, str)) else a_kind(sample)
+        raise InputError(
+            f"--sample={name!r} is {given}, which holds no tensor with a dim for samples. It must be one batch: a "
+            "tensor, or a dictionary, list or tuple of tensors; or a function without arguments that returns one."
+        )
+    if 0 in sizes:
+        raise InputError(
+            f"--sample={name!r} is an empty batch: a tensor of it has no rows. Give it a sample or more."
+        )
+
+
+def _without_name(name: str) -> str:
+    """What is wrong with a place that names no object, with the names in the file where there is one."""
+    path = name.removesuffix(":")
+    if not path.endswith(".py"):
+        return "is no place in code. Write pkg.mod:name or file.py:name."
+    names = _defined_in(Path(path))
+    there = f" It defines {', '.join(names)}." if names else ""
+    return f"names a file, and nothing in it. Write {path}:NAME.{there}"
+
+
+def _defined_in(path: Path) -> list[str]:
+    """The public functions and classes of a file, which is read and not run."""
     try:
-        return sample()
-    except Exception as error:
-        raise InputError(ended(f"--sample={name!r} failed: {type(error).__name__}: {error}")) from error
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [each.name for each in tree.body if isinstance(each, kinds) and not each.name.startswith("_")]
 
 
 def gibibytes(text: str | None) -> float | None:
@@ -134,7 +178,7 @@ def _module(place: str, option: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        return imported_file(Path(place)) if place.endswith(".py") else imported(place)
     except ModuleNotFoundError as error:
         if error.name is not None and place.startswith(error.name):
             raise InputError(
@@ -142,23 +186,5 @@ def _module(place: str, option: str) -> ModuleType:
                 "or run the command in the folder that holds it."
             ) from None
         raise InputError(ended(f"{option}: importing {place} failed: {error}")) from error
-    except Exception as error:
-        raise InputError(
-            ended(f"{option}: importing {place} failed: {type(error).__name__}: {error}")
-        ) from error
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by name.
-    ours = sys.modules.setdefault(path.stem, module) is module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        if ours:
-            del sys.modules[path.stem]
-        raise
-    return module
+    except (Exception, SystemExit) as error:
+        raise InputError(ended(f"{option}: importing {place} failed: {told(error)}")) from error

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import typer
 
 from atorch_ns.cli._debug import split_debug
+from atorch_ns.cli._failures import failure_record
 from atorch_ns.cli._planning import say
 from atorch_ns.errors import BackendError, InputError
 
 if TYPE_CHECKING:
     from atorch_ns.launch import RankEnd
 
-__all__ = ["check_named", "failure_in_json", "on_ranks"]
+__all__ = ["check_named", "on_ranks"]
 
-
-@contextmanager
-def failure_in_json(wanted: bool) -> Iterator[None]:
-    """What the block raises is also a record on standard output, for programs, if that is wanted."""
-    from atorch_ns.cli import described, exit_code
-
-    try:
-        yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if wanted:
-            _tell(described(error), exit_code(error), None)
-        raise
+_NOTHING_KEPT: Final = {"search": ": no strategy was saved", "verify": " before it had a verdict"}
 
 
 def on_ranks(
@@ -44,25 +30,38 @@ def on_ranks(
     nproc: int,
     timeout_s: float | None = None,
     as_json: bool = False,
+    patient: bool = False,
 ) -> dict[str, Any]:
     """Starts ``nproc`` ranks for the work and returns what rank 0 found.
 
-    What goes wrong on a rank ends the command with the rank's message and exit code; with ``as_json`` also as a record on
-    standard output.
+    What goes wrong on a rank ends the command with the rank's message and exit code, and a signal with 128 and its
+    number; with ``as_json`` also as a record on standard output.
+
+    Args:
+        work: the verb; ``_rank`` knows what it does.
+        request: for the ranks.
+        nproc: how many.
+        timeout_s: after which they are ended.
+        as_json: whether a failure is a record too.
+        patient: whether Ctrl-C lets rank 0 come to an end of its own.
 
     Raises:
         InputError: if there are no ranks.
         BackendError: if a rank ended without a word, or did not end in time.
     """
-    from atorch_ns.launch import run_local_ranks
+    from atorch_ns.launch import run_local_ranks, scratch_folder
 
     if nproc < 1:
         raise InputError(f"--nproc={nproc}: at least one process is needed. Use --nproc 1 or more.")
-    with tempfile.TemporaryDirectory(prefix="atorch_ns_") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         asked = {**request, "debug": split_debug(sys.argv[1:])[1]}
         (folder / "request.json").write_text(json.dumps(asked))
-        ends = run_local_ranks("atorch_ns.cli._rank", [work, name], nproc, timeout_s=timeout_s)
+        try:
+            ends = run_local_ranks(
+                "atorch_ns.cli._rank", [work, str(folder)], nproc, timeout_s=timeout_s, patient=patient
+            )
+        except SystemExit as stopped:
+            _stop(work, int(stopped.code or 0), as_json)
         answers = {
             rank: json.loads(path.read_text())
             for rank in range(nproc)
@@ -79,9 +78,21 @@ def on_ranks(
             raise BackendError(
                 f"rank {broken[0].rank} ended with code {broken[0].code} and without a word{told}"
             )
-        raise BackendError(f"rank(s) {', '.join(late)} did not end within {timeout_s or 0:.0f} s.")
+        who = f"rank {late[0]}" if len(late) == 1 else f"the ranks {', '.join(late)}"
+        raise BackendError(f"{who} did not end within {timeout_s or 0:.0f} s.")
     found: dict[str, Any] = answers[0]["value"]
     return found
+
+
+def _stop(work: str, code: int, as_json: bool) -> NoReturn:
+    """Ends the command after a signal, in words."""
+    number = signal.Signals(code - 128)
+    how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    text = f"{work} was {how}{_NOTHING_KEPT.get(work, '')}."
+    say(f"atorch-ns: {text}")
+    if as_json:
+        typer.echo(failure_record(text, code))
+    raise typer.Exit(code)
 
 
 def check_named(**options: str | None) -> None:
@@ -106,10 +117,5 @@ def _end(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_
         say(f"  rank {end.rank} ended with code {end.code} and without a word{told}")
     code = int(errors[rank]["code"])
     if as_json:
-        _tell(errors[rank]["error"], code, rank)
+        typer.echo(failure_record(errors[rank]["error"], code, rank))
     raise typer.Exit(code)
-
-
-def _tell(error: str, code: int, rank: int | None) -> None:
-    record = {"schema": 1, "error": error, "code": code, "rank": rank}
-    typer.echo(json.dumps(record, indent=1, ensure_ascii=False))

@@ -10,7 +10,7 @@ import typer
 
 from atorch_ns.cli._input_format import check_format, chosen_format
 from atorch_ns.cli._objects import build_model, gibibytes, load_object, load_sample
-from atorch_ns.cli._words import ended
+from atorch_ns.cli._words import ended, told
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
@@ -94,14 +94,17 @@ def make_profile(asked: Asked, *, device: str) -> tuple[Profile, float]:
     optimizer = None if no_optimizer else load_object(asked.optimizer, option="--optimizer")
     say("profiling one step on fake tensors …")
     began = time.perf_counter()
-    profile = profile_offline(
-        model,
-        sample,
-        loss=loss,
-        optimizer=optimizer,
-        input_format=chosen,
-        device=device,
-    )
+    try:
+        profile = profile_offline(
+            model,
+            sample,
+            loss=loss,
+            optimizer=optimizer,
+            input_format=chosen,
+            device=device,
+        )
+    except SystemExit as error:
+        raise InputError(f"the model or the loss ended the process: {told(error)}.") from error
     return profile, time.perf_counter() - began
 
 

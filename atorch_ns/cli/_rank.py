@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -19,6 +21,8 @@ def main() -> NoReturn:
     """
     work, folder = sys.argv[1], Path(sys.argv[2])
     request = json.loads((folder / "request.json").read_text())
+    if request.get("debug"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     code, answer = _attempt(_WORKS[work], request)
     draft = folder / f"answer_{os.environ['RANK']}.tmp"
     draft.write_text(json.dumps(answer))
@@ -33,15 +37,18 @@ def _attempt(
     work: Callable[[Mapping[str, Any]], dict[str, Any]], request: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
     from atorch_ns.cli import described, exit_code
+    from atorch_ns.cli._words import told
 
     try:
         return 0, {"value": work(request)}
     except KeyboardInterrupt:
-        return 130, {"error": "interrupted before anything was measured.", "code": 130}
+        if request.get("debug"):
+            traceback.print_exc()
+        return 130, {"error": "interrupted.", "code": 130}
+    except SystemExit as error:
+        return 2, {"error": f"the model or the loss ended the process: {told(error)}.", "code": 2}
     except Exception as error:
         if request.get("debug"):
-            import traceback
-
             traceback.print_exc()
         code = exit_code(error)
         answer = {"error": described(error), "code": code, "kind": type(error).__name__}

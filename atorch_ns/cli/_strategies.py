@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from atorch_ns.report import TrainingReport
     from atorch_ns.strategy import Strategy
 
-__all__ = ["read_report_or_strategy", "read_strategy"]
+__all__ = ["check_strategy_is_there", "read_report_or_strategy", "read_strategy"]
 
 
-def read_strategy(text: str) -> Strategy:
+def read_strategy(text: str, option: str = "") -> Strategy:
     """A file (of a strategy, or of a report, which holds one), JSON text, or names with commas between them.
+
+    Args:
+        text: as the user wrote it.
+        option: where, for messages: ``--strategy``; empty for an argument.
 
     Raises:
         StrategyError: if it is none of these.
@@ -29,10 +33,27 @@ def read_strategy(text: str) -> Strategy:
     if Path(text).exists():
         report, strategy = read_report_or_strategy(Path(text))
         return report.strategy if report is not None else strategy or Strategy()
-    if Path(text).suffix or "/" in text:
-        return Strategy.load(text)
+    check_strategy_is_there(text, option)
     names = [name.strip() for name in text.split(",")]
     return Strategy(name for name in names if name)
+
+
+def check_strategy_is_there(text: str, option: str = "") -> None:
+    """Whether what looks like a file is one.
+
+    Args:
+        text: as the user wrote it.
+        option: where, for messages: ``--strategy``; empty for an argument.
+
+    Raises:
+        StrategyFileError: if it is not there.
+    """
+    is_file = text.lstrip()[:1] not in ("[", "{") and (Path(text).suffix or "/" in text)
+    if is_file and not Path(text).exists():
+        raise StrategyFileError(
+            f"no such strategy file. Methods by name: {option} fsdp,checkpoint".replace("  ", " "),
+            source=text,
+        )
 
 
 def read_report_or_strategy(path: Path) -> tuple[TrainingReport | None, Strategy | None]:

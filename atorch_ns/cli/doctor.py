@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atorch_ns.cli._options import AsJson
 from atorch_ns.errors import InputError
+
+if TYPE_CHECKING:
+    from atorch_ns.doctor import Finding
 
 __all__ = ["doctor"]
 
@@ -17,7 +21,10 @@ _MARKS = {"pass": ("✓ pass", "green"), "warn": ("! warn", "yellow"), "fail": (
 
 
 def doctor(
-    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks that are started and must talk.")] = 2,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", "-n", help="Ranks that are started and must talk; 2 unless given."),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where checkpoints are to be written.")] = Path(),
     timeout: Annotated[float, typer.Option(help="Seconds that one check may take.")] = 60.0,
     only: Annotated[
@@ -27,25 +34,45 @@ def doctor(
 ) -> None:
     """Check ports, limits, backends, packages, dtypes, collectives, disk and compiler. The exit code is 4 if one fails.
 
-    What is not in order comes with the line that mends it.
+    What is not in order comes with the line that mends it. Started by torchrun on several nodes, it looks at all of
+    them, at what is between them, and names the node that fails or is slow.
 
     Example: atorch-ns doctor --nproc 2
     """
-    from atorch_ns.doctor import CHECKS, Place, examine
+    from atorch_ns.doctor import CHECKS, NODE_CHECKS, Place, Who, examine, examine_nodes
 
+    who = Who.detect()
+    known = (*CHECKS, *(name for name in NODE_CHECKS if name not in CHECKS))
     problems = []
-    if nproc < 1:
+    if nproc is not None and nproc < 1:
         problems.append(f"--nproc={nproc}: at least one process is needed.")
+    if nproc is not None and who is not None:
+        problems.append(f"--nproc={nproc}: the launcher has started the ranks that talk. Leave it out here.")
     if timeout <= 0:
         problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
-    unknown = [name for name in only or () if name not in CHECKS]
+    unknown = [name for name in only or () if name not in known]
     if unknown:
-        problems.append(f"--only={unknown[0]!r} is no check. There are {', '.join(CHECKS)}.")
+        problems.append(f"--only={unknown[0]!r} is no check. There are {', '.join(known)}.")
+    alone = [name for name in only or () if name in known and name not in CHECKS]
+    if alone and who is None:
+        problems.append(
+            f"--only={alone[0]!r} is about several nodes. Start doctor on each by torchrun: "
+            "torchrun --nnodes=2 ... -m atorch_ns.cli doctor."
+        )
     if problems:
         raise InputError("\n".join(problems))
-    place = Place(num_ranks=nproc, folder=folder, timeout_s=timeout)
+    place = Place(num_ranks=nproc or 2, folder=folder, timeout_s=timeout)
+    if who is None:
+        _tell(examine(place, names=tuple(only or ())), as_json)
+    elif who.rank == 0:
+        _tell(examine_nodes(place, who, only or known), as_json)
+    elif any(finding.verdict == "fail" for finding in examine_nodes(place, who, only or known)):
+        raise typer.Exit(4)  # rank 0 says why
+
+
+def _tell(findings: Iterator[Finding], as_json: bool) -> None:
     found = []
-    for finding in examine(place, names=tuple(only or ())):
+    for finding in findings:
         found.append(finding)
         if as_json:
             continue

@@ -51,7 +51,7 @@ def estimate(
     from atorch_ns.report import estimate_text
 
     settings = make_settings(memory_limit=memory_limit)
-    chosen = read_strategy(strategy)
+    chosen = read_strategy(strategy, "--strategy")
     place = make_cluster(cluster)
     known, _ = make_profile(
         Asked(model, sample, loss, optimizer, input_format, profile), device=place.device_type

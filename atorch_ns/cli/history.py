@@ -10,6 +10,7 @@ import typer
 
 from atorch_ns.cli._options import AsJson
 from atorch_ns.cli._planning import say
+from atorch_ns.cli._words import counted
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def _lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
         if setting
         else "setting unknown"
     )
-    lines = [f"{study.name}  {where}; {study.num_searches} searches ended, {len(study.trials)} trials"]
+    ended = f"{counted(study.num_searches, 'search', 'searches')} ended"
+    lines = [f"{study.name}  {where}; {ended}, {counted(len(study.trials), 'trial')}"]
     if study.best is not None:
         lines.append(
             f"  best: {study.best['label']}, {float(study.best['seconds']) * 1e3:.2f} ms a step (measured)"

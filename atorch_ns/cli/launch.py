@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from atorch_ns.cli._launch_checks import check_here, check_script
 from atorch_ns.cli._planning import say
-from atorch_ns.errors import InputError
 
 __all__ = ["launch"]
 
@@ -29,7 +27,10 @@ def launch(
         str | None, typer.Option(help="host:port of one node, where several nodes meet.")
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(help="This node among several. Without it, they are numbered as they come.")
+        int | None,
+        typer.Option(
+            help="This node among a fixed number of nodes. Without it, they are numbered as they come."
+        ),
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="How often a group that failed is started anew.")] = 0,
     threads: Annotated[
@@ -47,12 +48,12 @@ def launch(
 ) -> None:
     """Run a script on several processes by torchrun, whose line is printed; plain torchrun always works too.
 
-    Options come before the script; everything after it is the script's. Signals are passed on, and the exit code
-    is the script's own.
+    Options come before the script; everything after it is the script's. Signals are passed on. The exit code is that
+    of the process that failed first, where torchrun's own is 1; a signal gives 128 and its number, as 130 for Ctrl-C.
 
     Example: atorch-ns launch --nproc 2 script.py
     """
-    from atorch_ns.launch import Launch, num_usable_cores
+    from atorch_ns.launch import Launch, num_usable_cores, run_torchrun
 
     asked = Launch(
         target=tuple(target),
@@ -64,24 +65,15 @@ def launch(
         threads=threads,
         module=module,
     )
-    _check_script(target[0], module)
+    check_script(target[0], module)
+    if not dry_run:
+        check_here(asked)
     variables = asked.environment(os.environ, num_cores=num_usable_cores())
     line = asked.line(variables)
     if dry_run:
         typer.echo(line)
         return
     say(line)
-    # In the place of this process: signals and the exit code need nobody to carry them.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(sys.executable, asked.command, {**os.environ, **variables})
-
-
-def _check_script(name: str, module: bool) -> None:
-    if module or Path(name).is_file():
-        return
-    why = "is a folder" if Path(name).is_dir() else "is not there"
-    raise InputError(
-        f"the script {name} {why}. Give a Python file, or --module with a module's name. Options of atorch-ns "
-        "come before the script."
-    )
+    code = run_torchrun(asked.arguments, variables)
+    if code:
+        raise typer.Exit(code)

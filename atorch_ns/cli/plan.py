@@ -21,6 +21,7 @@ from atorch_ns.cli._options import (
     ProfileFile,
     Sample,
 )
+from atorch_ns.cli._outputs import unwritable
 from atorch_ns.cli._planning import (
     Asked,
     make_cluster,
@@ -30,6 +31,7 @@ from atorch_ns.cli._planning import (
     say_where,
     write_file,
 )
+from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
@@ -85,6 +87,9 @@ def plan(
     from atorch_ns.report import TrainingReport, search_text
     from atorch_ns.strategy import Strategy
 
+    problems = unwritable(save=save, report=report, save_profile=save_profile)
+    if problems:
+        raise InputError("\n".join(problems))
     settings = make_settings(objective=objective, memory_limit=memory_limit)
     place = make_cluster(cluster)
     asked = Asked(model, sample, loss, optimizer, input_format, profile)

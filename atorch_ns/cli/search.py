@@ -10,6 +10,7 @@ import typer
 from atorch_ns.cli._objects import gibibytes, wish
 from atorch_ns.cli._on_ranks import check_named, on_ranks
 from atorch_ns.cli._options import AsJson, InputFormat, Loss, MemoryLimit, Model, Optimizer, Sample
+from atorch_ns.cli._outputs import unwritable
 from atorch_ns.cli._planning import make_settings, say
 from atorch_ns.errors import InputError
 
@@ -56,7 +57,9 @@ def search(
 ) -> None:
     """Search for the best strategy by short trials on local ranks. The exit code is 3 if none can be used.
 
-    Progress is shown while it runs. Ctrl-C ends the search with the best strategy so far; a second one ends it all.
+    Progress and the verdict go to standard error, the strategy to standard output. Logs of failed trials are in the
+    folder NAME.logs beside the report, the strategy or the history. Ctrl-C ends the search with the best strategy so
+    far, or with code 130 if nothing was measured yet; a second one ends it all.
 
     Example: atorch-ns search --model train.py:build --sample train.py:sample --loss train.py:loss --save strategy.json
     """
@@ -70,11 +73,7 @@ def search(
         problems.append(f"--batch={batch}: the global batch must be at least 1.")
     if optimizer.lower() == "none":
         problems.append("--optimizer=none: trials run training steps, which need an optimizer.")
-    for option, path in (("save", save), ("report", report), ("history", history)):
-        if path is not None and not path.absolute().parent.is_dir():
-            problems.append(f"--{option}={path}: the folder {path.parent} does not exist.")
-        elif path is not None and path.is_dir():
-            problems.append(f"--{option}={path} is a folder; name a file in it.")
+    problems += unwritable(save=save, report=report, history=history)
     if problems:
         raise InputError("\n".join(problems))
     make_settings(objective=objective, memory_limit=memory_limit)
@@ -85,6 +84,7 @@ def search(
         "memory_limit_gib": gibibytes(memory_limit),
         "seed": seed,
     }
+    beside = report or save  # a history brings its own
     request = {
         "model": model,
         "sample": sample,
@@ -98,13 +98,14 @@ def search(
         "history": None if history is None else str(history.absolute()),
         "save": None if save is None else str(save.absolute()),
         "report": None if report is None else str(report.absolute()),
+        "logs": None if beside is None else str(beside.absolute().with_suffix(".logs")),
         "verbose": verbose,
     }
-    found = on_ranks("search", request, nproc=nproc)
+    found = on_ranks("search", request, nproc=nproc, as_json=as_json, patient=True)
     if as_json:
         typer.echo(found["report"], nl=False)
-    else:
-        typer.echo(f"{found['strategy']}\n{found['text']}")
+    else:  # why it was chosen stands at the end of what was said while the search ran
+        typer.echo(found["strategy"])
     for what, path in (("strategy", save), ("report", report), ("trials", history)):
         if path is not None:
             say(f"{what} written to {path}")

@@ -10,10 +10,13 @@ import typer
 
 from atorch_ns.cli._options import AsJson
 from atorch_ns.cli._planning import say
+from atorch_ns.cli._words import counted
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Show, check, compare and convert strategy files.", no_args_is_help=True)
+
+_SUFFIXES = (".json", ".yaml", ".yml")
 
 File = Annotated[Path, typer.Argument(help="A strategy file, JSON or YAML.")]
 
@@ -69,13 +72,13 @@ def validate(
         if as_json:
             problems = [str(each) for each in getattr(error, "problems", ())] or [str(error)]
             typer.echo(_answer(size, valid=False, strategy=str(strategy), notes=[], problems=problems))
-        say(f"not valid for {size} process(es): {error}")
+        say(f"not valid for {counted(size, 'process', 'processes')}: {error}")
         raise typer.Exit(1) from None
     notes = [note.text for note in resolved.notes]
     if as_json:
         typer.echo(_answer(size, valid=True, strategy=str(resolved.strategy), notes=notes, problems=[]))
         return
-    typer.echo(f"valid for {size} process(es): {resolved.strategy}")
+    typer.echo(f"valid for {counted(size, 'process', 'processes')}: {resolved.strategy}")
     for note in notes:
         typer.echo(f"  {note}")
 
@@ -120,10 +123,17 @@ def convert(
 
     Example: atorch-ns strategy convert accelerate.yaml strategy.json
     """
+    from atorch_ns.errors import InputError
     from atorch_ns.strategy import convert_file
 
+    if output.suffix.lower() not in _SUFFIXES:
+        raise InputError(
+            f"{output}: a strategy file is JSON or YAML by its suffix. Name it {output.stem}.json, or with .yaml or .yml."
+        )
     converted = convert_file(file, source=source, classes=classes or ())
     converted.strategy.save(output)
+    for warning in converted.warnings:
+        say(f"warning: {warning}")
     if as_json:
         typer.echo(json.dumps(converted.as_json(), indent=1, ensure_ascii=False))
     else:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from atorch_ns.cli._on_ranks import check_named, failure_in_json, on_ranks
+from atorch_ns.cli._on_ranks import check_named, on_ranks
 from atorch_ns.cli._options import AsJson, InputFormat, Loss, Model, Sample
 from atorch_ns.cli._planning import say
+from atorch_ns.cli._strategies import check_strategy_is_there
+from atorch_ns.cli._words import counted
 from atorch_ns.errors import InputError
 
 __all__ = ["verify"]
@@ -38,26 +39,25 @@ def verify(
 
     Example: atorch-ns verify --strategy fsdp --model train.py:build --sample train.py:sample --loss train.py:loss
     """
-    with failure_in_json(as_json):
-        check_named(model=model, sample=sample)
-        problems = []
-        if steps < 1:
-            problems.append(f"--steps={steps}: at least one step is needed.")
-        if timeout <= 0:
-            problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
-        if problems:
-            raise InputError("\n".join(problems))
-        _check_strategy(strategy)
-        request = {
-            "strategy": strategy,
-            "model": model,
-            "sample": sample,
-            "loss": loss,
-            "optimizer": "torch.optim.SGD",
-            "input_format": input_format,
-            "steps": steps,
-        }
-        found = on_ranks("verify", request, nproc=nproc, timeout_s=timeout, as_json=as_json)
+    check_named(model=model, sample=sample)
+    problems = []
+    if steps < 1:
+        problems.append(f"--steps={steps}: at least one step is needed.")
+    if timeout <= 0:
+        problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
+    if problems:
+        raise InputError("\n".join(problems))
+    check_strategy_is_there(strategy, "--strategy")  # before ranks are started for it; they read it
+    request = {
+        "strategy": strategy,
+        "model": model,
+        "sample": sample,
+        "loss": loss,
+        "optimizer": "torch.optim.SGD",
+        "input_format": input_format,
+        "steps": steps,
+    }
+    found = on_ranks("verify", request, nproc=nproc, timeout_s=timeout, as_json=as_json)
     for note in found["notes"]:
         say(note)
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found, top)))
@@ -65,23 +65,23 @@ def verify(
         raise typer.Exit(1)
 
 
-def _check_strategy(text: str) -> None:
-    """Whether the file is there, before ranks are started for it; they read it."""
-    is_file = text.lstrip()[:1] not in ("[", "{") and (Path(text).suffix or "/" in text)
-    if is_file and not Path(text).exists():
-        from atorch_ns.strategy import Strategy
-
-        Strategy.load(text)  # says what is missing
+def _drift(found: dict[str, Any]) -> str:
+    """The verdict, which names the loss if nothing else drifts."""
+    drifting = any(row["state"] == "drifts" for row in found["parameters"])
+    if not drifting and all("loss" in reason for reason in found["reasons"]):
+        return "✗ the loss alone is not what one process gives; no parameter drifts"
+    return "✗ does not train as one process does"
 
 
 def _lines(found: dict[str, Any], top: int) -> list[str]:
     rows = found["parameters"]
-    verdict = "✓ trains as one process does" if found["passed"] else "✗ does not train as one process does"
+    verdict = "✓ trains as one process does" if found["passed"] else _drift(found)
     precision = ", in reduced precision" if found["reduced_precision"] else ""
-    samples = f" of {found['num_samples']} samples" if found["num_samples"] else ""
+    samples = f" of {counted(found['num_samples'], 'sample')}" if found["num_samples"] else ""
     mode = "training" if found["training"] else "evaluation"
     lines = [
-        f"{verdict}: {found['strategy']} on {found['world_size']} rank(s), {found['num_steps']} steps{samples}{precision}",
+        f"{verdict}: {found['strategy']} on {counted(found['world_size'], 'rank')}, "
+        f"{counted(found['num_steps'], 'step')}{samples}{precision}",
         *(f"  {reason}" for reason in found["reasons"]),
         f"loss: off by {found['loss_error']:.1e}, {found['loss_tolerance']:.1e} allowed",
         *(f"  step {n}: one process {a:.6f}, ranks {b:.6f}" for n, (a, b) in enumerate(found["losses"], 1)),

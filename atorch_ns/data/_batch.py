@@ -14,10 +14,17 @@ from typing import Any, Literal
 
 import torch
 
+from atorch_ns.data._forward import taken_items
 from atorch_ns.data._sizes import nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
 
-__all__ = ["call_model", "check_model_input_format", "default_prepare_input", "split_batch"]
+__all__ = [
+    "batch_sizes",
+    "call_model",
+    "check_model_input_format",
+    "default_prepare_input",
+    "split_batch",
+]
 
 ModelInputFormat = Literal["unpack_sequence", "unpack_dict", "first"]
 _FORMATS: tuple[ModelInputFormat, ...] = ("unpack_sequence", "unpack_dict", "first")
@@ -55,13 +62,16 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise InputError(
         f"model_input_format={value!r} is not known.{hint} "
-        "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data), "
+        "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data) with the keys that forward names, "
         "'first' for model(data[0])."
     )
 
 
 def call_model(model: Callable[..., Any], data: Any, model_input_format: str | None) -> Any:
     """The model's output for ``data``, passed as ``model_input_format`` says.
+
+    Of a dictionary that is unpacked, the keys that the model's ``forward`` names are passed, and all of them where
+    it has ``**kwargs``.
 
     Raises:
         InputError: an unknown format, or data that it does not fit.
@@ -79,7 +89,7 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
         return model(data[0])
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise _misfit(known, "a dictionary with strings as keys", data)
-    return model(**data)
+    return model(**taken_items(model, data))
 
 
 def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
@@ -115,6 +125,16 @@ def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
         return _rebuild(data, select, opaque=_is_plain_list)
 
     return [part(begin) for begin in range(0, size, step)] if step else [data] * num
+
+
+def batch_sizes(data: Any) -> frozenset[int]:
+    """The sizes of dim 0 of all tensors and arrays in a batch; those without dims say none."""
+    leaves = [leaf for _, leaf in _leaves(data, "batch")]
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+    sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
+    return frozenset(
+        sizes | {len(leaf) for leaf in leaves if _is_unsplittable(leaf) and hasattr(leaf, "__len__")}
+    )
 
 
 def _misfit(model_input_format: str, wanted: str, data: Any) -> InputError:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,14 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Final
 
 from atorch_ns.errors import InputError
+from atorch_ns.launch._scratch import scratch_folder
 from atorch_ns.launch._torchrun import num_usable_cores, threads_of_rank
 
 __all__ = ["RankEnd", "Ranks", "run_local_ranks"]
 
 _POLL_S: Final = 0.02
 _GRACE_S: Final = 10.0
+_STOPPING_S: Final = 3.0
 _SHOWN_CHARS: Final = 4000
 
 
@@ -47,7 +48,7 @@ class Ranks:
     """``num_ranks`` processes of this interpreter, with the environment that a launcher gives.
 
     Each has a process group of its own, so that Ctrl-C on a terminal does not reach it, and whatever it starts
-    ends with it. Leave the context to end them. ::
+    ends with it. Leave the context to end them; they end too if this process is killed. ::
 
         with Ranks("package.worker", ["request.json"], 2) as ranks:
             ends = ranks.wait(timeout_s=60)
@@ -57,16 +58,26 @@ class Ranks:
         arguments: for the module.
         num_ranks: the world size.
         shown: whether rank 0 writes to this process's standard error; all else is kept for :class:`RankEnd`.
+        quiet: whether SIGINT ends a rank without a word, with code 130, until its module decides otherwise.
 
     Raises:
         InputError: if there are no ranks.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], num_ranks: int, *, shown: bool = True) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        num_ranks: int,
+        *,
+        shown: bool = True,
+        quiet: bool = False,
+    ) -> None:
         if num_ranks < 1:
             raise InputError(f"--nproc={num_ranks}: at least one process is needed.")
         self._module, self._arguments = module, tuple(arguments)
-        self._num_ranks, self._shown = num_ranks, shown
+        self._num_ranks, self._shown, self._quiet = num_ranks, shown, quiet
+        self._grace_s, self._stop_at = _GRACE_S, float("inf")
         self._stack = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._files: list[IO[bytes]] = []
@@ -92,16 +103,27 @@ class Ranks:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
 
+    def stop(self, number: int, *, rank: int | None = None, within_s: float | None = None) -> None:
+        """Sends a signal that is to end one rank, or all.
+
+        Once a rank has failed, the others have three seconds. All are ended after ``within_s`` seconds; ``None`` lets
+        them come to their end.
+        """
+        self._grace_s = _STOPPING_S
+        if within_s is not None:
+            self._stop_at = min(self._stop_at, time.monotonic() + within_s)
+        self.send(number, rank=rank)
+
     def wait(self, *, timeout_s: float | None = None) -> list[RankEnd]:
         """Waits for all to end; once one has failed, the others have ten seconds. Never raises for a failure."""
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while any(code is None for code in self._codes()):
             now = time.monotonic()
-            if limit is not None and now > limit:
+            if now > min(limit, self._stop_at):
                 self.close_ranks()
                 break
             if any(code not in (None, 0) for code in self._codes()):
-                limit = min(limit or now + _GRACE_S, now + _GRACE_S)
+                limit = min(limit, now + self._grace_s)
             time.sleep(_POLL_S)
         return [
             RankEnd(
@@ -130,19 +152,31 @@ class Ranks:
         self._stack.close()
 
     def _start(self) -> None:
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atorch_ns_ranks_")))
+        folder = self._stack.enter_context(scratch_folder())
         port = self._stack.enter_context(_reserved_port())
+        reading, held = os.pipe()
+        self._stack.callback(os.close, held)
+        try:
+            with _interrupts_held_back():
+                self._start_ranks(folder, port, reading)
+        finally:
+            os.close(reading)
+
+    def _start_ranks(self, folder: Path, port: int, reading: int) -> None:
+        how = "quiet" if self._quiet else "loud"
+        program = [sys.executable, "-m", "atorch_ns.launch._tied", str(reading), how, self._module]
         for rank in range(self._num_ranks):
             output = (folder / f"output_{rank}").open("w+b")
             self._files.append(output)
             shown = self._shown and rank == 0
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", self._module, *self._arguments],
+                    [*program, *self._arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=sys.stderr.fileno() if shown and _is_real(sys.stderr) else output,
                     stderr=sys.stderr.fileno() if shown and _is_real(sys.stderr) else output,
                     env={**os.environ, **self._variables(rank, port)},
+                    pass_fds=(reading,),
                     process_group=0,
                 )
             )
@@ -179,36 +213,64 @@ def run_local_ranks(
     *,
     timeout_s: float | None = None,
     shown: bool = True,
+    patient: bool = False,
 ) -> list[RankEnd]:
-    """Runs ranks to their end, and passes signals on: the first Ctrl-C to rank 0, a second one ends them all.
+    """Runs ranks to their end; signals end them. Call it on the main thread; see :class:`Ranks`.
 
-    Call it on the main thread; see :class:`Ranks`.
+    Args:
+        module, arguments, num_ranks, shown: of :class:`Ranks`.
+        timeout_s: after which they are ended.
+        patient: the first Ctrl-C goes to rank 0 alone, which may take its time to end the work; a second one ends all.
+            Otherwise they have three seconds.
+
+    Raises:
+        SystemExit: with 128 and the signal's number, if one ended the ranks.
     """
-    with Ranks(module, arguments, num_ranks, shown=shown) as ranks, _passing_on(ranks):
-        return ranks.wait(timeout_s=timeout_s)
+    with (
+        Ranks(module, arguments, num_ranks, shown=shown, quiet=True) as ranks,
+        _passing_on(ranks, patient) as received,
+    ):
+        ends = ranks.wait(timeout_s=timeout_s)
+    if received and any(end.code for end in ends):
+        raise SystemExit(128 + received[-1])
+    return ends
 
 
 @contextlib.contextmanager
-def _passing_on(ranks: Ranks) -> Iterator[None]:
-    interrupted = False
+def _passing_on(ranks: Ranks, patient: bool) -> Iterator[list[int]]:
+    """What signals do meanwhile; yields the numbers of those that came."""
+    received: list[int] = []
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
+        if received:
             ranks.close_ranks()
-        interrupted = True
-        ranks.send(number, rank=0)
+        received.append(number)
+        if patient:
+            ranks.stop(number, rank=0)
+        else:
+            ranks.stop(number, within_s=_STOPPING_S)
 
     def end(number: int, _: FrameType | None) -> None:
-        ranks.send(number)
+        received.append(number)
+        ranks.stop(number, within_s=_STOPPING_S)
 
     handlers: dict[signal.Signals, Any] = {signal.SIGINT: interrupt, signal.SIGTERM: end, signal.SIGHUP: end}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Processes that are started meanwhile get SIGINT once they let it through, not while Python starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ __all__ = ["Launch", "num_usable_cores", "threads_of_rank"]
 
 _COUNT = re.compile(r"[1-9][0-9]*")
 _NODES = re.compile(r"[1-9][0-9]*(:[1-9][0-9]*)?")
-_ENDPOINT = re.compile(r"[^\s:]+:[0-9]{1,5}")
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]]+):([0-9]+)")
+_LAST_PORT = 65535
 _NAMED_COUNTS = ("auto", "cpu", "gpu")
 
 
@@ -27,7 +28,7 @@ class Launch:
         target: the script's path, or with ``module`` a module's name, and the arguments for it.
         nproc: processes on this node: a number, or ``auto``, ``cpu`` or ``gpu`` for torchrun to count.
         nnodes: nodes, as a number or ``MIN:MAX``.
-        node_rank: this node among them; ``None`` to let the rendezvous number them.
+        node_rank: this node among a fixed number of them; ``None`` to let the rendezvous number them.
         rendezvous: ``host:port`` at which several nodes meet.
         max_restarts: how often a failed group is started anew.
         threads: ``OMP_NUM_THREADS`` of each process; ``None`` to decide.
@@ -59,7 +60,13 @@ class Launch:
     @property
     def command(self) -> list[str]:
         """The arguments, from the interpreter on."""
-        return [sys.executable, "-m", "torch.distributed.run", *self._arguments()]
+        return [sys.executable, "-m", "torch.distributed.run", *self.arguments]
+
+    @property
+    def meeting_place(self) -> tuple[str, int] | None:
+        """Host and port of the rendezvous, if several nodes meet."""
+        match = _ENDPOINT.fullmatch(self.rendezvous or "")
+        return None if match is None else (match[1].strip("[]"), int(match[2]))
 
     def environment(self, given: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
         """Variables to set beside ``given``: ``OMP_NUM_THREADS``, unless it is set there.
@@ -77,26 +84,75 @@ class Launch:
     def line(self, variables: Mapping[str, str]) -> str:
         """The command as one would type it into a shell."""
         set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        return " ".join([*set_first, "torchrun", shlex.join(self._arguments())])
+        return " ".join([*set_first, "torchrun", shlex.join(self.arguments)])
 
-    def _arguments(self) -> list[str]:
-        several = [f"--nnodes={self.nnodes}"]
-        if self.node_rank is not None:
-            several.append(f"--node-rank={self.node_rank}")
-        several += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=atorch-ns"]
+    @property
+    def arguments(self) -> list[str]:
+        """What torchrun is given."""
         restarts = [f"--max-restarts={self.max_restarts}"] if self.max_restarts else []
         return [
-            *(["--standalone"] if self.one_node else several),
+            *(["--standalone"] if self.one_node else self._meeting()),
             f"--nproc-per-node={self.nproc}",
             *restarts,
             *(["--module"] if self.module else []),
             *self._separator(),
-            *self.target,
+            *self._started(),
         ]
+
+    def _started(self) -> tuple[str, ...]:
+        """The target; Python would take a script's name that begins like an option for one."""
+        first, *rest = self.target
+        return (f"./{first}" if first.startswith("-") and not self.module else first, *rest)
+
+    def _meeting(self) -> list[str]:
+        """How nodes find each other; torchrun's dynamic rendezvous numbers them as they come, whatever they ask for."""
+        if self.node_rank is None:
+            meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=atorch-ns"]
+        else:
+            host, port = self.meeting_place or ("", 0)
+            meeting = [f"--node-rank={self.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
+        return [f"--nnodes={self.nnodes}", *meeting]
 
     def _separator(self) -> list[str]:
         """torchrun takes an option of the script's for an abbreviation of its own, unless it is told to stop."""
         return ["--"] if any(argument.startswith("-") for argument in self.target[1:]) else []
+
+    def _least(self) -> int:
+        return int(self.nnodes.partition(":")[0])
+
+    def _most(self) -> int:
+        return int(self.nnodes.rpartition(":")[2])
+
+    def _alone(self) -> list[str]:
+        """Options that are of no use where no other node takes part."""
+        given = [
+            name
+            for name, value in (("--rendezvous", self.rendezvous), ("--node-rank", self.node_rank))
+            if value is not None
+        ]
+        if not given:
+            return []
+        return [f"{_plural(given)} no effect on one node. Leave out what is not meant, or give --nnodes."]
+
+    def _node_problems(self) -> list[str]:
+        """What is wrong with a node's place among several."""
+        problems, place, rank = [], self.meeting_place, self.node_rank
+        if self.rendezvous is not None and place is None:
+            problems.append(
+                f"--rendezvous={self.rendezvous!r} is no host:port, such as node0:29400 or [fd00::1]:29400."
+            )
+        elif place is not None and not 0 < place[1] <= _LAST_PORT:
+            problems.append(f"--rendezvous={self.rendezvous!r}: a port is a number from 1 to {_LAST_PORT}.")
+        if rank is not None and rank < 0:
+            problems.append(f"--node-rank={rank} must be at least 0.")
+        if rank is not None and ":" in self.nnodes:
+            problems.append(
+                f"--node-rank={rank} cannot be kept with --nnodes={self.nnodes}: nodes that come and go are "
+                "numbered as they come. Leave it out, or give a fixed number of nodes."
+            )
+        elif rank is not None and self.nnodes.isdecimal() and rank >= int(self.nnodes):
+            problems.append(f"--node-rank={rank} must be less than --nnodes={self.nnodes}.")
+        return problems
 
     def _problems(self) -> list[str]:
         problems = []
@@ -110,19 +166,22 @@ class Launch:
             problems.append(
                 f"--nnodes={self.nnodes!r}: at least one node is needed. Use a number, or MIN:MAX for an elastic group."
             )
+        elif self._least() > self._most():
+            problems.append(f"--nnodes={self.nnodes!r}: MIN is more than MAX.")
         elif not self.one_node and self.rendezvous is None:
             problems.append(
                 f"--nnodes={self.nnodes} needs --rendezvous host:port, an address of one node that all reach."
             )
-        if self.rendezvous is not None and not _ENDPOINT.fullmatch(self.rendezvous):
-            problems.append(f"--rendezvous={self.rendezvous!r} is no host:port, such as node0:29400.")
-        if self.node_rank is not None and self.node_rank < 0:
-            problems.append(f"--node-rank={self.node_rank} must be at least 0.")
+        problems += self._alone() if self.one_node else self._node_problems()
         if self.max_restarts < 0:
             problems.append(f"--max-restarts={self.max_restarts} must be at least 0.")
         if self.threads is not None and self.threads < 1:
             problems.append(f"--threads={self.threads} must be at least 1.")
         return problems
+
+
+def _plural(names: list[str]) -> str:
+    return f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
 def threads_of_rank(num_cores: int, num_ranks: int) -> int:

@@ -17,6 +17,7 @@ def run_inline(
     *,
     timeout_s: float | None = None,
     shown: bool = True,
+    patient: bool = False,
 ) -> list[RankEnd]:
     """As ``run_local_ranks``, for one rank."""
     work, folder = arguments

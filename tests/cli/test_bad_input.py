@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from atorch_ns import Strategy
 from tests.cli.conftest import Run
-from tests.cli.verbs import VERBS
+from tests.cli.verbs import VERBS, commands
 
 _MODEL = ("--model", "job.py:build", "--sample", "job.py:sample")
 _PLANNED = (*_MODEL, "--cluster", "2xcpu")
@@ -23,6 +24,17 @@ FILES = {
     "raises.py": "raise RuntimeError('no licence')\n",
     "syntax.py": "def build(:\n",
     "text.txt": "hello\n",
+    "leaves.py": "import sys\nsys.exit()\n",
+    "odd.py": """
+import torch
+
+none, number, text = None, 17, ["a", "b"]
+empty = torch.zeros(0, 32)
+
+
+def exits():
+    raise SystemExit(0)
+""",
 }
 
 CASES: list[tuple[str, tuple[str, ...], int, str]] = [
@@ -33,14 +45,25 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("strategy convert", ("missing.yaml", "out.json"), 2, "cannot be read"),
     ("explain", ("missing.json",), 2, "no such file"),
     ("report", ("missing.json",), 2, "missing.json"),
-    ("diff", ("missing.json", "fine.json"), 2, "no such strategy file"),
+    ("diff", ("missing.json", "fine.json"), 2, "Methods by name: fsdp,checkpoint (missing.json)"),
     ("history", ("missing.journal",), 2, "is not there"),
-    ("estimate", ("--strategy", "missing.json", *_PLANNED), 2, "no such strategy file"),
+    (
+        "estimate",
+        ("--strategy", "missing.json", *_PLANNED),
+        2,
+        "no such strategy file. Methods by name: --strategy fsdp,checkpoint (missing.json)",
+    ),
     ("plan", ("--profile", "missing.json"), 2, "cannot be read"),
-    ("verify", ("--strategy", "missing.json", *_MODEL), 2, "no such strategy file"),
+    (
+        "verify",
+        ("--strategy", "missing.json", *_MODEL),
+        2,
+        "no such strategy file. Methods by name: --strategy fsdp,checkpoint (missing.json)",
+    ),
+    ("plan", (*_MODEL, "--cluster", "no.yaml"), 2, "the cluster file no.yaml cannot be read: No such file"),
     ("launch", ("missing.py",), 2, "is not there"),
     # a folder where a file is wanted
-    ("strategy show", ("folder.d",), 2, "folder.d"),
+    ("strategy show", ("folder.d",), 2, "cannot read the strategy file: Is a directory (folder.d)"),
     ("strategy convert", ("folder.d", "out.json"), 2, "folder.d"),
     ("explain", ("folder.d",), 2, "folder.d"),
     ("report", ("folder.d",), 2, "folder.d"),
@@ -100,6 +123,50 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
         2,
         "Did you mean",
     ),
+    (
+        "plan",
+        ("--model", "job.py", "--sample", "job.py:sample"),
+        2,
+        "Write job.py:NAME. It defines Model, build",
+    ),
+    ("plan", ("--model", "job.py:", "--sample", "job.py:sample"), 2, "Write job.py:NAME"),
+    ("plan", ("--model", "none.py", "--sample", "job.py:sample"), 2, "Write none.py:NAME."),
+    # code that ends the process
+    (
+        "plan",
+        ("--model", "odd.py:exits", "--sample", "job.py:sample"),
+        2,
+        "could not be built: SystemExit: 0",
+    ),
+    ("plan", ("--model", "leaves.py:build", "--sample", "job.py:sample"), 2, "leaves.py failed: SystemExit."),
+    ("plan", ("--model", "job.py:build", "--sample", "odd.py:exits"), 2, "failed: SystemExit: 0"),
+    ("search", ("--model", "odd.py:exits", "--sample", "job.py:sample"), 2, "could not be built: SystemExit"),
+    (
+        "verify",
+        ("--strategy", "ddp", "--model", "odd.py:exits", "--sample", "job.py:sample"),
+        2,
+        "SystemExit",
+    ),
+    # what is no batch
+    ("plan", (*_MODEL[:2], "--sample", "odd.py:none"), 2, "is None, which holds no tensor"),
+    ("estimate", ("--strategy", "ddp", *_MODEL[:2], "--sample", "odd.py:number"), 2, "is 17, which holds no"),
+    (
+        "estimate",
+        ("--strategy", "ddp", *_MODEL[:2], "--sample", "odd.py:text"),
+        2,
+        "is a list, which holds no",
+    ),
+    ("estimate", ("--strategy", "ddp", *_MODEL[:2], "--sample", "odd.py:empty"), 2, "is an empty batch"),
+    ("plan", (*_PLANNED, "--input-format", "first"), 2, "does not fit --input-format=first"),
+    ("plan", (*_PLANNED, "--input-format", "unpack_dict"), 2, "but the data is a Tensor of shape (4, 32)"),
+    # outputs, before the work
+    ("search", (*_MODEL, "--save", "/proc/s.json"), 2, "--save=/proc/s.json cannot be written"),
+    (
+        "plan",
+        (*_PLANNED, "--save-profile", "/proc/p.json"),
+        2,
+        "--save-profile=/proc/p.json cannot be written",
+    ),
     # names
     ("methods", ("fsdpp",), 2, "Did you mean 'fsdp'"),
     ("estimate", ("--strategy", "fsdpp", *_PLANNED), 2, "Did you mean 'fsdp'"),
@@ -136,6 +203,24 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("launch", ("--nnodes", "0", "job.py"), 2, "at least one node"),
     ("launch", ("--nnodes", "2", "job.py"), 2, "--rendezvous"),
     ("launch", ("--threads", "0", "job.py"), 2, "at least 1"),
+    ("launch", ("--nnodes", "3:2", "--rendezvous", "a:1", "job.py"), 2, "MIN is more than MAX"),
+    ("launch", ("--nnodes", "2", "--rendezvous", "a:99999", "job.py"), 2, "from 1 to 65535"),
+    (
+        "launch",
+        ("--nnodes", "2", "--node-rank", "5", "--rendezvous", "a:1", "job.py"),
+        2,
+        "less than --nnodes=2",
+    ),
+    ("launch", ("--rendezvous", "a:1", "job.py"), 2, "--rendezvous has no effect on one node"),
+    ("launch", ("--node-rank", "0", "--rendezvous", "a:1", "job.py"), 2, "--rendezvous and --node-rank have"),
+    (
+        "launch",
+        ("--nnodes", "2", "--rendezvous", "no.host.invalid:1", "job.py"),
+        2,
+        "'no.host.invalid' is not known",
+    ),
+    ("launch", ("--module", "nosuch.mod"), 2, "no module 'nosuch.mod'"),
+    ("launch", ("--", "-d.py"), 2, "the script -d.py is not there"),
     ("doctor", ("--nproc", "0"), 2, "at least one process"),
     ("doctor", ("--timeout", "0"), 2, "must be positive"),
     ("engine serve", ("--history-dir", "h", "--port", "99999"), 2, "--port"),
@@ -150,6 +235,10 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
     # the environment
     ("doctor", ("--only", "disk", "--folder", "nowhere"), 4, ""),
 ]
+
+
+if not torch.cuda.is_available():
+    CASES.append(("launch", ("--nproc", "gpu", "job.py"), 4, "torch finds no GPU"))
 
 
 @pytest.fixture
@@ -175,6 +264,25 @@ def test_bad_input(
     assert "Traceback" not in done.stderr + done.stdout
     assert "unexpected" not in done.stderr or "unexpected extra argument" in done.stderr
     assert not done.stdout or verb == "doctor"
+
+
+_WITH_JSON = {
+    verb for verb, command in commands().items() if any("--json" in each.opts for each in command.params)
+}
+_FIRST = {verb: (arguments, code) for verb, arguments, code, _ in reversed(CASES) if verb in _WITH_JSON}
+
+
+@pytest.mark.parametrize("verb", sorted(_WITH_JSON - {"doctor"}))
+def test_a_failure_is_a_record_too(folder: Path, run: Run, verb: str) -> None:
+    """doctor's own answer says what failed."""
+    arguments, code = _FIRST[verb]
+    done = run(*verb.split(), *arguments, "--json")
+    record = json.loads(done.stdout)
+    assert done.returncode == record["code"] == code
+    assert set(record) == {"schema", "error", "code", "rank"}
+    assert " ".join(record["error"].split())[:20] in " ".join(done.stderr.replace("│", " ").split())
+    unknown = run(*verb.split(), "--no-such-option", "--json")
+    assert unknown.returncode == json.loads(unknown.stdout)["code"] == 2
 
 
 def test_every_verb_is_tried() -> None:

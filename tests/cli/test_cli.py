@@ -74,7 +74,7 @@ def test_an_invalid_strategy_is_an_answer_and_a_missing_one_wrong_usage(tmp_path
     Strategy(["fsdp", "zero1"]).save(path)
     invalid = _run("strategy", "validate", str(path), "--world-size", "2")
     assert invalid.returncode == 1
-    assert "not valid for 2 process(es)" in invalid.stderr
+    assert "not valid for 2 processes" in invalid.stderr
     assert _run("strategy", "validate", str(tmp_path / "missing.json")).returncode == 2
 
 

@@ -33,6 +33,8 @@ X = torch.ones(2)
         (nn.Sequential(), [X], "unpack_sequence", False),
         (_Two(), (X, X), "unpack_sequence", False),
         (_Two(), {"x": X, "y": X}, "unpack_dict", False),
+        (_Two(), {"x": X, "y": X, "label": X}, "unpack_dict", True),
+        (_Batch(), {"batch": X, "label": X}, "unpack_dict", True),
         (_Batch(), {"x": X, "y": X}, "none", True),
         (_Batch(), X, "none", False),
     ],
@@ -41,15 +43,20 @@ def test_auto(model: nn.Module, sample: Any, chosen: str, said: bool) -> None:
     found, line = chosen_format("auto", model, sample)
     assert found == chosen
     assert bool(line) is said
-    assert chosen_format("unpack_dict", model, sample) == ("unpack_dict", "")
+    assert chosen_format("none", model, sample) == ("none", "")
 
 
 @pytest.mark.parametrize(
-    ("model", "sample"), [(_Two(), (X, X, X)), (_Two(), {"x": X}), (_Batch(), {"batch": X, "label": X})]
+    ("model", "sample"), [(_Two(), (X, X, X)), (_Two(), {"x": X}), (_Two(), {"x": X, "label": X})]
 )
 def test_what_forward_cannot_take_names_the_option(model: nn.Module, sample: Any) -> None:
     with pytest.raises(InputError, match=r"forward of _\w+ takes .*--input-format"):
         chosen_format("auto", model, sample)
+
+
+def test_a_batch_that_cannot_be_passed_as_asked_is_the_batch_s_fault() -> None:
+    with pytest.raises(InputError, match="--sample does not fit --input-format=unpack_dict"):
+        chosen_format("unpack_dict", _Two(), (X, X))
 
 
 def test_words() -> None:

@@ -1,10 +1,13 @@
-"""``atorch-ns launch``, as a process: it puts torchrun in its own place."""
+"""``atorch-ns launch``, as a process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,10 +42,31 @@ def test_it_runs_the_line_that_it_prints(tmp_path: Path) -> None:
         assert (tmp_path / f"rank{rank}.txt").read_text() == "2 1 --debug --nproc 9"
 
 
-def test_a_failure_is_torchrun_s_own_exit_code(tmp_path: Path) -> None:
+def test_a_failure_is_the_script_s_own_exit_code(tmp_path: Path) -> None:
     done = _launch(tmp_path, "script.py", CODE="3")
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "exitcode  : 3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: int, code: int) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGINT, lambda *_: os._exit(0))\n"
+        "open('up', 'w').close()\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", "from atorch_ns.cli import main; main()", "launch", "waits.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, process_group=0)
+    try:
+        while not (tmp_path / "up").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code
+    assert "Traceback" not in err
 
 
 def test_dry_run_prints_the_line_alone(tmp_path: Path, run: Run) -> None:

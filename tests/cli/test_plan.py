@@ -124,7 +124,10 @@ def test_nothing_fits_is_exit_code_3(job: Path, run: Run) -> None:
             "H100-80GB",
         ),
         (["plan", "--profile", "missing.json"], "cannot be read"),
-        (["plan", *_JOB, "--save-profile", "missing/p.json"], "missing/p.json cannot be written"),
+        (
+            ["plan", *_JOB, "--save-profile", "missing/p.json"],
+            "--save-profile=missing/p.json: the folder missing does not exist",
+        ),
         (["plan", "--nonsense"], "No such option"),
     ],
 )

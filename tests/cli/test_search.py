@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,13 +45,18 @@ def test_a_search_writes_what_was_asked_for_and_its_history_can_be_read(job: Pat
     )
     out, err = _finish(process)
     assert process.returncode == 0, err
-    assert "Chosen: " in out
+    assert (out + err).count("Chosen: ") == 1
+    assert (out + err).count("in all; ") == 1  # the verdict's last sentence
+    assert len(out.splitlines()) == 1, "standard output is the strategy's own"
     assert "trial 1" in err
     strategy = Strategy.load(job / "s.json")
     assert strategy.requires.world_size == 2
     report = TrainingReport.load(job / "r.json")
     assert report.search is not None
     assert report.search.setting.world_size == 2
+    logs = [row.trial.log for row in report.search.rows if row.trial is not None and row.trial.log]
+    assert all(Path(log).parent == job / "r.logs" and Path(log).is_file() for log in logs)
+    assert (job / "r.logs").exists() == bool(logs)
     assert report.search.setting.global_batch == 8  # the sample's four on every rank
     (study,) = json.loads(run("history", "h.journal", "--json").stdout)["studies"]
     assert study["model"] == "Model"
@@ -73,6 +79,18 @@ def test_ctrl_c_keeps_the_best_so_far(job: Path) -> None:
     assert time.monotonic() - began < 60
     assert "Ctrl-C" in out + err
     assert (job / "s.json").exists()
+
+
+def test_ctrl_c_before_anything_was_measured_saves_nothing(
+    job: Path, run: Run, inline_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(stop_reason="Ctrl-C on rank 0", winner=SimpleNamespace(trial=None))
+    result = SimpleNamespace(report=SimpleNamespace(search=found))
+    monkeypatch.setattr("atorch_ns.api.auto_accelerate", lambda *_, **__: (True, result, Strategy(["ddp"])))
+    done = run("search", *_JOB, "--nproc", "1", "--save", "s.json")
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert not (job / "s.json").exists()
 
 
 def test_nothing_feasible_is_exit_code_3(job: Path, run: Run, inline_ranks: None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atorch_ns.cli.verify import _drift
 from tests.cli.conftest import Run
 
 _JOB = ("--model", "job.py:build", "--sample", "job.py:sample2", "--loss", "job.py:loss")
@@ -125,6 +126,30 @@ def test_a_model_that_fails_in_one_process(folder: Path, run: Run, inline_ranks:
     wrong = run("verify", "--strategy", "checkpoint", *_JOB[:2], *pair, "--nproc", "1")
     assert wrong.returncode == 2
     assert "--input-format" in wrong.stderr
+
+
+def test_the_first_line_names_the_loss_if_it_alone_drifts() -> None:
+    row = {"name": "w", "state": "ok"}
+    assert "the loss alone" in _drift({"reasons": ["the loss is off by 1"], "parameters": [row]})
+    drifting = {"reasons": ["1 of 1 parameters are not"], "parameters": [{**row, "state": "drifts"}]}
+    assert _drift(drifting) == "✗ does not train as one process does"
+
+
+def test_the_keys_that_forward_does_not_take_are_for_the_loss(
+    folder: Path, run: Run, inline_ranks: None
+) -> None:
+    with (folder / "job.py").open("a") as file:
+        file.write(
+            "\n\ndef named():\n    return {'features': sample2(), 'label': torch.arange(4), 'weight': torch.ones(4)}\n"
+            "\n\ndef of_labels(batch, output):\n"
+            "    return torch.nn.functional.cross_entropy(output, batch['label'])\n"
+        )
+    job = ("--model", "job.py:build", "--sample", "job.py:named", "--loss", "job.py:of_labels")
+    done = run("verify", "--strategy", "checkpoint", *job, "--nproc", "1", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "'label', 'weight' are for the loss alone" in done.stderr
+    assert "on 1 rank, 2 steps" in done.stdout
+    assert run("estimate", "--strategy", "checkpoint", *job).returncode == 0
 
 
 def test_a_failure_before_ranks_are_started_is_a_record_too(folder: Path, run: Run) -> None:

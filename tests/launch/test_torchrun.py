@@ -26,14 +26,25 @@ def test_several_nodes() -> None:
         module=True,
         nproc="gpu",
         nnodes="1:3",
-        node_rank=1,
         rendezvous="node0:29400",
         max_restarts=2,
     )
     assert asked.line(asked.environment({}, num_cores=8)) == (
-        "torchrun --nnodes=1:3 --node-rank=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=atorch-ns "
+        "torchrun --nnodes=1:3 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=atorch-ns "
         "--nproc-per-node=gpu --max-restarts=2 --module pkg.train"
     )
+
+
+def test_a_node_keeps_the_number_that_it_is_given() -> None:
+    """torchrun's dynamic rendezvous would not look at it."""
+    asked = Launch(target=("a.py",), nnodes="2", node_rank=1, rendezvous="node0:29400")
+    assert asked.line({}) == (
+        "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 --master-port=29400 --nproc-per-node=1 a.py"
+    )
+    with pytest.raises(InputError, match="numbered as they come"):
+        Launch(target=("a.py",), nnodes="1:3", node_rank=1, rendezvous="node0:29400")
+    with pytest.raises(InputError, match="less than --nnodes=2"):
+        Launch(target=("a.py",), nnodes="2", node_rank=2, rendezvous="node0:29400")
 
 
 def test_threads_are_the_share_of_the_cores_unless_they_are_set() -> None:
@@ -43,6 +54,18 @@ def test_threads_are_the_share_of_the_cores_unless_they_are_set() -> None:
     wanted = Launch(target=("a.py",), nproc="3", threads=4)
     assert wanted.environment({"OMP_NUM_THREADS": "5"}, num_cores=8) == {"OMP_NUM_THREADS": "4"}
     assert threads_of_rank(2, 8) == 1
+
+
+def test_a_rendezvous_of_ip_version_6() -> None:
+    asked = Launch(target=("a.py",), nnodes="2", rendezvous="[fd00::1]:80")
+    assert asked.meeting_place == ("fd00::1", 80)
+    assert "--rdzv-endpoint=[fd00::1]:80" in asked.arguments
+    numbered = Launch(target=("a.py",), nnodes="2", node_rank=0, rendezvous="[fd00::1]:80")
+    assert {"--master-addr=fd00::1", "--master-port=80"} <= set(numbered.arguments)
+
+
+def test_a_script_that_is_named_like_an_option() -> None:
+    assert Launch(target=("-d.py", "-x")).arguments[-3:] == ["--", "./-d.py", "-x"]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -67,5 +90,6 @@ def test_the_options_are_torchrun_s_own() -> None:
 
     asked = Launch(target=("a.py", "--nproc", "7"), nproc="2", nnodes="2", rendezvous="n:1", node_rank=0)
     read = parse_args(asked.command[3:])
-    assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "2", "n:1")
+    assert (read.nnodes, read.nproc_per_node, read.node_rank) == ("2", "2", 0)
+    assert (read.rdzv_backend, read.master_addr, read.master_port) == ("static", "n", 1)
     assert read.training_script_args == ["--nproc", "7"]
