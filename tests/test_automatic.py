@@ -75,7 +75,7 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.baseline is not None
     assert found.baseline.trial is not None, "the plain strategy is always tried"
     assert 1 <= found.num_trials <= 3
-    assert any(check.startswith("numerics against one process: passed") for check in found.checks)
+    assert any(check.startswith("numerics against one process, with SGD: passed") for check in found.checks)
     assert not [check for check in found.checks if "failed" in check]
     saved = Strategy.load(path)
     assert saved == strategy

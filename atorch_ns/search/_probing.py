@@ -38,10 +38,11 @@ class Probing:
         outcome = self._outcomes.get(key or "")
         if outcome is None:
             return None
-        what = "numerics against one process"
+        what = "numerics against one process, with SGD"
         if outcome.status == "ok":
             detail = f" ({outcome.reason})" if outcome.reason else ""
             return f"{what}: passed{detail}"
         if outcome.status == "wrong":
             return f"{what}: failed: {outcome.reason}"
-        return f"{what}: could not be run: {outcome.status}: {outcome.reason}"
+        status = "not done in time" if outcome.status == "hung" else outcome.status
+        return f"{what}: could not be run: {status}: {outcome.reason}"

@@ -406,7 +406,7 @@ def test_the_winner_is_probed_and_replaced_if_its_numbers_are_wrong() -> None:
     assert found.best == "c0"
     assert fates(found)["c1"] == "failed"
     assert "embedding.weight" in reason(found, "c1")
-    assert found.checks == ("numerics against one process: passed",)
+    assert found.checks == ("numerics against one process, with SGD: passed",)
     assert [task.key for task in world.tasks if task.kind == "probe"] == ["c1", "c0"]
 
 
@@ -417,7 +417,7 @@ def test_a_probe_that_cannot_run_is_told_and_proves_nothing() -> None:
         failed = TrialOutcome(status="hung", reason="60 s")
         search.tell(task.id, failed if task.kind == "probe" else world.run(task))
     assert search.outcome().best == "plain"
-    assert search.outcome().checks == ("numerics against one process: could not be run: hung: 60 s",)
+    assert search.outcome().checks == ("numerics against one process, with SGD: could not be run: not done in time: 60 s",)
 
 
 def test_no_probe_if_it_is_switched_off() -> None:
