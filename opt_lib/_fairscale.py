@@ -21,7 +21,7 @@ from opt_lib._flat_shards import require_share
 from opt_lib._optional import missing_problem, require
 from opt_lib._partial_gradients import clip_parts
 from opt_lib._reduced_gradients import ReducedGradients
-from opt_lib._shown_part import show_part
+from opt_lib._shown_part import show_part, with_checkpoint_hint
 from opt_lib._whole_world import one_axis_only
 
 __all__ = ["INSTALL", "check", "conflicts", "plan", "shard_gradients", "shard_optimizer"]
@@ -98,7 +98,7 @@ def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
     # OSS gives each parameter in turn to the rank that has least: largest first, the shares come out even.
     groups = [{**group, "params": sorted(group["params"], key=torch.numel, reverse=True)} for group in groups]
     with explained_groups(job, groups):
-        optimizer = oss.OSS(
+        optimizer = with_checkpoint_hint(oss.OSS)(
             groups,
             optim=job.inputs.optim_func,
             group=job.mesh.shard.get_group(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -23,6 +24,7 @@ from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper
 from opt_lib._offloaded import offloaded
 from opt_lib._selectors import unmatched_problem
+from opt_lib._written_once import WrittenOnce
 
 __all__ = ["Checkpoint", "CheckpointConfig"]
 
@@ -124,7 +126,7 @@ class Checkpoint(Method[CheckpointConfig]):
 
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""
-        wrapped = 0
+        wrapped: Counter[str] = Counter()
         function = _function(config) if job.recompute is None else _given(job.recompute, config)
         if not config.preserve_rng_state:
             _warn_of_dropout(job, config)
@@ -132,16 +134,20 @@ class Checkpoint(Method[CheckpointConfig]):
             function = offloaded(function, job.device)
         for position, block in enumerate(_targets(job.module, config)):
             if position % config.every_n == 0:
-                _replace(job.module, block, checkpoint_wrapper(block.module, function))
-                wrapped += 1
-        if wrapped == 0 and not job.stages:  # a stage may hold none of them
+                _replace(job.module, block, checkpoint_wrapper(block.module, WrittenOnce(function)))
+                wrapped[type(block.module).__name__] += 1
+        if not wrapped and not job.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
                 "nothing in the model as the methods before it left it."
             )
         kept = f", results of {', '.join(config.save_operators)} kept" if config.save_operators else ""
         where = ", from inputs in host memory" if config.offload and job.device.type != "cpu" else ""
-        job.explain(self.name, f"{wrapped} module(s) recomputed{where}{kept}")
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in wrapped.items())
+        job.explain(
+            self.name,
+            f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}",
+        )
 
 
 def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:

@@ -18,7 +18,7 @@ from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib import _deepspeed, _fairscale
-from opt_lib._shown_part import show_part
+from opt_lib._shown_part import show_part, with_checkpoint_hint
 from opt_lib._whole_world import whole_models_only
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def _shard_optimizer(job: Job) -> None:
         if why:
             job.explain("optimizer", why)
         with explained_groups(job, groups):
-            optimizer = ZeroRedundancyOptimizer(
+            optimizer: ZeroRedundancyOptimizer = with_checkpoint_hint(ZeroRedundancyOptimizer)(
                 groups,
-                optimizer_class=job.inputs.optim_func,  # type: ignore[arg-type]  # any callable does
+                optimizer_class=job.inputs.optim_func,  # any callable does
                 process_group=group,
                 **arguments,
             )

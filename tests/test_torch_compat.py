@@ -40,6 +40,7 @@ from atorch_ns.torch_compat import (
     in_backward,
     inner_hooks,
     is_strided_shard,
+    leave_uncompiled,
     local_grad_scaler,
     num_compile_failures,
     num_graphs,
@@ -415,3 +416,20 @@ def test_a_scaler_skips_steps_of_fused_optimizers_itself() -> None:
     scaler.step(optimizer)
     assert torch.equal(parameter, torch.ones(2))
     assert not optimizer.state
+
+
+def test_a_frame_with_an_open_handler_runs_uncompiled() -> None:
+    seen = []
+
+    def frame(x: torch.Tensor) -> torch.Tensor:
+        try:
+            leave_uncompiled()
+            seen.append(torch.compiler.is_compiling())
+        except ZeroDivisionError:
+            raise
+        return x + 1
+
+    torch.compiler.reset()
+    torch.compile(frame, backend="eager")(torch.ones(2))
+    leave_uncompiled()
+    assert seen == [False]

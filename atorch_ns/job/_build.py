@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from atorch_ns.job._randomness import SharedRandomness
 from atorch_ns.job._report import MethodRow, Report
 from atorch_ns.job._result import Result
 from atorch_ns.job._scaling import LossScaler
+from atorch_ns.job._separable import require_separable
 from atorch_ns.job._train_step import TrainStep
 from atorch_ns.method import Resolved
 from atorch_ns.torch_compat import plain_name
@@ -89,11 +91,14 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
     masters = _masters(job)
     if masters is not None:
         groups = masters.groups(groups)
+    untried = require_separable(job, groups)
     if job.take_over is not None:
         model, optimizer = job.take_over(groups)
         job.wrap(model)
     else:
         optimizer = (job.make_optimizer or partial(make_user_optimizer, job))(groups)
+    if untried:
+        _tell(job, untried)
     norm = _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.skip_if_nonfinite
     if steps_alone or job.use_optim_backward:  # a backward pass of its own goes with a step of its own
@@ -109,6 +114,12 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
         finish=partial(job.sums.run, job.module) if job.sums else None,
         norm=norm,
     )
+
+
+def _tell(job: Job, text: str) -> None:
+    job.explain(OPTIMIZER, text)
+    if job.cluster.rank == 0:
+        warnings.warn(text, stacklevel=2)
 
 
 def _masters(job: Job) -> MasterWeights | None:

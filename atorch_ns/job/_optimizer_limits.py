@@ -1,8 +1,9 @@
-"""What optimizers of other packages cannot update, found before the first step."""
+"""What optimizers of torch and of other packages cannot update, found before the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,6 +11,9 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.errors import InputError
 
 __all__ = ["keeps_blocks", "refuse_what_fails"]
+
+_NOT_OF_DTENSORS: Final = (torch.optim.Adafactor, torch.optim.Rprop)
+"""Optimizers of torch with operators in place that DTensors refuse in the first step (torch 2.11 to 2.13)."""
 
 
 def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
@@ -19,14 +23,23 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
         InputError: naming the package, the reason and what works instead.
     """
     package = type(optimizer).__module__.partition(".")[0]
+    name = f"{package}.optim.{type(optimizer).__name__}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     reason = None
     if package == "bitsandbytes":
         reason = _of_bitsandbytes(parameters)
     elif package == "torchao":
         reason = _of_torchao(parameters)
+    elif isinstance(optimizer, _NOT_OF_DTENSORS):
+        base = next(kind for kind in _NOT_OF_DTENSORS if isinstance(optimizer, kind))
+        name = (
+            f"torch.optim.{base.__name__}"
+            if type(optimizer) is base
+            else f"{type(optimizer).__name__}, of torch.optim.{base.__name__},"
+        )
+        reason = _of_torch(optimizer, parameters)
     if reason is not None:
-        raise InputError(f"{package}.optim.{type(optimizer).__name__} {reason}")
+        raise InputError(f"{name} {reason}")
 
 
 def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
@@ -36,6 +49,19 @@ def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """
     ours = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
     return ours and getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
+
+
+def _of_torch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> str | None:
+    """Their operators in place would have to change how a DTensor is divided."""
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return None
+    instead = "zero1 or ('zero2', {'not_use_fsdp': True})"
+    if isinstance(optimizer, torch.optim.Rprop):  # element by element, so flat pieces do
+        instead += " or ('fsdp', {'version': 1})"
+    return (
+        "cannot update DTensors, which this strategy makes of the parameters: torch has no rule for one of its "
+        f"operators in place. Shard with {instead}, use ddp, or use another optimizer, such as AdamW."
+    )
 
 
 def _of_bitsandbytes(parameters: Iterable[torch.Tensor]) -> str | None:

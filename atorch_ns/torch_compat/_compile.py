@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -13,6 +15,7 @@ __all__ = [
     "CompileRecord",
     "compile_records",
     "graph_breaks",
+    "leave_uncompiled",
     "num_compile_failures",
     "num_graphs",
     "watch_compiled",
@@ -45,6 +48,15 @@ def graph_breaks() -> dict[str, int]:
             if kind == "graph_break" or reason.startswith("Data-dependent"):
                 breaks[reason] = breaks.get(reason, 0) + int(count)
     return breaks
+
+
+def leave_uncompiled() -> None:
+    """Ends the tracing of the frame that calls it (``torch._dynamo.graph_break``), whose callees are compiled.
+
+    Inside a context manager or handler of the caller, which no graph can resume in, all of the frame runs in Python.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
 
 
 class CompileRecord(NamedTuple):

@@ -22,6 +22,7 @@ from atorch_ns.testing.parity import assert_parity, assert_ranks_agree, compare,
 from atorch_ns.testing.runs import accelerate_case, plain_loop_step
 from atorch_ns.testing.workers import run_ranks
 from opt_lib import _deepspeed
+from tests.job.test_separable import Normalised
 from tests.opt_lib.scenarios import (
     AUTOCAST,
     Runs,
@@ -181,6 +182,7 @@ def _refused(optim_func: Any, optim_args: dict[str, Any]) -> str:
     [
         (torch.optim.Adafactor, "BackendError: DeepSpeed updates flat pieces"),
         (torch.optim.Adagrad, "BackendError: Adagrad keeps state"),
+        (Normalised, "BackendError: Normalised updates each parameter by what it sees of the others"),
     ],
 )
 def test_optimizers_that_it_would_drive_wrongly_are_refused(optim_func: Any, said: str) -> None:
