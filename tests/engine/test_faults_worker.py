@@ -87,7 +87,9 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 def _check(name: str, ran: list[Ran]) -> None:
     injected, status, words = FAULTS[name]
-    if injected.kind == "nonfinite":  # it reaches every rank through the mean, and the first to say so ends all
+    if (
+        injected.kind == "nonfinite"
+    ):  # it reaches every rank through the mean, and the first to say so ends all
         told = [one.report for one in ran if one.report.status == status]
         assert told
         assert all(words in report.reason for report in told)

@@ -417,7 +417,9 @@ def test_a_probe_that_cannot_run_is_told_and_proves_nothing() -> None:
         failed = TrialOutcome(status="hung", reason="60 s")
         search.tell(task.id, failed if task.kind == "probe" else world.run(task))
     assert search.outcome().best == "plain"
-    assert search.outcome().checks == ("numerics against one process, with SGD: could not be run: not done in time: 60 s",)
+    assert search.outcome().checks == (
+        "numerics against one process, with SGD: could not be run: not done in time: 60 s",
+    )
 
 
 def test_no_probe_if_it_is_switched_off() -> None:
