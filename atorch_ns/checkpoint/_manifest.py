@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +112,7 @@ class Manifest(_Record):
             CheckpointError: if it cannot be read, is damaged, or has another format.
         """
         try:
-            return cls.model_validate_json((folder / MANIFEST).read_bytes())
+            manifest = cls.model_validate_json((folder / MANIFEST).read_bytes())
         except OSError as error:
             raise DamagedError(f"cannot read {folder / MANIFEST}: {error}") from error
         except ValidationError as error:
@@ -122,3 +123,8 @@ class Manifest(_Record):
             raise DamagedError(
                 f"{folder / MANIFEST} is damaged, or of a version that this one cannot read: {issues}."
             ) from error
+        if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
+            raise DamagedError(
+                f"{folder / MANIFEST} is damaged: it is of step {manifest.step}, and stands in {folder.name}."
+            )
+        return manifest

@@ -78,7 +78,12 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
     """
     known = check_model_input_format(model_input_format)
     if known is None:
-        return model(data)
+        try:
+            return model(data)
+        except (TypeError, AttributeError) as error:
+            if isinstance(data, (Mapping, list, tuple)):
+                error.add_note(_as_it_is(data))
+            raise
     if known in ("unpack_sequence", "first"):
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
             raise _misfit(known, "a list or tuple", data)
@@ -134,6 +139,14 @@ def batch_sizes(data: Any) -> frozenset[int]:
     sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
     return frozenset(
         sizes | {len(leaf) for leaf in leaves if _is_unsplittable(leaf) and hasattr(leaf, "__len__")}
+    )
+
+
+def _as_it_is(data: Any) -> str:
+    how = "unpack_dict" if isinstance(data, Mapping) else "unpack_sequence"
+    return (
+        f"The model was called with the whole batch, a {type(data).__name__}, as model_input_format=None has it. If "
+        f"forward takes its items, pass model_input_format={how!r}."
     )
 
 

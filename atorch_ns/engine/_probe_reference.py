@@ -204,6 +204,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
         output = torch.func.functional_call(model, weights, cast(args, dtype), cast(kwargs, dtype))
         return cast(output, torch.float32)
 
+    forward.__wrapped__ = model.forward  # type: ignore[attr-defined]  # what it takes of a batch
     return forward
 
 

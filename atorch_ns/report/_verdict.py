@@ -36,6 +36,8 @@ def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
     else:
         resumed = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
         trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{resumed}"
+    if outcome.unchecked:
+        sentences.append(f"Not checked: {outcome.unchecked}. `atorch-ns verify` compares it with one process")
     sentences.append(f"{trials}, {seconds_text(outcome.seconds)} in all; {_ended(outcome)}")
     return tuple(sentence(text) for text in sentences if text)
 

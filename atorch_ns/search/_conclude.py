@@ -33,6 +33,7 @@ def conclude(
     stop_reason: str,
     seconds: float,
     cut_short: bool = False,
+    over: bool = False,
 ) -> SearchOutcome:
     """The outcome as of now.
 
@@ -44,6 +45,7 @@ def conclude(
         stop_reason: why it ended, as a sentence; empty while it goes on.
         seconds: that it took.
         cut_short: whether it was ended, so that a choice by prediction stands in for one that was measured.
+        over: whether no trial or probe will follow.
     """
     limit = setting.memory_limit_bytes
     winner = knowledge.winner
@@ -56,7 +58,8 @@ def conclude(
     rows = _rows(knowledge, ledger, probing, reasons)
     best = winner.candidate if winner is not None else unmeasured
     bound = knowledge.lower_bound(settings.win_probability, settings.seed) if objective.counts_time else None
-    check = probing.check(winner.candidate.key if winner is not None else None)
+    ended = stop_reason if settings.probe and over else ""
+    check = probing.check(winner.candidate.key if winner is not None else None, ended=ended)
     return SearchOutcome(
         setting=setting,
         settings=settings,

@@ -103,6 +103,11 @@ class SearchOutcome:
     checks: tuple[str, ...] = ()
 
     @property
+    def unchecked(self) -> str:
+        """The self-checks that could not be made, with the reason; empty if all were."""
+        return "; ".join(check for check in self.checks if ": could not be run" in check)
+
+    @property
     def winner(self) -> Row | None:
         """The chosen candidate's row."""
         return next((row for row in self.rows if row.candidate.key == self.best), None)

@@ -30,15 +30,19 @@ class Probing:
             if outcome.status == "wrong"
         }
 
-    def check(self, key: str | None) -> str | None:
-        """The sentence about the winner's probe; ``None`` if it was not probed.
+    def check(self, key: str | None, *, ended: str = "") -> str | None:
+        """The sentence about the winner's probe; ``None`` if it was not probed, and the search goes on or wants none.
 
         A probe that could not run proves nothing, so it does not rule the candidate out.
+
+        Args:
+            key: of the winner.
+            ended: why the search is over, where it was to probe its winner.
         """
         outcome = self._outcomes.get(key or "")
-        if outcome is None:
-            return None
         what = "numerics against one process, with SGD"
+        if outcome is None:
+            return f"{what}: could not be run: {ended}" if key and ended else None
         if outcome.status == "ok":
             detail = f" ({outcome.reason})" if outcome.reason else ""
             return f"{what}: passed{detail}"

@@ -179,6 +179,7 @@ class Search:
             stop_reason=self._cancelled or self._explored,
             seconds=self._pace.elapsed if self._seconds is None else self._seconds,
             cut_short=bool(self._cancelled) or self._out_of_time,
+            over=self._over,
         )
 
     # ---- what is next

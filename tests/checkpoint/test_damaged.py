@@ -200,3 +200,9 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"train\.py is a file"):
             checkpoint.resume(given, make("alone", **MLP))
     assert checkpoint.resume(tmp_path / "not" / "yet", make("alone", **MLP)) is None
+
+
+def test_a_manifest_of_another_step_is_damaged(saved: Path) -> None:
+    manifest = saved / "step-2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3', 1))
+    assert "it is of step 3, and stands in step-2" in resume_unchanged(saved, make("alone", **MLP))

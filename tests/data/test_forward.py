@@ -95,3 +95,12 @@ def _wrap(how: str, model: nn.Module) -> Any:
         peft = pytest.importorskip("peft")
         return peft.get_peft_model(model, peft.LoraConfig(target_modules=["layer"]))
     return model
+
+
+@pytest.mark.parametrize(
+    ("batch", "how"), [({"image": torch.ones(1, 2)}, "unpack_dict"), ([torch.ones(1, 2)], "unpack_sequence")]
+)
+def test_a_model_that_cannot_take_a_whole_batch_is_told_of_the_formats(batch: Any, how: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call_model(Classifier(), batch, None)
+    assert f"model_input_format='{how}'" in caught.value.__notes__[0]

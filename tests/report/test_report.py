@@ -295,3 +295,10 @@ def test_the_pictures_stand_alone(tmp_path: Path) -> None:
         assert picture.get("viewBox") == f"-12 -12 {picture.get('width')} {picture.get('height')}"
         assert "--bg:" in (picture.findtext("{http://www.w3.org/2000/svg}style") or "")
     assert save_pictures(TrainingReport(applied=_applied()), tmp_path / "none") == []
+
+
+def test_a_winner_that_was_not_checked_is_said() -> None:
+    check = "numerics against one process, with SGD: could not be run: too little memory"
+    assert "Not checked: " not in search_text(searched())
+    text = " ".join(search_text(replace(searched(), checks=(check,))).split())
+    assert f"Not checked: {check}. `atorch-ns verify`" in text

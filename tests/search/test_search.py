@@ -229,12 +229,15 @@ def test_cancelling_keeps_the_best_so_far() -> None:
         search.tell(task.id, world.run(task))
     running = search.ask()
     assert running is not None
+    assert search.outcome().checks == ()
     search.cancel("interrupted from the keyboard")
     search.tell(running.id, world.run(running))
     assert search.ask() is None
     assert search.outcome().best == "c24"
     assert search.outcome().stop_reason == "interrupted from the keyboard"
     assert search.outcome().num_trials == 2
+    unchecked = "numerics against one process, with SGD: could not be run: interrupted from the keyboard"
+    assert search.outcome().unchecked == unchecked
 
 
 def test_a_task_is_handed_out_until_it_is_told_and_stale_reports_are_ignored() -> None:

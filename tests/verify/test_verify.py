@@ -99,6 +99,36 @@ def test_strategies_that_are_right_and_models_that_differ_between_ranks() -> Non
         assert json.loads(json.dumps(detached.as_json()))["parameters"][0]["name"] == worst.name
 
 
+class _TakesOne(nn.Module):
+    """Takes the image of a batch that has a label too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(image)
+        return out
+
+
+def _inputs_of_one() -> Inputs:
+    return Inputs(
+        model=_TakesOne(),
+        optim_func=torch.optim.SGD,
+        loss_func=_loss,
+        model_input_format="unpack_dict",
+        sample_batch=_sample(),
+    )
+
+
+@pytest.mark.parametrize("method", ["amp_native", "half"])
+def test_what_is_for_the_loss_alone_is_not_passed_in_reduced_precision_either(method: str) -> None:
+    strategy = Strategy.load([(method, "bf16")])
+    found = verify(_inputs_of_one(), Cluster.detect(), strategy, load_registry(), num_steps=2)
+    assert found.passed, found.reasons
+    assert found.reduced_precision
+
+
 def test_a_model_whose_values_differ_between_ranks_is_said() -> None:
     outcomes = catch_ranks(_verify, 2, args=(["ddp"], "unequal"), timeout_s=60)
     assert all(isinstance(outcome.error, RankError) for outcome in outcomes)
