@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 
-__all__ = ["keeps_blocks", "refuse_what_fails"]
+__all__ = ["NOT_OF_DTENSORS", "keeps_blocks", "refuse_what_fails"]
 
-_NOT_OF_DTENSORS: Final = (torch.optim.Adafactor, torch.optim.Rprop)
+NOT_OF_DTENSORS: Final = (torch.optim.Adafactor, torch.optim.Rprop)
 """Optimizers of torch with operators in place that DTensors refuse in the first step (torch 2.11 to 2.13)."""
 
 
@@ -30,8 +30,8 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
         reason = _of_bitsandbytes(parameters)
     elif package == "torchao":
         reason = _of_torchao(parameters)
-    elif isinstance(optimizer, _NOT_OF_DTENSORS):
-        base = next(kind for kind in _NOT_OF_DTENSORS if isinstance(optimizer, kind))
+    elif isinstance(optimizer, NOT_OF_DTENSORS):
+        base = next(kind for kind in NOT_OF_DTENSORS if isinstance(optimizer, kind))
         name = (
             f"torch.optim.{base.__name__}"
             if type(optimizer) is base

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import BackendError
+from atorch_ns.job._optimizer_limits import NOT_OF_DTENSORS
 from atorch_ns.torch_compat import TorchDispatchMode
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
 
     Only where the optimizer of a rank has a part of the parameters: flat or whole ones of ZeRO, or a pipeline's
     stages. There, an optimizer that looks at all of them, as a norm over all gradients does, trains wrongly without
-    an error. Where parameters are DTensors, what reads numbers out of them is refused. The random states of torch and Python are left as they were.
+    an error. Where parameters are DTensors, what reads numbers out of them is refused. The random states of torch and
+    Python are left as they were.
 
     Args:
         job: gives ``optim_func`` and how parameters are divided.
@@ -63,7 +65,10 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
                 optimizer = make(_parameters(torch.float32, torch.device("cpu")))
             except Exception as error:  # also what is wrong with the real call, which tells it better
                 return _untried(job, error)
-            if sharded and not _is_known(type(optimizer)) and not isinstance(optimizer, torch.optim.LBFGS):
+            judged = isinstance(optimizer, (torch.optim.LBFGS, *NOT_OF_DTENSORS)) or _is_known(
+                type(optimizer)
+            )
+            if sharded and not judged:
                 _require_tensors(job, make)
             if not _divided(job):
                 continue
