@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["CpuMemoryRecord"]
+
+_SETTLING_S = 0.005
 
 
 class CpuMemoryRecord:
@@ -42,6 +45,9 @@ class CpuMemoryRecord:
         """Ends the record; the counts in the order of time."""
         import torch
 
+        # Threads of a process group give buffers back a moment after a step; torch's profiler is not made for what is
+        # told to it while it ends.
+        time.sleep(_SETTLING_S)
         torch.empty(1)  # its release tells the count as it stands now
         with _silent_kineto():
             self._profiler.__exit__(None, None, None)
