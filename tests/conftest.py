@@ -31,7 +31,7 @@ settings.load_profile("shared")
 
 _ENDING_S = 3.0
 # What pytest and imports of torch set.
-_OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+_OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
