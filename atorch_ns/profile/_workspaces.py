@@ -61,8 +61,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-# What torch 2.13 with oneDNN was seen to take. Predicted peaks of residual networks (basic blocks and bottlenecks, batch
-# norm or group norm, fp32 and bf16) and of MobileNetV2 are within 5 % of measured ones with these.
+# What torch 2.13 with oneDNN was seen to take; ``tests/profile/test_workspaces.py`` holds single convolutions against
+# it, and the benchmark ``estimate_peers`` the peak of a whole network.
 _BLOCK: Final = 16
 """Channels of a block."""
 _DEPTHWISE_PARTS: Final = 256

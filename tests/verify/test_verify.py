@@ -135,16 +135,20 @@ def test_a_model_whose_values_differ_between_ranks_is_said() -> None:
     assert "the model's values" in outcomes[0].message
 
 
-def _verify_pipeline() -> Verification:
+def _tied_llama() -> Inputs:
     case = get_case("tied_llama")
     torch.manual_seed(0)
-    inputs = Inputs(
+    return Inputs(
         model=case.build(),
         optim_func=torch.optim.SGD,
         loss_func=case.loss_func,
         model_input_format=case.model_input_format,
         sample_batch=case.make_batch(8, 0),
     )
+
+
+def _verify_pipeline() -> Verification:
+    inputs = _tied_llama()
     strategy = Strategy([("parallel_mode", ([("pipeline", 2)], None)), "pipeline_parallel"])
     return verify(inputs, Cluster.detect(), strategy, load_registry(), num_steps=2)
 
@@ -188,15 +192,7 @@ def test_the_verdict_on_each_parameter() -> None:
 def test_rounding_to_fp8_is_not_judged() -> None:
     """It moves parameters by a tenth of their update; what a strategy does beside it must agree as ever."""
     pytest.importorskip("torchao")
-    case = get_case("tied_llama")
-    torch.manual_seed(0)
-    inputs = Inputs(
-        model=case.build(),
-        optim_func=torch.optim.SGD,
-        loss_func=case.loss_func,
-        model_input_format=case.model_input_format,
-        sample_batch=case.make_batch(8, 0),
-    )
+    inputs = _tied_llama()
     strategy = Strategy.load([("fp8", {"backend": "torchao", "emulate": True})])
     found = verify(inputs, Cluster.detect(), strategy, load_registry(), num_steps=2)
     assert found.passed, found.reasons
