@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint format bench docs pictures proto clean
+.PHONY: help install demo test test-quick test-all test-gpu lint format bench docs pictures proto clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ $(BIN)/pip:
 # deepspeed read torch while they build, so they build in this environment, which has it.
 $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/pip
 	$(PIP) install -q -c constraints.txt torch==2.13.0
-	$(PIP) install -q -c constraints.txt -e '.[dev,hf,viz,bench]'
+	$(PIP) install -q -c constraints.txt -e '.[dev,hf,bench]'
 	$(PIP) install -q -c constraints.txt 'setuptools>=77.0.3' wheel
 	@$(call optional,fairscale==0.4.13)
 	@$(call optional,deepspeed==0.19.8)
@@ -47,8 +47,14 @@ endef
 demo: $(STAMP)  ## find a strategy for a small Llama on two processes, train with it, and save it
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/demo.py
 
-test: $(STAMP)  ## run all the tests
-	$(BIN)/python -m pytest tests --durations=15 $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests (a quarter of an hour on two cores)
+	$(BIN)/python -m pytest tests -m "not slow" --durations=15 $(PYTEST_ARGS)
+
+test-quick: $(STAMP)  ## run the tests that start no process (three minutes)
+	$(BIN)/python -m pytest tests -m "not processes and not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run every test, before a release or a large change
+	$(BIN)/python -m pytest tests --durations=50 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests -m gpu -rs $(PYTEST_ARGS)

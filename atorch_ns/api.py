@@ -16,20 +16,20 @@ import torch
 from torch import nn
 
 from atorch_ns._version import __version__
+from atorch_ns.apply import apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
 from atorch_ns.engine import Asked
-from atorch_ns.job import Inputs, Result, apply_strategy, dry_run
+from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
-from atorch_ns.report._fragmentation import fragmentation_advice
+from atorch_ns.report.info.fragmentation import fragmentation_advice
 from atorch_ns.search import SearchOutcome, SearchSettings
 from atorch_ns.strategy import Step, Strategy, canonical_text
 
 if TYPE_CHECKING:
     from atorch_ns.engine import EngineAddress
 
-__all__ = ["auto_accelerate"]
 
 log = logging.getLogger("atorch_ns")
 
@@ -201,7 +201,7 @@ def _strategy(inputs: Inputs, cluster: Cluster, asked: Asked) -> tuple[Resolved,
         {"excluded": repr(asked.excluded), "included": repr(asked.included), **inputs.digest()},
         distributed=cluster.distributed,
     )
-    # The engine loads gRPC and Optuna, which a job with a given strategy does without.
+    # The engine loads gRPC, which a job with a given strategy does without.
     from atorch_ns.engine import EngineAddress, SearchRequest, find_strategy
 
     engine = agree(
@@ -247,7 +247,7 @@ def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
     advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
     if advice is not None:
         applied = replace(applied, notes=(*applied.notes, advice))
-    report = TrainingReport(applied=applied, search=outcome, pipeline=result.job.pipeline)
+    report = TrainingReport(applied=applied, search=outcome, pipeline=result.job.parts.pipeline)
     seconds = result.train_step.times.seconds
     return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
@@ -262,13 +262,13 @@ def _save(
     result: Result, cluster: Cluster, path: str | PathLike[str] | None, outcome: SearchOutcome | None
 ) -> Strategy:
     applied = result.applied.strategy
-    found = result.job.worked_out
+    found = result.job.resolved_settings
     strategy = Strategy(
         [_with_settings(step, found[step.name]) if step.name in found else step for step in applied],
         requires=applied.requires,
         provenance={
             "made_by": f"atorch_ns {__version__}",
-            "model": result.job.model_class,
+            "model": result.job.original.model_class,
             "num_parameters": result.applied.num_parameters,
             **({} if outcome is None else _found(outcome)),
         },

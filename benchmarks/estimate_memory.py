@@ -17,15 +17,14 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.estimate import Workload
-from atorch_ns.estimate._memory import price_memory
-from atorch_ns.estimate._states import kept_bytes
-from atorch_ns.estimate._table import PlanTable
+from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.memory.states import kept_bytes
+from atorch_ns.estimate.table import PlanTable
 from atorch_ns.job import PeakMemory
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.testing.parity import ADAMW
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import ADAMW, accelerate_case
 from atorch_ns.testing.storages import measure_peak
 from benchmarks._memory_cases import SIZED_CASES, SizedCase, sized_case
 from benchmarks._ranks import on_ranks

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from atorch_ns.cluster import Cluster, Hardware, calibrate
 from atorch_ns.data import call_model
 from atorch_ns.estimate import PlanTable, TimeParts, Workload
-from atorch_ns.estimate._time import price_time
+from atorch_ns.estimate.time.step import price_time
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, Trace, profile_model
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import Case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings
 from benchmarks._time_cases import GLOBAL_BATCH, STRATEGIES, label_of, make_cases

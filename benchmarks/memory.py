@@ -63,7 +63,6 @@ CASES: tuple[Case, ...] = (
     Case(name="zero1", strategy=["zero1"], shards=("optimizer",)),
     Case(name="zero2", strategy=["zero2"], shards=("gradients", "optimizer")),
     Case(name="fsdp", strategy=["fsdp"], shards=_ALL),
-    Case(name="fsdp, version 1", strategy=[("fsdp", {"version": 1})], shards=_ALL),
     Case(
         name="zero1, fairscale",
         strategy=[("zero1", {"backend": "fairscale"})],

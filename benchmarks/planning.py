@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.estimate import PlanTable, Workload, price
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
@@ -136,7 +136,7 @@ def _measured(size: _Size) -> list[Mapping[str, Any]]:
     (profile, profile_s), profile_bytes = resident(lambda: _clocked(lambda: _profile(model)))
     rows = [_row(f"{size.name}: profile", "", profile_s, profile_bytes)]
     for text, bar, nodes in ((_NODE, _BAR_S, 1), (_LARGE, _BAR_LARGE_S, 128)):
-        cluster = Cluster.from_spec(text)
+        cluster = cluster_from_spec(text)
 
         def search(cluster: Cluster = cluster, nodes: int = nodes) -> Space:
             workload = Workload(global_batch=64 * nodes, num_tokens=_NUM_TOKENS)
@@ -153,7 +153,7 @@ def _measured(size: _Size) -> list[Mapping[str, Any]]:
 
 def _cold(size: _Size) -> Mapping[str, Any]:
     """The same for one node in a process that has never planned: what torch imports and caches is counted."""
-    model, registry, cluster = size.build(), load_registry(), Cluster.from_spec(_NODE)
+    model, registry, cluster = size.build(), load_registry(), cluster_from_spec(_NODE)
 
     def plan() -> Space:
         workload = Workload(global_batch=64, num_tokens=_NUM_TOKENS)
@@ -169,7 +169,7 @@ def _warm_imports() -> None:
     profile = _profile(toy.build(), batch_size=2, num_tokens=16)
     for text in (_NODE, _LARGE):
         workload = Workload(global_batch=8192, num_tokens=16)
-        explore(profile, Cluster.from_spec(text), workload, load_registry(), SearchSettings())
+        explore(profile, cluster_from_spec(text), workload, load_registry(), SearchSettings())
 
 
 def _profile(model: nn.Module, batch_size: int = 8, num_tokens: int = _NUM_TOKENS) -> Profile:
@@ -187,7 +187,7 @@ def _pricing(size: _Size, num_plans: int) -> list[Mapping[str, Any]]:
     registry = load_registry()
     rows: list[Mapping[str, Any]] = []
     for text in (_NODE, _LARGE):
-        cluster = Cluster.from_spec(text)
+        cluster = cluster_from_spec(text)
         templates = [_plan(steps, cluster, profile, registry) for steps in _KINDS]
         world = cluster.world_size
         meshes = [(world // zero, zero) for zero in range(1, world + 1) if world % zero == 0]

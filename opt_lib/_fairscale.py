@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,18 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import BackendError, InputError, Problem
+from atorch_ns.errors import BackendError, InputError, Problem, StepError
 from atorch_ns.job import Job, ParameterStates, explained_groups
 from atorch_ns.method import Conflict
 from atorch_ns.strategy import Plan
-from opt_lib._flat_shards import require_share
-from opt_lib._optional import missing_problem, require
-from opt_lib._partial_gradients import clip_parts
-from opt_lib._reduced_gradients import ReducedGradients
-from opt_lib._shown_part import show_part, with_checkpoint_hint
-from opt_lib._whole_world import one_axis_only
-
-__all__ = ["INSTALL", "check", "conflicts", "plan", "shard_gradients", "shard_optimizer"]
+from opt_lib._config_checks import missing_problem, one_axis_only, require
+from opt_lib._optimizer_parts import clip_parts, local_state_view, with_checkpoint_hint
 
 INSTALL = "pip install --no-build-isolation fairscale"
 """Without isolation: its build reads the installed torch."""
@@ -56,18 +50,15 @@ def check(method: str, cluster: Cluster) -> list[Problem]:
 def plan(plan: Plan) -> Plan:
     """The plan under ShardedDataParallel: each gradient goes to the rank that updates the parameter."""
     axes = plan.shard_axes
-    return replace(
-        plan,
+    return plan.changed(
         gradient_sync="reduce_scatter",
-        gradients_over=axes,
-        optimizer_over=axes,
-        shard_layout="parameters",
+        sharding={"gradients_over": axes, "optimizer_over": axes, "layout": "parameters"},
     )
 
 
 def shard_optimizer(job: Job, method: str) -> None:
     """OSS under whatever averages the gradients."""
-    job.make_optimizer = partial(_sharded_optimizer, job)
+    job.optimizer.make = partial(_sharded_optimizer, job)
     job.make_states = _STATES
     job.explain(method, "OSS of fairscale")
 
@@ -87,7 +78,7 @@ def shard_gradients(job: Job, method: str) -> None:
         optimizer = _sharded_optimizer(job, groups)
         return _sharded_model(job, optimizer), optimizer
 
-    job.take_over = take_over
+    job.optimizer.take_over = take_over
     job.explain(method, "OSS and ShardedDataParallel of fairscale, gradients reduced one by one")
 
 
@@ -104,7 +95,7 @@ def _sharded_optimizer(job: Job, groups: list[dict[str, Any]]) -> Any:
             group=job.mesh.shard.get_group(),
             **dict(job.inputs.optim_args or {}),
         )
-    show_part(optimizer)
+    local_state_view(optimizer)
     return optimizer
 
 
@@ -130,15 +121,119 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
         warn_on_trainable_params_changed=False,
     )
     rank = dist.get_rank(group)
-    if job.plan.loss_scaling:
+    if job.plan.precision.loss_scaling:
         own = [p for part in optimizer.partition_parameters()[rank] for p in part["params"]]
-        require_share(job, "ShardedDataParallel", own)
-    reduced = ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
+        _require_share(job, own)
+    reduced = _ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
 
     def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return clip_parts(gradients, max_norm, norm_type, group=group, device=device)
 
-    job.clip = clip
-    job.skip_sync = reduced.pausing(model.no_sync)
+    job.gradients.clip = clip
+    job.gradients.skip_sync = reduced.pausing(model.no_sync)
     return model  # type: ignore[no-any-return]
+
+
+def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
+    """Checks that every rank holds a part of the trainable parameters; collective.
+
+    Dynamic loss scaling decides by each rank's own gradients, so a rank without any cannot take part.
+
+    Args:
+        job: gives the ranks.
+        parameters: this rank's.
+
+    Raises:
+        BackendError: on all ranks, naming those with nothing.
+    """
+    assert job.mesh is not None
+    here = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    counts: list[int] = [0] * job.num_data_ranks
+    dist.all_gather_object(counts, here, group=job.mesh.data_group)
+    empty = [rank for rank, count in enumerate(counts) if count == 0]
+    if empty:
+        raise BackendError(
+            f"ShardedDataParallel leaves data ranks {empty} of {len(counts)} without any trainable parameter, and fp16's "
+            "loss scaling needs a gradient on every rank. Use fewer processes, bf16, or another backend."
+        )
+
+
+class _ReducedGradients:
+    """Keeps accumulation right where the wrapper would divide earlier gradients again.
+
+    fairscale's ShardedDataParallel divides what ``grad`` holds by the number of ranks and sums it over them,
+    once for each forward pass in training mode. A gradient that is an average already, held by its owner
+    alone, would come out divided once more; it is therefore multiplied by the number of ranks when more is
+    added to it. A step with gradients that were never reduced is an error.
+
+    Args:
+        model: the wrapper.
+        optimizer: holds the parameters; its step is watched.
+        num_ranks: how many ranks gradients are averaged over.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._paused = False
+        self._parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        self._expected: set[torch.Tensor] = set()  # will be reduced by the next backward pass
+        self._averaged: set[torch.Tensor] = set()
+        self._local: set[torch.Tensor] = set()
+        for parameter in self._parameters:
+            self._watch(parameter)
+        model.register_forward_pre_hook(self._before_forward)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def pausing(
+        self, no_sync: Callable[[], AbstractContextManager[Any]]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """The wrapper's ``no_sync``, told to this object."""
+
+        @contextmanager
+        def skip() -> Iterator[None]:
+            self._paused = True
+            try:
+                with no_sync():
+                    yield
+            finally:
+                self._paused = False
+
+        return skip
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        def before(_: torch.Tensor) -> None:
+            if parameter in self._averaged and parameter.grad is not None:
+                parameter.grad.mul_(self._num_ranks)
+            self._averaged.discard(parameter)
+
+        def after(_: torch.Tensor) -> None:
+            if self._paused or parameter not in self._expected:
+                self._local.add(parameter)
+            else:
+                self._expected.discard(parameter)
+                self._local.discard(parameter)
+                self._averaged.add(parameter)
+
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
+
+    def _before_forward(self, model: nn.Module, _: Any) -> None:
+        if model.training:
+            self._expected.update(self._parameters)
+        else:
+            self._expected.clear()
+
+    def _before_step(self, *_: Any) -> None:
+        if any(parameter.grad is not None for parameter in self._local):
+            raise StepError(
+                "the last backward pass did not average its gradients over the ranks. ShardedDataParallel does "
+                "that once for each forward pass, and in training mode only: call model.train(), add losses "
+                "before one backward pass, and leave the context that skips synchronisation for the last "
+                "micro-batch."
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, final
 
@@ -16,9 +15,7 @@ from atorch_ns.job import Autocast, Job, LossScaling
 from atorch_ns.method import Flag, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._reduced_dtype import ReducedDtype, searched_dtype
-
-__all__ = ["AmpNative", "AmpNativeConfig"]
+from opt_lib._config_checks import ReducedDtype, searched_dtype
 
 
 class AmpNativeConfig(MethodConfig):
@@ -67,9 +64,11 @@ class AmpNative(Method[AmpNativeConfig]):
 
     def plan(self, plan: Plan, config: AmpNativeConfig) -> Plan:
         """Matrix products in the reduced dtype."""
-        plan = replace(plan, compute_dtype=config.dtype, loss_scaling=config.dtype == "float16")
-        if plan.follows_compute:
-            plan = replace(plan, gather_dtype=config.dtype, reduce_dtype="float32")
+        plan = plan.changed(
+            precision={"compute_dtype": config.dtype, "loss_scaling": config.dtype == "float16"}
+        )
+        if plan.sharding.follows_compute:
+            plan = plan.changed(sharding={"gather_dtype": config.dtype, "reduce_dtype": "float32"})
         return plan
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[AmpNativeConfig]:
@@ -79,13 +78,13 @@ class AmpNative(Method[AmpNativeConfig]):
 
     def apply(self, job: Job, config: AmpNativeConfig) -> None:
         """Asks for autocast, and for a scaler with fp16."""
-        job.autocast = Autocast(job.cluster.device_type, getattr(torch, config.dtype))
-        job.skip_if_nonfinite = job.skip_if_nonfinite or config.skip_if_nonfinite
+        job.precision.autocast = Autocast(job.cluster.device_type, getattr(torch, config.dtype))
+        job.precision.skip_if_nonfinite = job.precision.skip_if_nonfinite or config.skip_if_nonfinite
         if config.dtype != "float16":
             return
         if job.inputs.loss_func is None and job.inputs.optim_func is not None:
             raise InputError("amp_native with fp16 scales the loss, so auto_accelerate needs loss_func.")
-        job.loss_scaling = LossScaling(config.init_scale, config.growth_interval)
+        job.precision.loss_scaling = LossScaling(config.init_scale, config.growth_interval)
 
     def explain(self, config: AmpNativeConfig, cluster: Cluster) -> str:
         """What the dtype means for scaling."""

@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -22,11 +21,8 @@ from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile, repeated_blocks, select_modules
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper
-from opt_lib._offloaded import offloaded
-from opt_lib._selectors import unmatched_problem
-from opt_lib._written_once import WrittenOnce
-
-__all__ = ["Checkpoint", "CheckpointConfig"]
+from opt_lib._config_checks import unmatched_problem
+from opt_lib._recompute import BufferSafeRecompute, offloaded
 
 
 class CheckpointConfig(MethodConfig):
@@ -108,13 +104,14 @@ class Checkpoint(Method[CheckpointConfig]):
 
     def plan(self, plan: Plan, config: CheckpointConfig) -> Plan:
         """Blocks are recomputed."""
-        return replace(
-            plan,
-            recompute="selective" if config.save_operators else "blocks",
-            recompute_every=config.every_n,
-            recomputed=config.wrap_class,
-            saved_operators=config.save_operators,
-            offload_activations=config.offload,
+        return plan.changed(
+            recomputation={
+                "kind": "selective" if config.save_operators else "blocks",
+                "every": config.every_n,
+                "selectors": config.wrap_class,
+                "saved_operators": config.save_operators,
+                "offload_activations": config.offload,
+            }
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[CheckpointConfig]:
@@ -127,16 +124,16 @@ class Checkpoint(Method[CheckpointConfig]):
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""
         wrapped: Counter[str] = Counter()
-        function = _function(config) if job.recompute is None else _given(job.recompute, config)
+        function = _function(config) if job.step.recompute is None else _given(job.step.recompute, config)
         if not config.preserve_rng_state:
             _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
         for position, block in enumerate(_targets(job.module, config)):
             if position % config.every_n == 0:
-                _replace(job.module, block, checkpoint_wrapper(block.module, WrittenOnce(function)))
+                _replace(job.module, block, checkpoint_wrapper(block.module, BufferSafeRecompute(function)))
                 wrapped[type(block.module).__name__] += 1
-        if not wrapped and not job.stages:  # a stage may hold none of them
+        if not wrapped and not job.parts.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
                 "nothing in the model as the methods before it left it."

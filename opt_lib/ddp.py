@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, final
 
 from pydantic import Field
@@ -16,9 +15,15 @@ from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._replicate import replicate_parts
-
-__all__ = ["Ddp", "DdpConfig"]
+from atorch_ns.torch_compat import replicate
+from opt_lib._sharded.fully_shard import skip_sync
+from opt_lib._sharded.units import (
+    SyncSwitch,
+    broadcast_from_first,
+    expert_parameters,
+    parameters_kept_whole,
+    replicate_experts,
+)
 
 DEFAULT_BUCKET_MIB = 25
 """``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
@@ -67,11 +72,12 @@ class Ddp(Method[DdpConfig]):
     def plan(self, plan: Plan, config: DdpConfig) -> Plan:
         """Gradients are all-reduced."""
         bucket_mib = DEFAULT_BUCKET_MIB if config.bucket_cap_mb is None else config.bucket_cap_mb
-        return replace(
-            plan,
+        return plan.changed(
             gradient_sync="all_reduce",
-            bucket_bytes=int(bucket_mib * 2**20),
-            bucket_views=config.gradient_as_bucket_view,
+            sharding={
+                "bucket_bytes": int(bucket_mib * 2**20),
+                "bucket_views": config.gradient_as_bucket_view,
+            },
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[DdpConfig]:
@@ -83,7 +89,7 @@ class Ddp(Method[DdpConfig]):
         assert job.mesh is not None
         job.place()
         if job.mesh.divides_model:
-            replicate_parts(job, self.name)
+            _replicate_parts(job, self.name)
             return
         find_unused = config.find_unused_parameters
         model = DistributedDataParallel(
@@ -99,7 +105,26 @@ class Ddp(Method[DdpConfig]):
             **_buffer_option(config.broadcast_buffers),
         )
         job.wrap(model)
-        job.skip_sync = model.no_sync
+        job.gradients.skip_sync = model.no_sync
+
+
+def _replicate_parts(job: Job, method: str) -> None:
+    """Averages gradients over the data ranks that hold the same part; collective.
+
+    DistributedDataParallel is wrong inside a pipeline that also shards layers, and fails in most schedules;
+    torch's replication on the engine of ``fully_shard`` composes with both.
+    """
+    assert job.mesh is not None
+    replicate_experts(job)
+    experts = expert_parameters(job)
+    ignored = experts | parameters_kept_whole(job)
+    if job.num_data_ranks > 1:
+        for root in job.roots:
+            shared = [parameter for parameter in root.parameters() if parameter not in experts]
+            broadcast_from_first(job, [*shared, *root.buffers()])
+            replicate(root, mesh=job.mesh.data, ignored=ignored)
+    job.gradients.skip_sync = skip_sync(job.roots, SyncSwitch())
+    job.explain(method, "torch's replicate, since ranks hold parts of the model")
 
 
 def _buffer_option(wanted: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
@@ -15,12 +14,10 @@ from atorch_ns.job import Job
 from atorch_ns.method import Conflict, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib import _deepspeed
-from opt_lib._ds_pipeline import run_by_deepspeed
-from opt_lib._pipeline_cut import cut_pipeline
-from opt_lib._pipeline_plan import CutRequest
-
-__all__ = ["Ds3dParallel", "Ds3dParallelConfig"]
+from opt_lib._deepspeed import zero as zero_module
+from opt_lib._deepspeed.pipeline import run_by_deepspeed
+from opt_lib._model_axes.pipeline_cut import cut_pipeline
+from opt_lib._model_axes.pipeline_plan import CutRequest
 
 _OWNED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -132,20 +129,21 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
 
     def check(self, config: Ds3dParallelConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """DeepSpeed must be there."""
-        return _deepspeed.check(self.name, cluster)
+        return zero_module.check(self.name, cluster)
 
     def plan(self, plan: Plan, config: Ds3dParallelConfig) -> Plan:
         """One forward, one backward over the stages; gradients are averaged."""
         if config.zero_stage:
-            plan = _deepspeed.plan(plan)
-        return replace(
-            plan,
+            plan = zero_module.plan(plan)
+        return plan.changed(
             gradient_sync="all_reduce",
-            schedule="1F1B",
-            stages_per_rank=1,
-            split_method=config.split_method if not config.split_points else "custom",
-            split_points=config.split_points,
             num_micro_batches=config.num_micro_batches or plan.num_micro_batches,
+            pipeline={
+                "schedule": "1F1B",
+                "stages_per_rank": 1,
+                "split_method": config.split_method if not config.split_points else "custom",
+                "split_points": config.split_points,
+            },
         )
 
     def apply(self, job: Job, config: Ds3dParallelConfig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal, final
 
 from pydantic import Field
@@ -27,10 +26,8 @@ from atorch_ns.sharding import (
 )
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import plain_name
-from opt_lib._selectors import unmatched_problem
-from opt_lib._shard_parts import broadcast_from_first
-
-__all__ = ["ExpertParallel", "ExpertParallelConfig"]
+from opt_lib._config_checks import unmatched_problem
+from opt_lib._sharded.units import broadcast_from_first
 
 Experts = FoundExperts | ListedExperts
 
@@ -38,7 +35,6 @@ _STACK = (
     "Stack their parameters in one module with forward(hidden_states, top_k_index, top_k_weights), or leave the expert "
     "axis out of parallel_mode."
 )
-_WHY_NOT_VERSION_1 = "version 1 flattens parameters, and those of experts are already divided; use version 2."
 _WHY_NOT_ZERO1 = "zero1 sends updated parameters to all ranks, and ranks along the expert axis hold different ones; use zero2."
 
 
@@ -74,11 +70,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
     Config = ExpertParallelConfig
     provides = ("axis:expert",)
     default_for = "axis:expert"
-    conflicts = (
-        Conflict("fsdp", _WHY_NOT_VERSION_1, when=lambda _, theirs: theirs.version == 1),
-        Conflict("zero2", _WHY_NOT_VERSION_1, when=lambda _, theirs: theirs.version == 1),
-        Conflict("zero1", _WHY_NOT_ZERO1),
-    )
+    conflicts = (Conflict("zero1", _WHY_NOT_ZERO1),)
     needs_process_group = True
     refuses_by = ()
 
@@ -88,7 +80,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
 
     def plan(self, plan: Plan, config: ExpertParallelConfig) -> Plan:
         """Which experts are divided."""
-        return replace(plan, experts=config.experts)
+        return plan.changed(expert={"modules": config.experts})
 
     def apply(self, job: Job, config: ExpertParallelConfig) -> None:
         """Divides the experts; collective."""
@@ -101,8 +93,10 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         _agreed(job, "trying experts on a small input", lambda: _try(job, found))
         for experts in found:
             _divide(job, experts)
-        job.experts = tuple(one.module for one in found if isinstance(one, FoundExperts))
-        job.listed_experts = tuple(e for one in found if isinstance(one, ListedExperts) for e in one.experts)
+        job.parts.experts = tuple(one.module for one in found if isinstance(one, FoundExperts))
+        job.parts.listed_experts = tuple(
+            e for one in found if isinstance(one, ListedExperts) for e in one.experts
+        )
         if config.balance != "rank":
             demanded = config.balance == "global"
             GlobalBalance(job.module, job.mesh.data_group, demanded=demanded).attach()
@@ -123,12 +117,12 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[U
     found, unfit = find_experts(job.module, config.experts)
     held = {module for root in job.roots for module in root.modules()}
     found = [experts for experts in found if _layer(experts) in held]
-    if (unfit and config.experts is not None) or (not found and not job.stages):
+    if (unfit and config.experts is not None) or (not found and not job.parts.stages):
         reasons = (
             "".join(f"\n  {one}" for one in unfit[:8]) or " No module takes tokens, indices and weights."
         )
         raise InputError(
-            f"expert_parallel finds no experts to divide in {job.model_class}.{reasons}\n"
+            f"expert_parallel finds no experts to divide in {job.original.model_class}.{reasons}\n"
             "Name others in its key experts, or leave the expert axis out of parallel_mode."
         )
     degree = job.mesh.size("expert")
@@ -173,16 +167,16 @@ def _divide(job: Job, experts: Experts) -> None:
     equal = _place(job, experts)
     if isinstance(experts, FoundExperts):
         divide_experts(experts, mesh, equal=equal)
-        job.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
+        job.gradients.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
         return
     divide_expert_list(experts, mesh, equal=equal)
-    job.sums.add([plain_name(name) for name in experts.whole(mesh.size())], mesh.get_group())
+    job.gradients.sums.add([plain_name(name) for name in experts.whole(mesh.size())], mesh.get_group())
     if job.mesh.copies.size() > 1:
         inside = {id(parameter) for expert in experts.experts for parameter in expert.parameters()}
         named = job.module.named_parameters(remove_duplicate=False)
         copies = job.mesh.copies
         broadcast_from_first(job, (p for e in experts.experts for p in e.parameters()), mesh=copies)
-        job.sums.add(
+        job.gradients.sums.add(
             [plain_name(name) for name, p in named if id(p) in inside], copies.get_group(), mean=True
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import final
 
@@ -18,17 +17,16 @@ from opt_lib._fp8 import (
     Backend,
     Fp8Config,
     Selection,
-    _torchao,
-    _transformer_engine,
     choose,
     find_linears,
     lora_layers,
     notices,
+    torchao,
+    transformer_engine,
     unmatched,
     why_unavailable,
 )
-from opt_lib._fp8._heads import HEAD_NAMES
-from opt_lib._fp8._select import DIM_MULTIPLE, folded
+from opt_lib._fp8.select import DIM_MULTIPLE, HEAD_NAMES, folded
 
 __all__ = ["Fp8", "Fp8Config"]
 
@@ -36,11 +34,6 @@ _WHY_NOT_DIVIDED = (
     "the backend te updates its scales when a forward pass of the whole model ends, and its linears divide themselves. "
     "Use fp8 with the backend torchao."
 )
-_WHY_NOT_FLAT = (
-    "version 1 of fsdp flattens parameters, and only version 2 asks a weight how it is to be gathered. Use version 2, "
-    "or leave fsdp_all_gather out."
-)
-
 
 CASTS_PER_OPERAND = 1.7
 """Bytes that a product's casts move for each byte that it reads and writes in 16 bits: of the three tensors of a
@@ -62,19 +55,15 @@ class Fp8(Method[Fp8Config]):
     name = "fp8"
     phase = Phase.FP8
     Config = Fp8Config
-    conflicts = (
-        *(
-            Conflict(other, _WHY_NOT_DIVIDED, when=lambda mine, _: _is_te(mine))
-            for other in (
-                "tensor_parallel",
-                "sequence_parallel",
-                "pipeline_parallel",
-                "expert_parallel",
-                "ds_3d_parallel",
-            )
-        ),
-        Conflict("fsdp", _WHY_NOT_FLAT, when=lambda mine, fsdp: mine.fsdp_all_gather and fsdp.version == 1),
-        Conflict("zero2", _WHY_NOT_FLAT, when=lambda mine, zero: mine.fsdp_all_gather and zero.version == 1),
+    conflicts = tuple(
+        Conflict(other, _WHY_NOT_DIVIDED, when=lambda mine, _: _is_te(mine))
+        for other in (
+            "tensor_parallel",
+            "sequence_parallel",
+            "pipeline_parallel",
+            "expert_parallel",
+            "ds_3d_parallel",
+        )
     )
     variants = MappingProxyType({"te": {"backend": "te"}, "fp8 gathered": {"fsdp_all_gather": True}})
 
@@ -114,7 +103,7 @@ class Fp8(Method[Fp8Config]):
         extras = tuple(extra for extra in plan.extras if extra.method != self.name)
         if config.backend == "te":
             extras = (*extras, Extra(method=self.name, parameter_copies=TE_COPIES))
-        return replace(plan, narrow=narrow, extras=extras)
+        return plan.changed(extras=extras, precision={"narrow": narrow})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[Fp8Config]:
         """Nothing: whether a model converges in fp8 as in bf16 shows after many steps, not in a trial of a few.
@@ -135,7 +124,7 @@ class Fp8(Method[Fp8Config]):
         backend = choose(config, job.cluster, job.plan)
         if backend is None:
             raise InputError(_why_none(config, job))
-        gathers = backend == "torchao" and _torchao.gathers_in_fp8(job, config)
+        gathers = backend == "torchao" and torchao.gathers_in_fp8(job, config)
         selection = find_linears(
             job.module, config.include, config.exclude, degree=job.plan.size("tensor"), keep_tied=gathers
         )
@@ -145,11 +134,11 @@ class Fp8(Method[Fp8Config]):
             _warn(job, f"fp8 is left out: {selection.why_nothing()}")
             return
         if backend == "te":
-            _transformer_engine.replace_linears(job, selection.replaced, config)
+            transformer_engine.replace_linears(job, selection.replaced, config)
             return
-        _torchao.replace_linears(job, selection.replaced, config)
+        torchao.replace_linears(job, selection.replaced, config)
         if gathers:
-            _torchao.scale_after_steps(job)
+            torchao.scale_after_steps(job)
         elif config.fsdp_all_gather:
             _warn(job, "fp8: fsdp_all_gather does nothing without fsdp or zero2, which gather weights")
 
@@ -186,8 +175,8 @@ class Fp8(Method[Fp8Config]):
 
 
 def _why_none(config: Fp8Config, job: Job) -> str:
-    reason = _transformer_engine.why_not(job.plan) if choose(config, job.cluster) == "te" else None
-    return f"fp8 cannot be used: {reason or why_unavailable(None, config, job.cluster)}. {_torchao.INSTALL}"
+    reason = transformer_engine.why_not(job.plan) if choose(config, job.cluster) == "te" else None
+    return f"fp8 cannot be used: {reason or why_unavailable(None, config, job.cluster)}. {torchao.INSTALL}"
 
 
 def _warn(job: Job, text: str) -> None:

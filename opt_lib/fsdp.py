@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import MappingProxyType
 from typing import final
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
-from atorch_ns.method import Conflict, Method, Need, Phase
+from atorch_ns.method import Method, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib import _fsdp1
-from opt_lib._fully_shard import shard
-from opt_lib._selectors import unmatched_problem
-from opt_lib._shard_config import ShardConfig
-from opt_lib._shard_plan import plan_shards
-from opt_lib._whole_world import whole_models_only
-
-__all__ = ["Fsdp", "FsdpConfig"]
-
+from opt_lib._config_checks import unmatched_problem
+from opt_lib._sharded.config import ShardConfig, plan_shards
+from opt_lib._sharded.fully_shard import shard
 
 _WHOLE = 2 * 10**9
 """Parameters of the largest model that is tried as one unit: gathering all of it takes 4 GB in 16 bits, and nothing
@@ -40,12 +33,6 @@ class Fsdp(Method[FsdpConfig]):
     phase = Phase.SHARD_DATA
     Config = FsdpConfig
     provides = ("gradient_sync", "optimizer_sharding")
-    conflicts = (
-        Conflict("half", _fsdp1.WHY_NOT_HALF, when=lambda mine, _: mine.version == 1),
-        Conflict("compile", _fsdp1.WHY_NOT_COMPILE, when=lambda mine, _: mine.version == 1),
-        whole_models_only(lambda config: config.version == 1, "version 1", why=_fsdp1.WHY_WHOLE),
-    )
-    variants = MappingProxyType({"version 1": {"version": 1}})
     needs_process_group = True
 
     def needs(self, config: FsdpConfig, cluster: Cluster) -> Iterable[Need]:
@@ -53,8 +40,8 @@ class Fsdp(Method[FsdpConfig]):
         return (Need("mesh", "fsdp shards over a group of ranks"),)
 
     def notices(self, config: FsdpConfig, cluster: Cluster) -> Iterable[str]:
-        """FSDP1 arguments without a counterpart."""
-        return (f"fsdp: {text}" for text in config.without_counterpart(cluster.device_type))
+        """Arguments of FSDP1 that FSDP2 has no counterpart for."""
+        return (f"fsdp: {text}" for text in config.not_used())
 
     def check(self, config: FsdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The selected modules must exist."""
@@ -85,7 +72,4 @@ class Fsdp(Method[FsdpConfig]):
 
     def apply(self, job: Job, config: FsdpConfig) -> None:
         """Shards the model; collective."""
-        if config.version == 1:
-            _fsdp1.shard(job, self.name, config, keep_gathered=False)
-        else:
-            shard(job, self.name, config, keep_gathered=False)
+        shard(job, self.name, config, keep_gathered=False)

@@ -15,8 +15,6 @@ from atorch_ns.method import Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 
-__all__ = ["GradientAccumulation", "GradientAccumulationConfig"]
-
 
 class GradientAccumulationConfig(MethodConfig):
     """Into how many parts. A bare number is shorthand for ``num_micro_batches``."""
@@ -58,7 +56,7 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
                 f"gradient_accumulation_steps={asked} was given to auto_accelerate, and the strategy says "
                 f"gradient_accumulation with num_micro_batches={config.num_micro_batches}. Leave one of them out."
             )
-        job.num_micro_batches = config.num_micro_batches
+        job.step.num_micro_batches = config.num_micro_batches
 
     def explain(self, config: GradientAccumulationConfig, cluster: Cluster) -> str:
         """What a step does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, final
 
@@ -17,9 +16,7 @@ from atorch_ns.job import Job, LossScaling
 from atorch_ns.method import Flag, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._reduced_dtype import ReducedDtype, searched_dtype
-
-__all__ = ["Half", "HalfConfig"]
+from opt_lib._config_checks import ReducedDtype, searched_dtype
 
 KEPT_IN_FP32 = ("inv_freq",)
 """Buffers that stay in fp32: rotary frequencies lose whole positions when rounded to half precision."""
@@ -68,11 +65,12 @@ class Half(Method[HalfConfig]):
 
     def plan(self, plan: Plan, config: HalfConfig) -> Plan:
         """Weights in half precision; masters in fp32."""
-        return replace(
-            plan,
-            parameter_dtype=config.dtype,
-            master_dtype="float32" if config.keeps_masters else None,
-            loss_scaling=config.dtype == "float16",
+        return plan.changed(
+            precision={
+                "parameter_dtype": config.dtype,
+                "master_dtype": "float32" if config.keeps_masters else None,
+                "loss_scaling": config.dtype == "float16",
+            }
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[HalfConfig]:
@@ -87,11 +85,11 @@ class Half(Method[HalfConfig]):
         """Casts the model; inputs follow by themselves."""
         dtype: torch.dtype = getattr(torch, config.dtype)
         _cast(job.module, dtype)
-        job.input_dtype = dtype
+        job.precision.input_dtype = dtype
         if dtype == torch.float16:
             if job.inputs.loss_func is None and job.inputs.optim_func is not None:
                 raise InputError("half with fp16 scales the loss, so auto_accelerate needs loss_func.")
-            job.loss_scaling = LossScaling()
+            job.precision.loss_scaling = LossScaling()
 
     def explain(self, config: HalfConfig, cluster: Cluster) -> str:
         """What the dtype means for the optimizer."""

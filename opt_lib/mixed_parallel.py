@@ -14,8 +14,6 @@ from atorch_ns.job import Job
 from atorch_ns.method import Expansion, Method, MethodConfig, Phase
 from atorch_ns.strategy import MODEL_AXES, Plan
 
-__all__ = ["MixedParallel", "MixedParallelConfig"]
-
 _METHODS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "pipeline": "pipeline_parallel",

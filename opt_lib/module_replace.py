@@ -20,7 +20,6 @@ Your own come first; :func:`register_replace_pair` makes them known. Methods tha
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
 from collections import Counter
@@ -39,6 +38,7 @@ from atorch_ns.job import Job
 from atorch_ns.method import Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
+from atorch_ns.text import did_you_mean
 from opt_lib._replacements import (
     ClassPair,
     Replacement,
@@ -238,8 +238,8 @@ def _joined(rows: Iterable[_Row]) -> list[str]:
 
 def _compute_dtype(job: Job) -> str:
     """The dtype that most of the model computes in."""
-    planned = job.plan.compute_dtype or job.plan.parameter_dtype
-    if planned != Plan().parameter_dtype:
+    planned = job.plan.precision.compute_dtype or job.plan.precision.parameter_dtype
+    if planned != Plan().precision.parameter_dtype:
         return planned
     sizes: Counter[torch.dtype] = Counter()  # no method casts: the model may have come in another dtype
     for parameter in job.module.parameters():
@@ -287,10 +287,9 @@ def _wrong_settings(
 
 
 def _unknown(method: str, key: str, name: str, known: Mapping[str, Replacement]) -> Problem:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else "Call register_replace_pair before auto_accelerate."
+    hint = did_you_mean(name, known, otherwise="Call register_replace_pair before auto_accelerate.")
     return Problem(
-        message=f"no such replacement. {hint}", method=method, key=key, value=name, accepted=", ".join(known)
+        message=f"no such replacement.{hint}", method=method, key=key, value=name, accepted=", ".join(known)
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Final, final
 
 from atorch_ns.cluster import Cluster
@@ -11,8 +10,7 @@ from atorch_ns.job import Job
 from atorch_ns.method import Conflict, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-
-__all__ = ["OptimizerOffload", "OptimizerOffloadConfig"]
+from atorch_ns.text import bytes_text
 
 _SHARDED: Final = "sharded states are offloaded with their shards, by ('fsdp', {'cpu_offload': True})."
 _DIVIDED: Final = "norms of gradients over ranks that divide a model are taken on the device."
@@ -66,7 +64,7 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
 
     def plan(self, plan: Plan, config: OptimizerOffloadConfig) -> Plan:
         """fp32 weights and their states are on the host; gradients leave the device when the step begins."""
-        return replace(plan, offload_optimizer=True, frees_gradients=True)
+        return plan.changed(offload_optimizer=True, sharding={"frees_gradients": True})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[OptimizerOffloadConfig]:
         """On one GPU, for models that fit in no other way; several shard."""
@@ -77,5 +75,5 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
         """Says what the plan has decided: the job makes the copies when it makes the optimizer."""
         count = sum(p.numel() for p in job.module.parameters() if p.requires_grad)
         job.explain(
-            self.name, f"{12 * count / 2**30:.2f} GiB of fp32 weights, gradients and more in pinned memory"
+            self.name, f"{bytes_text(12 * count)} of fp32 weights, gradients and more in pinned memory"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -17,12 +16,8 @@ from atorch_ns.method import Method, MethodConfig, Need, Phase
 from atorch_ns.pipeline import PipelineRunner, get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._pipeline_checks import OutputsAlone
-from opt_lib._pipeline_cut import CutPipeline, cut_pipeline
-from opt_lib._pipeline_plan import CutRequest
-from opt_lib._pipeline_shared import pipeline_groups
-
-__all__ = ["PipelineParallel", "PipelineParallelConfig"]
+from opt_lib._model_axes.pipeline_cut import CutPipeline, OutputsAlone, cut_pipeline, pipeline_groups
+from opt_lib._model_axes.pipeline_plan import CutRequest
 
 
 class PipelineParallelConfig(MethodConfig):
@@ -85,13 +80,14 @@ class PipelineParallel(Method[PipelineParallelConfig]):
         """The schedule and the cut."""
         custom = bool(config.split_points or config.custom_partition)
         method: Any = "uniform" if config.split_method == "uniform_floor" else config.split_method
-        return replace(
-            plan,
-            schedule=config.schedule,
-            stages_per_rank=config.stages_per_rank or 0,
-            split_method="custom" if custom else method,
-            split_points=config.split_points,
+        return plan.changed(
             num_micro_batches=config.num_micro_batches or plan.num_micro_batches,
+            pipeline={
+                "schedule": config.schedule,
+                "stages_per_rank": config.stages_per_rank or 0,
+                "split_method": "custom" if custom else method,
+                "split_points": config.split_points,
+            },
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[PipelineParallelConfig]:
@@ -121,7 +117,7 @@ class PipelineParallel(Method[PipelineParallelConfig]):
             memory_limit_bytes=None if config.memory_limit_gib is None else config.memory_limit_gib * 2**30,
         )
         cut = cut_pipeline(job, self.name, request)
-        job.make_runner = partial(_runner, cut)
+        job.step.make_runner = partial(_runner, cut)
 
 
 def _runner(cut: CutPipeline, job: Job, loss_func: Any) -> BatchRunner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
@@ -20,13 +19,11 @@ from atorch_ns.errors import AtorchError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile
-from atorch_ns.sharding import SequenceRun, SequenceSettings, join_at_first_call, join_blocks
+from atorch_ns.sharding import BlockChain, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
-from opt_lib._sample_batch import sample_batch
-from opt_lib._selectors import unmatched_problem
-from opt_lib._sequence_blocks import block_kinds, block_runs, names_inside
-
-__all__ = ["SequenceParallel", "SequenceParallelConfig"]
+from opt_lib._config_checks import unmatched_problem
+from opt_lib._model_axes.sample_batch import sample_batch
+from opt_lib._model_axes.sequence_blocks import block_kinds, block_runs, names_inside
 
 
 class SequenceParallelConfig(MethodConfig):
@@ -82,7 +79,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
     def plan(self, plan: Plan, config: SequenceParallelConfig) -> Plan:
         """Blocks see parts of samples; ``auto`` is taken to be Ulysses, which it is where heads divide."""
         exchange: Literal["ulysses", "ring"] = "ring" if config.kind == "ring" else "ulysses"
-        return replace(plan, sequence_exchange=exchange, sequence_blocks=config.blocks)
+        return plan.changed(sequence={"exchange": exchange, "blocks": config.blocks})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[SequenceParallelConfig]:
         """Heads against positions, where heads divide, and keys and values around a ring."""
@@ -110,19 +107,19 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             kind=config.kind,
             balanced=config.balanced,
             head_share=_heads_to_come(job, runs),
-            restore_precision=job.restore_precision,
+            restore_precision=job.precision.restore,
         )
-        attached = [SequenceRun(blocks, block_kinds(blocks), settings) for blocks in runs]
+        attached = [BlockChain(blocks, block_kinds(blocks), settings) for blocks in runs]
         for run in attached:
             run.attach()
-        job.sums.add(names_inside(runs), group, mean=True)
-        later = "" if job.stages else _join_early(job, attached, settings)
+        job.gradients.sums.add(names_inside(runs), group, mean=True)
+        later = "" if job.parts.stages else _join_early(job, attached, settings)
         if later:
             join_at_first_call(job.module, attached, settings)
         job.explain(self.name, partial(_found, job, config, attached, later))
 
 
-def _join_early(job: Job, runs: list[SequenceRun], settings: SequenceSettings) -> str:
+def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) -> str:
     """Joins blocks by a pass of two samples, so that what cannot be divided is known now; collective.
 
     Returns:
@@ -164,7 +161,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def _found(job: Job, config: SequenceParallelConfig, runs: list[SequenceRun], later: str) -> str:
+def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], later: str) -> str:
     """What is divided, and how, by what has been found so far; ``later``: why not before the first batch."""
     assert job.mesh is not None
     count = sum(len(run.blocks) for run in runs)
@@ -172,7 +169,7 @@ def _found(job: Job, config: SequenceParallelConfig, runs: list[SequenceRun], la
     because = f", since {later}" if later else ""
     attention = " and ".join(kinds) or f"{config.kind}, settled with the first batch{because}"
     text = f"{count} block(s) on 1/{job.mesh.size('sequence')} of each sequence, attention by {attention}"
-    if job.stages:
+    if job.parts.stages:
         return f"{text}; in a pipeline every block gathers what it gives"
     if not kinds:
         return text

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,10 +18,10 @@ from atorch_ns.method import Method, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     ChosenPlan,
-    Division,
     LayerGraph,
     RegionSpec,
     StreamSpec,
+    TensorGroup,
     choose_plan,
     divide,
     parameter_dims,
@@ -31,10 +29,15 @@ from atorch_ns.sharding import (
 )
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import plain_name
-from opt_lib._sample_batch import sample_batch
-from opt_lib._shard_parts import broadcast_from_first
-from opt_lib._tensor_config import TensorParallelConfig, users_plan
-from opt_lib._vocabulary_loss import divide_logits, guard_loss, loss_on_parts
+from opt_lib._model_axes.sample_batch import sample_batch
+from opt_lib._model_axes.tensor import (
+    TensorParallelConfig,
+    divide_logits,
+    guard_loss,
+    loss_on_parts,
+    users_plan,
+)
+from opt_lib._sharded.units import broadcast_from_first
 
 __all__ = ["TensorParallel", "TensorParallelConfig"]
 
@@ -53,7 +56,9 @@ class TensorParallel(Method[TensorParallelConfig]):
 
     def plan(self, plan: Plan, config: TensorParallelConfig) -> Plan:
         """Whether the residual stream is divided too, and the logits in the loss."""
-        return replace(plan, tensor_sequence=config.sequence, parallel_loss=config.parallel_loss is not False)
+        return plan.changed(
+            tensor={"sequence": config.sequence, "parallel_loss": config.parallel_loss is not False}
+        )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[TensorParallelConfig]:
         """With the residual stream whole, and divided, which takes memory off every block for as many bytes sent."""
@@ -69,29 +74,37 @@ class TensorParallel(Method[TensorParallelConfig]):
         if job.mesh.size("tensor") == 1:
             job.explain(self.name, "the tensor axis has one rank, so nothing is divided")
             return
-        division = Division(job.mesh.axis("tensor"))
-        model = job.in_full_precision(job.module if job.uncut is None else job.uncut)
+        group = TensorGroup(job.mesh.axis("tensor"))
+        model = job.in_full_precision(
+            job.module if job.parts.full_structure is None else job.parts.full_structure
+        )
         batch = _sampled(job)
-        graph = _traced(job, model, batch, division.degree, runs=config.sequence)
-        really = config.self_test and dist.get_backend(division.group) != "fake"
+        graph = _traced(job, model, batch, group.size, chains=config.sequence)
         chosen = choose_plan(
             model,
-            division,
+            group,
             graph,
             plan=users_plan(config, model),
             source=config.source,
             sequence_dim=config.sequence_dim if config.sequence else None,
             undivided=config.undivided,
-            really=really,
+            run_numerics=config.self_test,
         )
         loss = loss_on_parts(
-            job, model, batch, chosen, graph, division, wanted=config.parallel_loss, really=really
+            job,
+            model,
+            batch,
+            chosen,
+            graph,
+            group,
+            wanted=config.parallel_loss,
+            run_numerics=config.self_test,
         )
-        here = _of_this_rank(chosen, job.module, job.stages)
-        _divide(job, here, division)
+        here = _of_this_rank(chosen, job.module, job.parts.stages)
+        _divide(job, here, group)
         divide_logits(job, loss, here.layout)
         guard_loss(job)
-        job.worked_out[self.name] = chosen.plan.as_config()
+        job.resolved_settings[self.name] = chosen.plan.as_config()
         self._explain(job, chosen, config)
         if loss.note:
             job.explain(self.name, loss.note)
@@ -104,9 +117,9 @@ class TensorParallel(Method[TensorParallelConfig]):
         if chosen.stream is not None:
             job.explain(self.name, "the sequence is divided between divided layers")
             if len(chosen.stream.chains) > 1:
-                runs = ", ".join(_ends(chain) for chain in chosen.stream.chains[:6])
+                chains = ", ".join(_ends(chain) for chain in chosen.stream.chains[:6])
                 job.explain(
-                    self.name, f"it is whole between runs of blocks, where other code may see it: {runs}"
+                    self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
         if not config.self_test:
             job.explain(self.name, "not tested, since self_test=False")
@@ -127,10 +140,9 @@ def _sampled(job: Job) -> Any:
     Raises:
         InputError: if there is none.
     """
-    text = agree(lambda: _pickled(sample_batch(job.inputs)), what="taking a sample batch", distributed=True)
-    held = [text]
-    dist.broadcast_object_list(held, src=0)
-    batch = torch.load(io.BytesIO(held[0]), weights_only=False)  # this job's first rank has written it
+    sampled = [agree(lambda: sample_batch(job.inputs), what="taking a sample batch", distributed=True)]
+    dist.broadcast_object_list(sampled, src=0)
+    batch = sampled[0]
     if batch is None:
         raise InputError(
             "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "
@@ -139,35 +151,29 @@ def _sampled(job: Job) -> Any:
     return batch
 
 
-def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, runs: bool) -> LayerGraph:
-    """How the layers of the whole model are connected; collective.
+def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
+    """Traces how the layers of the whole model are connected; collective.
 
     Raises:
         InputError: if the model cannot be run on the batch.
     """
     return agree(
-        lambda: _graph(job, model, batch, degree, runs=runs), what="tracing the layers", distributed=True
+        lambda: _graph(job, model, batch, degree, chains=chains), what="tracing the layers", distributed=True
     )
 
 
-def _pickled(batch: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(batch, buffer)
-    return buffer.getvalue()
-
-
-def _graph(job: Job, model: nn.Module, batch: Any, degree: int, *, runs: bool) -> LayerGraph:
+def _graph(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
     def run(module: nn.Module, data: Any) -> Any:
         return call_model(module, data, job.inputs.model_input_format)
 
     try:
         loss = job.inputs.loss_func
-        return trace_layers(model, batch, run, multiple_of=degree, runs=runs, loss=loss)
+        return trace_layers(model, batch, run, multiple_of=degree, chains=chains, loss=loss)
     except InputError:
         raise
     except Exception as error:
         raise InputError(
-            f"tensor_parallel cannot run {job.model_class} on a sample batch to follow its layers: "
+            f"tensor_parallel cannot run {job.original.model_class} on a sample batch to follow its layers: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -217,13 +223,13 @@ def _holder(attribute: str, here: Iterable[str]) -> bool:
     return any(".".join(parts[:length]) in here for length in range(len(parts) - 1, 0, -1))
 
 
-def _divide(job: Job, chosen: ChosenPlan, division: Division) -> None:
+def _divide(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
     """Divides the layers; all that stays whole gets the values of the group's first rank."""
     assert job.mesh is not None
-    assert division.group is not None
-    done = divide(job.module, chosen.layout, division, chosen.regions, chosen.stream)
-    job.packings.update(done.packings)
-    job.sums.add(chosen.partial, division.group)
+    assert group.process_group is not None
+    done = divide(job.module, chosen.layout, group, chosen.regions, chosen.stream)
+    job.parts.packings.update(done.packings)
+    job.gradients.sums.add(chosen.partial, group.process_group)
     divided = set(done.names)
     named = job.module.named_parameters(remove_duplicate=False)
     whole = {id(p): p for name, p in named if plain_name(name) not in divided}

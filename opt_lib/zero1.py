@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
@@ -14,19 +13,22 @@ from pydantic import Field, model_validator
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job, ParameterStates, explained_groups, optimizer_arguments
-from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
+from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
-from atorch_ns.strategy import Plan
-from opt_lib import _deepspeed, _fairscale
-from opt_lib._shown_part import show_part, with_checkpoint_hint
-from opt_lib._whole_world import whole_models_only
+from atorch_ns.strategy import MODEL_AXES, Plan
+from opt_lib import _fairscale as fairscale
+from opt_lib._deepspeed import zero
+from opt_lib._optimizer_parts import local_state_view, with_checkpoint_hint
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["Zero1", "Zero1Config"]
 
-_WHY_WHOLE = "it gives whole parameters to ranks and sends them as plain tensors"
+_WHY_WHOLE = (
+    "zero1 is for ranks that hold the whole model, because it gives whole parameters to ranks and sends them as plain "
+    f"tensors, and the mesh has an axis of {', '.join(MODEL_AXES)} that is larger than 1. Use zero2 or fsdp with the "
+    "default backend, or ddp."
+)
 
 
 class Zero1Config(MethodConfig):
@@ -58,8 +60,14 @@ class Zero1(Method[Zero1Config]):
     Config = Zero1Config
     provides = ("optimizer_sharding",)
     conflicts = (
-        *_deepspeed.conflicts(lambda config: config.deepspeed),
-        whole_models_only(lambda config: not config.deepspeed, "zero1", why=_WHY_WHOLE),
+        *zero.conflicts(lambda config: config.deepspeed),
+        Conflict(
+            "parallel_mode",
+            _WHY_WHOLE,
+            when=lambda mine, mesh: (
+                not mine.deepspeed and any(size > 1 and axis in MODEL_AXES for axis, size in mesh.axes)
+            ),
+        ),
     )
     variants = MappingProxyType({"fairscale": {"backend": "fairscale"}, "DeepSpeed": {"use_ds_zero": True}})
     needs_process_group = True
@@ -76,16 +84,16 @@ class Zero1(Method[Zero1Config]):
     def check(self, config: Zero1Config, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The backend must be there."""
         if config.deepspeed:
-            return _deepspeed.check(self.name, cluster)
+            return zero.check(self.name, cluster)
         if config.backend == "fairscale":
-            return _fairscale.check(self.name, cluster)
+            return fairscale.check(self.name, cluster)
         return []
 
     def plan(self, plan: Plan, config: Zero1Config) -> Plan:
         """Optimizer states are sharded."""
         if config.deepspeed:
-            return _deepspeed.plan(plan)
-        return replace(plan, optimizer_over=plan.shard_axes, shard_layout="parameters")
+            return zero.plan(plan)
+        return plan.changed(sharding={"optimizer_over": plan.shard_axes, "layout": "parameters"})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[Zero1Config]:
         """By torch."""
@@ -94,9 +102,9 @@ class Zero1(Method[Zero1Config]):
     def apply(self, job: Job, config: Zero1Config) -> None:
         """Chooses how the optimizer is made."""
         if config.deepspeed:
-            _deepspeed.shard(job, self.name, stage=1)
+            zero.shard(job, self.name, stage=1)
         elif config.backend == "fairscale":
-            _fairscale.shard_optimizer(job, self.name)
+            fairscale.shard_optimizer(job, self.name)
         else:
             _shard_optimizer(job)
             job.explain(self.name, "ZeroRedundancyOptimizer of torch")
@@ -121,8 +129,8 @@ def _shard_optimizer(job: Job) -> None:
                 process_group=group,
                 **arguments,
             )
-        show_part(optimizer)
+        local_state_view(optimizer)
         return optimizer
 
-    job.make_optimizer = make
+    job.optimizer.make = make
     job.make_states = partial(ParameterStates, holder=attrgetter("optim"))

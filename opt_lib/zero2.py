@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import final
 
@@ -12,17 +11,14 @@ from pydantic import Field, model_validator
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
-from atorch_ns.method import Conflict, Flag, Method, Need, Phase
+from atorch_ns.method import Flag, Method, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib import _deepspeed, _fairscale, _fsdp1
-from opt_lib._fully_shard import shard
-from opt_lib._selectors import unmatched_problem
-from opt_lib._shard_config import ShardConfig
-from opt_lib._shard_plan import plan_shards
-from opt_lib._whole_world import whole_models_only
-
-__all__ = ["Zero2", "Zero2Config"]
+from opt_lib import _fairscale as fairscale
+from opt_lib._config_checks import unmatched_problem
+from opt_lib._deepspeed import zero
+from opt_lib._sharded.config import ShardConfig, plan_shards
+from opt_lib._sharded.fully_shard import shard
 
 
 class Zero2Config(ShardConfig):
@@ -47,15 +43,10 @@ class Zero2(Method[Zero2Config]):
     Config = Zero2Config
     provides = ("gradient_sync", "optimizer_sharding")
     conflicts = (
-        Conflict("half", _fsdp1.WHY_NOT_HALF, when=lambda mine, _: mine.version == 1),
-        Conflict("compile", _fsdp1.WHY_NOT_COMPILE, when=lambda mine, _: mine.version == 1),
-        whole_models_only(lambda config: config.version == 1, "version 1", why=_fsdp1.WHY_WHOLE),
-        *_deepspeed.conflicts(lambda config: config.use_ds_zero),
-        *_fairscale.conflicts(lambda config: config.not_use_fsdp),
+        *zero.conflicts(lambda config: config.use_ds_zero),
+        *fairscale.conflicts(lambda config: config.not_use_fsdp),
     )
-    variants = MappingProxyType(
-        {"version 1": {"version": 1}, "fairscale": {"not_use_fsdp": True}, "DeepSpeed": {"use_ds_zero": True}}
-    )
+    variants = MappingProxyType({"fairscale": {"not_use_fsdp": True}, "DeepSpeed": {"use_ds_zero": True}})
     needs_process_group = True
 
     def needs(self, config: Zero2Config, cluster: Cluster) -> Iterable[Need]:
@@ -63,15 +54,15 @@ class Zero2(Method[Zero2Config]):
         return (Need("mesh", "zero2 shards over a group of ranks"),)
 
     def notices(self, config: Zero2Config, cluster: Cluster) -> Iterable[str]:
-        """FSDP1 arguments without a counterpart."""
-        return (f"zero2: {text}" for text in config.without_counterpart(cluster.device_type))
+        """Arguments of FSDP1 that FSDP2 has no counterpart for."""
+        return (f"zero2: {text}" for text in config.not_used())
 
     def check(self, config: Zero2Config, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The backend and the selected modules must exist."""
         if config.use_ds_zero:
-            return _deepspeed.check(self.name, cluster)
+            return zero.check(self.name, cluster)
         if config.not_use_fsdp:
-            return _fairscale.check(self.name, cluster)
+            return fairscale.check(self.name, cluster)
         if profile is None:
             return []
         return [
@@ -82,9 +73,9 @@ class Zero2(Method[Zero2Config]):
     def plan(self, plan: Plan, config: Zero2Config) -> Plan:
         """Gradients and optimizer states are sharded."""
         if config.use_ds_zero:
-            return replace(_deepspeed.plan(plan), gradients_over=plan.shard_axes)
+            return zero.plan(plan).changed(sharding={"gradients_over": plan.shard_axes})
         if config.not_use_fsdp:
-            return _fairscale.plan(plan)
+            return fairscale.plan(plan)
         return plan_shards(plan, config, keep_gathered=True)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[Zero2Config]:
@@ -94,10 +85,8 @@ class Zero2(Method[Zero2Config]):
     def apply(self, job: Job, config: Zero2Config) -> None:
         """Shards through the chosen backend; collective."""
         if config.use_ds_zero:
-            _deepspeed.shard(job, self.name, stage=2)
+            zero.shard(job, self.name, stage=2)
         elif config.not_use_fsdp:
-            _fairscale.shard_gradients(job, self.name)
-        elif config.version == 1:
-            _fsdp1.shard(job, self.name, config, keep_gathered=True)
+            fairscale.shard_gradients(job, self.name)
         else:
             shard(job, self.name, config, keep_gathered=True)

@@ -10,7 +10,12 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import functools
 import gc
+import inspect
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +39,26 @@ _ENDING_S = 3.0
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
 
+# What starts processes, as it stands in the source of a test module or of a helper that it imports.
+_STARTS_PROCESSES = re.compile(
+    r"\b(run_ranks|catch_ranks|subprocess|multiprocessing|Popen|os\.fork|start_ranks|TrialWorker|Zygote|run_strategies)\b"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks ``processes`` every test whose module, or a helper module that it imports, starts processes."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _starts_processes(item.module.__name__):
+            item.add_marker(pytest.mark.processes)
+
+
+@functools.cache
+def _starts_processes(name: str) -> bool:
+    source = inspect.getsource(sys.modules[name])
+    helpers = re.findall(r"^from (tests\.[\w.]+) import", source, re.MULTILINE)
+    return bool(_STARTS_PROCESSES.search(source)) or any(map(_starts_processes, helpers))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs from tests that do not ask for one.
 
@@ -41,6 +66,26 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if "gpu" not in str(config.getoption("markexpr", "")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True)
+def _starts_no_rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tests with processes are left out, one that starts Python all the same fails: it needs the mark."""
+    if "not processes" not in str(request.config.getoption("markexpr", "")):
+        return
+    start = subprocess.Popen.__init__
+
+    def refuse(*_: Any) -> None:
+        pytest.fail("this test starts a process: mark it with pytest.mark.processes", pytrace=False)
+
+    def start_others(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        first = args if isinstance(args, (str, os.PathLike)) else args[0]
+        if any(name in str(first) for name in ("python", "torchrun", "atorch-ns")):
+            refuse()
+        start(self, args, *rest, **options)
+
+    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_others)
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def test_the_callers_accumulation_is_part_of_every_candidate() -> None:
     assert result is not None
     assert strategy is not None
     assert strategy["gradient_accumulation"] == {"num_micro_batches": 4}
-    assert result.job.num_micro_batches == 4
+    assert result.job.step.num_micro_batches == 4
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,9 @@ def test_a_search_that_ended_is_confirmed_by_one_trial(tmp_path: Path) -> None:
 def test_a_standalone_engine_runs_the_search_and_remembers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atorch_ns.engine._auth import new_token
-    from atorch_ns.engine._coordinator_jobs import EngineJobs
-    from atorch_ns.engine._server import CoordinatorServer
+    from atorch_ns.engine.coordinator.jobs import EngineJobs
+    from atorch_ns.engine.rpc.auth import new_token
+    from atorch_ns.engine.rpc.server import CoordinatorServer
 
     token = new_token()
     with CoordinatorServer(EngineJobs(tmp_path), token=token) as server:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from atorch_ns.testing.workers import run_ranks
@@ -33,10 +33,8 @@ from atorch_ns.torch_compat import (
     fake_tensor_type,
     flatten_mesh,
     found_inf_tensors,
-    fsdp1_parts,
     graph_breaks,
     group_timeout,
-    hybrid_shard_zero2,
     in_backward,
     inner_hooks,
     is_strided_shard,
@@ -48,9 +46,8 @@ from atorch_ns.torch_compat import (
     persistent_buffers,
     pipeline_orders,
     quiet_fake_kernels,
+    registered_children,
     tensor_without_storage,
-    tree_leaves,
-    tree_map_only,
     unwrap_checkpoint,
     watch_compiled,
 )
@@ -92,31 +89,6 @@ def _flatten() -> list[int]:
 
 def test_flatten_mesh() -> None:
     assert run_ranks(_flatten, 4) == [[0, 1, 2, 3]] * 4
-
-
-def _parts() -> list[tuple[str, int, int | None, int, int]]:
-    model = FullyShardedDataParallel(
-        nn.Sequential(nn.Linear(2, 3)), device_id=torch.device("cpu"), use_orig_params=True
-    )
-    parts = list(fsdp1_parts(model))
-    assert all(part.module is model.module[0] and not part.is_flat for part in parts)  # type: ignore[union-attr, index]
-    return [(part.name, part.shape.numel(), part.offset, part.start, part.length) for part in parts]
-
-
-def test_fsdp1_parts() -> None:
-    first, second = run_ranks(_parts, 2)
-    assert [(name, numel) for name, numel, *_ in first] == [("weight", 6), ("bias", 3)]
-    lengths = [0, 0]
-    for rank in (first, second):
-        for place, (_, _, offset, start, length) in enumerate(rank):
-            assert (offset is None) == (length == 0)
-            assert start == (lengths[place] if length else 0)
-            lengths[place] += length
-    assert lengths == [6, 3]
-
-
-def test_hybrid_shard_zero2() -> None:
-    assert hybrid_shard_zero2().name == "_HYBRID_SHARD_ZERO2"
 
 
 def test_persistent_buffers() -> None:
@@ -305,24 +277,11 @@ def test_the_timeout_of_the_process_group() -> None:
     assert second - first == 20.0
 
 
-def test_nested_data_is_walked_and_mapped() -> None:
-    data = {"a": [torch.ones(2), 3], "b": (None, torch.zeros(1))}
-    assert [type(leaf) for leaf in tree_leaves(data)] == [torch.Tensor, int, type(None), torch.Tensor]
-    made = tree_map_only(torch.Tensor, lambda tensor: tensor.numel(), data)
-    assert made == {"a": [2, 3], "b": (None, 1)}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    x: torch.Tensor
-    rest: list[Any]
-
-
-def test_dataclasses_that_nobody_has_registered_are_walked_and_mapped() -> None:
-    batch = _Batch(torch.ones(2), [torch.zeros(3), "name"])
-    assert tree_leaves((batch, 1)) == [batch.x, batch.rest[0], "name", 1]
-    assert tree_map_only(torch.Tensor, lambda tensor: tensor.numel(), [batch]) == [_Batch(2, [3, "name"])]  # type: ignore[arg-type]
-    assert batch.rest[0].numel() == 3
+def test_registered_containers_give_their_children() -> None:
+    children, rebuilt = registered_children(deque([1, 2]))
+    assert children == [1, 2]
+    assert rebuilt([3, 4]) == deque([3, 4])
+    assert registered_children(object()) is None
 
 
 def test_a_dispatch_mode_sees_operators() -> None:

@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-from atorch_ns.checkpoint._export import Unmatched, export_state_dict, import_state_dict
-from atorch_ns.checkpoint._folder import latest
-from atorch_ns.checkpoint._load import load
-from atorch_ns.checkpoint._pending import PendingSave
-from atorch_ns.checkpoint._resume import resume
-from atorch_ns.checkpoint._safetensors import export_safetensors, import_safetensors
-from atorch_ns.checkpoint._save import save
+from atorch_ns.checkpoint.export import Unmatched, export_state_dict, import_state_dict
+from atorch_ns.checkpoint.folder import latest
+from atorch_ns.checkpoint.load import load, resume
+from atorch_ns.checkpoint.safetensors import export_safetensors, import_safetensors
+from atorch_ns.checkpoint.save import PendingSave, save
 
 __all__ = [
     "PendingSave",

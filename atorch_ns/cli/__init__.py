@@ -7,12 +7,9 @@ import sys
 import typer
 
 from atorch_ns.cli import (
-    diff,
     doctor,
     engine,
-    env,
     estimate,
-    explain,
     history,
     launch,
     methods,
@@ -22,17 +19,13 @@ from atorch_ns.cli import (
     strategy,
     verify,
 )
-from atorch_ns.cli._debug import split_debug
-from atorch_ns.cli._failures import failure_record, usage_error, wants_json
-from atorch_ns.errors import (
-    AtorchError,
-    BackendError,
-    CoordinatorError,
-    InputError,
-    LayoutError,
-    MissingPackageError,
-    SearchError,
-    StrategyError,
+from atorch_ns.cli._failures import (
+    described,
+    exit_code,
+    failure_record,
+    split_debug,
+    usage_error,
+    wants_json,
 )
 
 __all__ = ["app", "described", "exit_code", "main"]
@@ -49,14 +42,14 @@ app.command("plan")(plan.plan)
 app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
-app.command("explain")(explain.explain)
+app.command("explain")(report.explain)
 app.command("report")(report.report)
-app.command("diff")(diff.diff)
+app.command("diff")(estimate.diff)
 app.command("history")(history.history)
 app.command("methods")(methods.methods)
 app.add_typer(strategy.app, name="strategy")
 app.command("doctor")(doctor.doctor)
-app.command("env")(env.env)
+app.command("env")(doctor.env)
 app.add_typer(engine.app, name="engine")
 
 
@@ -70,25 +63,6 @@ def _root(
 
         typer.echo(__version__)
         raise typer.Exit
-
-
-def exit_code(error: BaseException) -> int:
-    """1 failed, 2 usage, 3 infeasible, 4 environment.
-
-    A strategy is an option or a file like any other: one that cannot be read or used is wrong usage.
-    """
-    if isinstance(error, SearchError):
-        return 3
-    if isinstance(error, (BackendError, CoordinatorError, MissingPackageError)):
-        return 4
-    return 2 if isinstance(error, (InputError, LayoutError, StrategyError)) else 1
-
-
-def described(error: BaseException) -> str:
-    """An error in a line or more, for people."""
-    if isinstance(error, AtorchError):
-        return str(error)
-    return f"unexpected {type(error).__name__}: {error}. --debug shows where."
 
 
 def main() -> None:

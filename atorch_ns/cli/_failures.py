@@ -1,4 +1,4 @@
-"""Failures as records for programs: ``--json``. Imports nothing heavy."""
+"""Failures: exit codes, their texts for people, their JSON records for programs, and ``--debug``."""
 
 from __future__ import annotations
 
@@ -6,30 +6,78 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["failure_record", "usage_error", "wants_json"]
+from atorch_ns.errors import (
+    AtorchError,
+    BackendError,
+    CoordinatorError,
+    InputError,
+    LayoutError,
+    MissingPackageError,
+    SearchError,
+    StrategyError,
+)
 
-_FLAG: Final = "--json"
+_DEBUG: Final = "--debug"
+_WITHOUT_VALUE: Final = ("--module", "-m", "--dry-run", "--help", _DEBUG)
+
+
+def exit_code(error: BaseException) -> int:
+    """1 failed, 2 usage, 3 infeasible, 4 environment.
+
+    A strategy is an option or a file like any other: one that cannot be read or used is wrong usage.
+    """
+    if isinstance(error, SearchError):
+        return 3
+    if isinstance(error, (BackendError, CoordinatorError, MissingPackageError)):
+        return 4
+    return 2 if isinstance(error, (InputError, LayoutError, StrategyError)) else 1
+
+
+def described(error: BaseException) -> str:
+    """An error in a line or more, for people."""
+    if isinstance(error, AtorchError):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error}. --debug shows where."
+
+
+def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Splits ``--debug`` off the arguments; second, whether it was among them."""
+    ours = len(arguments)
+    if "launch" in arguments and not any(
+        not one.startswith("-") for one in arguments[: arguments.index("launch")]
+    ):
+        ours = _script(arguments, arguments.index("launch") + 1)
+    kept = [one for position, one in enumerate(arguments) if one != _DEBUG or position >= ours]
+    return kept, len(kept) < len(arguments)
+
+
+def _script(arguments: Sequence[str], position: int) -> int:
+    """Position of the script among the arguments of ``launch``."""
+    while position < len(arguments) and arguments[position].startswith("-"):
+        alone = arguments[position] in _WITHOUT_VALUE or "=" in arguments[position]
+        position += 1 if alone else 2
+    return position
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether a command's arguments ask for JSON; what is given to a script that is launched does not count."""
+    """Whether a command's arguments contain ``--json``; those of a launched script do not count."""
     verb = next((one for one in arguments if not one.startswith("-")), None)
-    return verb != "launch" and _FLAG in arguments
+    return verb != "launch" and "--json" in arguments
 
 
 def failure_record(error: str, code: int, rank: int | None = None) -> str:
-    """What is printed on standard output in place of a result.
+    """JSON record that is printed on standard output in place of a result.
 
     Args:
-        error: as people are told it.
-        code: the exit code.
-        rank: whose error it is; ``None`` if it was found before ranks were started, or without any.
+        error: text for people.
+        code: exit code.
+        rank: rank that failed; ``None`` if no rank was involved.
     """
     record = {"schema": 1, "error": error, "code": code, "rank": rank}
     return json.dumps(record, indent=1, ensure_ascii=False)
 
 
 def usage_error(end: SystemExit) -> str | None:
-    """What the parser of options had to say where it ended the process; ``None`` if somebody else did."""
+    """Message of the option parser where it ended the process; ``None`` if something else did."""
     message = getattr(end.__context__, "format_message", None)
     return str(message()) if callable(message) else None

@@ -1,4 +1,4 @@
-"""Work that needs ranks: they are started, asked, and their answer is read."""
+"""Work on local ranks: starts them, hands them a request, and returns rank 0's answer or ends the command."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import typer
 
-from atorch_ns.cli._debug import split_debug
-from atorch_ns.cli._failures import failure_record
+from atorch_ns.cli._failures import failure_record, split_debug
 from atorch_ns.cli._planning import say
 from atorch_ns.errors import BackendError, InputError
 
 if TYPE_CHECKING:
     from atorch_ns.launch import RankEnd
 
-__all__ = ["check_named", "on_ranks"]
 
 _NOTHING_KEPT: Final = {"search": ": no strategy was saved", "verify": " before it had a verdict"}
 
@@ -38,16 +36,16 @@ def on_ranks(
     number; with ``as_json`` also as a record on standard output.
 
     Args:
-        work: the verb; ``_rank`` knows what it does.
-        request: for the ranks.
-        nproc: how many.
-        timeout_s: after which they are ended.
+        work: verb, a key of ``WORKS`` in ``_rank_work``.
+        request: plain values for the ranks.
+        nproc: number of ranks.
+        timeout_s: seconds until they are ended.
         as_json: whether a failure is a record too.
         patient: whether Ctrl-C lets rank 0 come to an end of its own.
 
     Raises:
         InputError: if there are no ranks.
-        BackendError: if a rank ended without a word, or did not end in time.
+        BackendError: if a rank ended without an answer, or did not end in time.
     """
     from atorch_ns.launch import run_local_ranks, scratch_folder
 
@@ -58,7 +56,7 @@ def on_ranks(
         (folder / "request.json").write_text(json.dumps(asked))
         try:
             ends = run_local_ranks(
-                "atorch_ns.cli._rank", [work, str(folder)], nproc, timeout_s=timeout_s, patient=patient
+                "atorch_ns.cli._rank_work", [work, str(folder)], nproc, timeout_s=timeout_s, patient=patient
             )
         except SystemExit as stopped:
             _stop(work, int(stopped.code or 0), as_json)
@@ -74,10 +72,7 @@ def on_ranks(
         late = [str(end.rank) for end in ends if end.ended_by_us]
         broken = [end for end in ends if end.code and not end.ended_by_us]
         if broken:
-            told = f": {broken[0].output}" if broken[0].output else ""
-            raise BackendError(
-                f"rank {broken[0].rank} ended with code {broken[0].code} and without a word{told}"
-            )
+            raise BackendError(_silent_end(broken[0]))
         who = f"rank {late[0]}" if len(late) == 1 else f"the ranks {', '.join(late)}"
         raise BackendError(f"{who} did not end within {timeout_s or 0:.0f} s.")
     found: dict[str, Any] = answers[0]["value"]
@@ -85,7 +80,7 @@ def on_ranks(
 
 
 def _stop(work: str, code: int, as_json: bool) -> NoReturn:
-    """Ends the command after a signal, in words."""
+    """Ends the command after a signal, with a message."""
     number = signal.Signals(code - 128)
     how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     text = f"{work} was {how}{_NOTHING_KEPT.get(work, '')}."
@@ -95,27 +90,20 @@ def _stop(work: str, code: int, as_json: bool) -> NoReturn:
     raise typer.Exit(code)
 
 
-def check_named(**options: str | None) -> None:
-    """All options that must name something do.
-
-    Raises:
-        InputError: naming all that are missing.
-    """
-    missing = [f"--{name}" for name, value in options.items() if not value]
-    if missing:
-        raise InputError(f"{' and '.join(missing)} missing. Write pkg.mod:name or file.py:name.")
-
-
 def _end(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_json: bool) -> NoReturn:
-    """Says the first error that is a rank's own and not about another, and what ranks printed that died."""
+    """Ends the command with the first error that is not about another rank, and the output of ranks that died."""
     own = [rank for rank, answer in errors.items() if answer.get("kind") != "RankError"]
     rank = (own or list(errors))[0]
     where = f" (rank {rank})" if len(errors) > 1 and rank else ""
     say(f"atorch-ns: {errors[rank]['error']}{where}")
     for end in silent:
-        told = f": {end.output}" if end.output else ""
-        say(f"  rank {end.rank} ended with code {end.code} and without a word{told}")
+        say(f"  {_silent_end(end)}")
     code = int(errors[rank]["code"])
     if as_json:
         typer.echo(failure_record(errors[rank]["error"], code, rank))
     raise typer.Exit(code)
+
+
+def _silent_end(end: RankEnd) -> str:
+    output = f": {end.output}" if end.output else ""
+    return f"rank {end.rank} ended with code {end.code} and without a message{output}"

@@ -1,24 +1,14 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and checks of their values."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = [
-    "AsJson",
-    "Batch",
-    "ClusterSpec",
-    "InputFormat",
-    "Loss",
-    "MemoryLimit",
-    "Model",
-    "Optimizer",
-    "ProfileFile",
-    "Sample",
-]
+from atorch_ns.errors import InputError
 
 # typer reads these when a verb's help is asked for, so they hold no type that needs torch.
 Model = Annotated[
@@ -36,7 +26,7 @@ Loss = Annotated[
     ),
 ]
 Optimizer = Annotated[str, typer.Option(help="The optimizer's class; 'none' for none.")]
-InputFormat = Annotated[
+InputFormatOption = Annotated[
     str,
     typer.Option(
         help="How the batch is passed: auto, none (model(batch)), unpack_sequence, unpack_dict, "
@@ -64,4 +54,58 @@ ProfileFile = Annotated[
     Path | None,
     typer.Option(help="A profile saved with --save-profile, in place of --model and --sample."),
 ]
+Objective = Annotated[str, typer.Option(help="time, memory, batch or cost.")]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="A method or group that may not be there; repeatable.")
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(help="A method or group that must be there, or NAME=CONFIG in JSON; repeatable."),
+]
+ReportFile = Annotated[Path | None, typer.Option(help="Write the whole report here: .html, .json or .txt.")]
+StrategyText = Annotated[
+    str, typer.Option(help="A strategy file, or a strategy as JSON text or names: fsdp,amp_native.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def unwritable(**options: Path | None) -> list[str]:
+    """Problems of files that options name for writing, one sentence each; nothing is left behind.
+
+    Args:
+        options: paths by the option's name, with ``_`` for ``-``; ``None`` for options not given.
+    """
+    problems = []
+    for name, path in options.items():
+        why = _why_not(path) if path is not None else ""
+        if why:
+            problems.append(f"--{name.replace('_', '-')}={path}{why}")
+    return problems
+
+
+def _why_not(path: Path) -> str:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f": the folder {path.parent} does not exist."
+    if path.is_dir():
+        return " is a folder; name a file in it."
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:  # to ask for permissions is not enough: the file system may be read-only, or full
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b" ")
+    except OSError as error:
+        return f" cannot be written: {error.strerror or error}."
+    return ""
+
+
+def check_named(**options: str | None) -> None:
+    """All options that must name something do.
+
+    Raises:
+        InputError: naming all that are missing.
+    """
+    missing = [f"--{name}" for name, value in options.items() if not value]
+    if missing:
+        raise InputError(f"{' and '.join(missing)} missing. Write pkg.mod:name or file.py:name.")

@@ -1,37 +1,29 @@
-"""From the options of a verb to a profile and a cluster."""
+"""Inputs of planning verbs: the cluster, the profile, the settings and strategies, from options and files."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from atorch_ns.cli._input_format import check_format, chosen_format
-from atorch_ns.cli._objects import build_model, gibibytes, load_object, load_sample
-from atorch_ns.cli._words import ended, told
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StrategyFileError
+from atorch_ns.text import error_text, with_period
+from atorch_ns.usercode import build_model, check_format, chosen_format, gibibytes, load_object, load_sample
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
     from atorch_ns.profile import Profile
+    from atorch_ns.report import TrainingReport
     from atorch_ns.search import SearchSettings
-
-__all__ = [
-    "Asked",
-    "make_cluster",
-    "make_profile",
-    "make_settings",
-    "read_file",
-    "say",
-    "say_where",
-    "write_file",
-]
+    from atorch_ns.strategy import Strategy
 
 
-class Asked(NamedTuple):
-    """What is to be planned for, as the options say it."""
+class ModelOptions(NamedTuple):
+    """Options that name the model, its training and the cluster."""
 
     model: str | None
     sample: str | None
@@ -39,37 +31,40 @@ class Asked(NamedTuple):
     optimizer: str = "torch.optim.AdamW"
     input_format: str = "auto"
     profile: Path | None = None
+    cluster: str | None = None
 
 
 def say(text: str) -> None:
-    """Talk, on standard error: standard output is for the result."""
+    """Prints on standard error: standard output is for the result."""
     typer.echo(text, err=True)
 
 
 def make_cluster(spec: str | None) -> Cluster:
     """The cluster described, or this machine as one process, with figures for its hardware."""
-    from atorch_ns.cluster import Cluster
+    from atorch_ns.cluster import Cluster, cluster_from_spec
 
     if spec is not None:
-        return Cluster.from_spec(spec)
+        return cluster_from_spec(spec)
     return Cluster.detect().with_hardware()
 
 
-def say_where(spec: str | None, cluster: Cluster) -> None:
-    """Says what is planned for where nobody said it; once the other options are known to be of use."""
-    if spec is None:
-        say(
-            f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}"
-        )
-
-
-def make_profile(asked: Asked, *, device: str) -> tuple[Profile, float]:
-    """The profile, and the seconds that it took.
+def make_profile(options: ModelOptions) -> tuple[Profile, Cluster, float]:
+    """The profile, the cluster, and the seconds that profiling took.
 
     Raises:
         InputError: if options are missing or cannot be used; all that are missing at once.
     """
-    from atorch_ns.engine._plan_offline import profile_offline
+    cluster = make_cluster(options.cluster)
+    profile, seconds = _profile(options, device=cluster.device_type)
+    if options.cluster is None:  # once the other options are known to be of use
+        say(
+            f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}"
+        )
+    return profile, cluster, seconds
+
+
+def _profile(asked: ModelOptions, *, device: str) -> tuple[Profile, float]:
+    from atorch_ns.engine.offline import profile_offline
     from atorch_ns.profile import Profile
 
     if asked.profile is not None:
@@ -104,7 +99,7 @@ def make_profile(asked: Asked, *, device: str) -> tuple[Profile, float]:
             device=device,
         )
     except SystemExit as error:
-        raise InputError(f"the model or the loss ended the process: {told(error)}.") from error
+        raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
     return profile, time.perf_counter() - began
 
 
@@ -123,7 +118,7 @@ def make_settings(*, objective: str = "time", memory_limit: str | None = None) -
         return SearchSettings.model_validate({"objective": objective, "memory_limit_gib": limit})
     except ValidationError as error:
         problems = "; ".join(f"--{issue['loc'][0]}: {issue['msg']}" for issue in error.errors())
-        raise InputError(ended(problems)) from None
+        raise InputError(with_period(problems)) from None
 
 
 def read_file(path: Path) -> str:
@@ -136,7 +131,7 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise InputError(ended(f"{path} cannot be read: {why}")) from None
+        raise InputError(with_period(f"{path} cannot be read: {why}")) from None
 
 
 def write_file(path: Path, text: str) -> None:
@@ -148,4 +143,68 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(ended(f"{path} cannot be written: {error.strerror or error}")) from None
+        raise InputError(with_period(f"{path} cannot be written: {error.strerror or error}")) from None
+
+
+def read_strategy(text: str, option: str = "") -> Strategy:
+    """A file (of a strategy, or of a report, which holds one), JSON text, or names with commas between them.
+
+    Args:
+        text: as the user wrote it.
+        option: the option's name, for messages; empty for an argument.
+
+    Raises:
+        StrategyError: if it is none of these.
+    """
+    from atorch_ns.strategy import Strategy
+
+    if text.lstrip()[:1] in ("[", "{"):
+        return Strategy.load(text)
+    if Path(text).exists():
+        report, strategy = read_report_or_strategy(Path(text))
+        return report.strategy if report is not None else strategy or Strategy()
+    check_strategy_is_there(text, option)
+    names = [name.strip() for name in text.split(",")]
+    return Strategy(name for name in names if name)
+
+
+def check_strategy_is_there(text: str, option: str = "") -> None:
+    """Checks that a text which looks like a strategy file names one that exists.
+
+    Args:
+        text: as the user wrote it.
+        option: the option's name, for messages; empty for an argument.
+
+    Raises:
+        StrategyFileError: if it is not there.
+    """
+    is_file = text.lstrip()[:1] not in ("[", "{") and (Path(text).suffix or "/" in text)
+    if is_file and not Path(text).exists():
+        raise StrategyFileError(
+            f"no such strategy file. Methods by name: {option} fsdp,checkpoint".replace("  ", " "),
+            source=text,
+        )
+
+
+def read_report_or_strategy(path: Path) -> tuple[TrainingReport | None, Strategy | None]:
+    """Whichever of the two a file holds; the other is ``None``.
+
+    Raises:
+        InputError, StrategyError: if it holds neither.
+    """
+    from atorch_ns.report import TrainingReport
+    from atorch_ns.strategy import Strategy
+
+    if not path.exists():
+        raise StrategyFileError("no such file", source=str(path))
+    if path.suffix.lower() == ".html":
+        raise InputError(f"{path} is the page; give the report.json beside it.")
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
+    except ValueError:
+        return None, Strategy.load(path)
+    if isinstance(document, Mapping) and document.get("kind") == "atorch_ns report":
+        return TrainingReport.load(path), None
+    return None, Strategy.load(path)

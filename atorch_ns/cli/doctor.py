@@ -1,21 +1,20 @@
-"""``atorch-ns doctor``: what on this machine is in the way of a job."""
+"""``atorch-ns doctor`` and ``env``: checks of machines, and a machine's description for an issue."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atorch_ns.cli._options import AsJson
 from atorch_ns.errors import InputError
+from atorch_ns.text import bytes_text
 
 if TYPE_CHECKING:
     from atorch_ns.doctor import Finding
-
-__all__ = ["doctor"]
 
 _MARKS = {"pass": ("✓ pass", "green"), "warn": ("! warn", "yellow"), "fail": ("✗ fail", "red")}
 
@@ -63,14 +62,14 @@ def doctor(
         raise InputError("\n".join(problems))
     place = Place(num_ranks=nproc or 2, folder=folder, timeout_s=timeout)
     if who is None:
-        _tell(examine(place, names=tuple(only or ())), as_json)
+        _print_findings(examine(place, names=tuple(only or ())), as_json)
     elif who.rank == 0:
-        _tell(examine_nodes(place, who, only or known), as_json)
+        _print_findings(examine_nodes(place, who, only or known), as_json)
     elif any(finding.verdict == "fail" for finding in examine_nodes(place, who, only or known)):
         raise typer.Exit(4)  # rank 0 says why
 
 
-def _tell(findings: Iterator[Finding], as_json: bool) -> None:
+def _print_findings(findings: Iterator[Finding], as_json: bool) -> None:
     found = []
     for finding in findings:
         found.append(finding)
@@ -88,3 +87,40 @@ def _tell(findings: Iterator[Finding], as_json: bool) -> None:
         typer.echo(f"\n{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
     if counts["fail"]:
         raise typer.Exit(4)
+
+
+def env(as_json: AsJson = False) -> None:
+    """Print versions, devices and limits, to be pasted into an issue. No secrets, host names or paths.
+
+    Example: atorch-ns env
+    """
+    from atorch_ns.doctor import environment
+
+    found = environment()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        return
+    for title, value in found.items():
+        if title != "schema":
+            typer.echo("\n".join(_lines(title, value)))
+
+
+def _lines(title: str, value: Any) -> list[str]:
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        return [line for number, each in enumerate(value) for line in _lines(f"{title}[{number}]", each)]
+    if not isinstance(value, dict):
+        return [f"{title}: {_value_text(title, value)}"]
+    return [
+        f"{title}:",
+        *(f"  {key.removesuffix('_bytes')}: {_value_text(key, each)}" for key, each in value.items()),
+    ]
+
+
+def _value_text(key: str, value: Any) -> str:
+    if value is None:
+        return "no limit" if key.endswith(("_bytes", "_cores", "_files")) or key == "open_files" else "none"
+    if key.endswith("_bytes"):
+        return bytes_text(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

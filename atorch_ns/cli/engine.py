@@ -6,8 +6,6 @@ from pathlib import Path
 
 import typer
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Run searches for many jobs, and remember what they found.", no_args_is_help=True)
 
 
@@ -43,7 +41,7 @@ def serve(
     """
     import logging
 
-    from atorch_ns.engine._engine_service import serve_engine, tls_files
+    from atorch_ns.engine.rpc.server import serve_engine, tls_files
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     serve_engine(

@@ -1,4 +1,4 @@
-"""``atorch-ns estimate``: memory and time of one strategy."""
+"""``atorch-ns estimate`` and ``diff``: predicted memory and time of one strategy, or of two with what differs."""
 
 from __future__ import annotations
 
@@ -7,56 +7,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atorch_ns.cli._options import (
-    AsJson,
-    Batch,
-    ClusterSpec,
-    InputFormat,
-    Loss,
-    MemoryLimit,
-    Model,
-    Optimizer,
-    ProfileFile,
-    Sample,
-)
-from atorch_ns.cli._planning import Asked, make_cluster, make_profile, make_settings, say, say_where
+from atorch_ns.cli import _options as options
+from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, read_strategy, say
 
 if TYPE_CHECKING:
-    from atorch_ns.engine._plan_offline import PricedStrategy
-
-__all__ = ["estimate", "estimate_as_json"]
+    from atorch_ns.engine.offline import PricedStrategy
+    from atorch_ns.strategy import Strategy, StrategyDiff
 
 
 def estimate(
-    strategy: Annotated[
-        str, typer.Option(help="A strategy file, or a strategy as JSON text or names: fsdp,amp_native.")
-    ],
-    model: Model = None,
-    sample: Sample = None,
-    cluster: ClusterSpec = None,
-    loss: Loss = None,
-    optimizer: Optimizer = "torch.optim.AdamW",
-    batch: Batch = None,
-    memory_limit: MemoryLimit = None,
-    profile: ProfileFile = None,
-    input_format: InputFormat = "auto",
-    as_json: AsJson = False,
+    strategy: options.StrategyText,
+    model: options.Model = None,
+    sample: options.Sample = None,
+    cluster: options.ClusterSpec = None,
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "torch.optim.AdamW",
+    batch: options.Batch = None,
+    memory_limit: options.MemoryLimit = None,
+    profile: options.ProfileFile = None,
+    input_format: options.InputFormatOption = "auto",
+    as_json: options.AsJson = False,
 ) -> None:
     """Predict memory and time of one strategy, in parts. The exit code is 3 if it does not fit.
 
     Example: atorch-ns estimate --strategy fsdp,amp_native --model train.py:build --sample train.py:sample --cluster 2xcpu
     """
-    from atorch_ns.cli._strategies import read_strategy
-    from atorch_ns.engine._plan_offline import price_strategy
+    from atorch_ns.engine.offline import price_strategy
     from atorch_ns.report import estimate_text
 
     settings = make_settings(memory_limit=memory_limit)
     chosen = read_strategy(strategy, "--strategy")
-    place = make_cluster(cluster)
-    known, _ = make_profile(
-        Asked(model, sample, loss, optimizer, input_format, profile), device=place.device_type
+    known, place, _ = make_profile(
+        ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
     )
-    say_where(cluster, place)
     priced = price_strategy(chosen, known, place, global_batch=batch, settings=settings)
     for note in (*priced.notes, *(known.trace.notes if known.trace else ())):
         say(note)
@@ -82,4 +65,71 @@ def estimate_as_json(priced: PricedStrategy) -> dict[str, Any]:
         "fits": priced.over_bytes <= 0,
         "over_bytes": max(priced.over_bytes, 0.0),
         "notes": list(priced.notes),
+    }
+
+
+def diff(
+    before: Annotated[str, typer.Argument(help="A strategy file or a report.json.")],
+    after: Annotated[str, typer.Argument(help="Another one.")],
+    model: options.Model = None,
+    sample: options.Sample = None,
+    cluster: options.ClusterSpec = None,
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "torch.optim.AdamW",
+    batch: options.Batch = None,
+    profile: options.ProfileFile = None,
+    input_format: options.InputFormatOption = "auto",
+    as_json: options.AsJson = False,
+) -> None:
+    """Print what differs between two strategies; with a model, also the predicted difference.
+
+    The exit code is 1 if something differs.
+
+    Example: atorch-ns diff old.json new.json
+    """
+    from atorch_ns.strategy import diff as compare
+
+    old, new = read_strategy(before), read_strategy(after)
+    result = compare(old, new)
+    priced: tuple[PricedStrategy, ...] = ()
+    if model is not None or profile is not None:
+        asked = ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
+        priced = _priced((old, new), asked, batch)
+    if as_json:
+        typer.echo(json.dumps(differences_as_json(result, priced), indent=1, ensure_ascii=False))
+    else:
+        if not result.same:
+            typer.echo(f"before: {old}\nafter:  {new}\n")
+        typer.echo(str(result))
+        if priced:
+            from atorch_ns.report import estimates_text
+
+            typer.echo("\n" + estimates_text(priced[0].estimate, priced[1].estimate))
+    if not result.same:
+        raise typer.Exit(1)
+
+
+def _priced(
+    strategies: tuple[Strategy, Strategy], asked: ModelOptions, batch: int | None
+) -> tuple[PricedStrategy, ...]:
+    from atorch_ns.engine.offline import price_strategy
+
+    profile, place, _ = make_profile(asked)
+    priced = tuple(price_strategy(each, profile, place, global_batch=batch) for each in strategies)
+    for side, one in zip(("before", "after"), priced, strict=True):
+        for note in one.notes:
+            say(f"{side}: {note}")
+    return priced
+
+
+def differences_as_json(result: StrategyDiff, priced: tuple[PricedStrategy, ...] = ()) -> dict[str, Any]:
+    """Differences as plain values, with the estimates of both sides if given."""
+    return {
+        "schema": 1,
+        "same": result.same,
+        "added": [{"name": step.name, "config": step.config} for step in result.added],
+        "removed": [{"name": step.name, "config": step.config} for step in result.removed],
+        "changed": [item._asdict() for item in result.changed],
+        "reordered": result.reordered,
+        "estimates": [estimate_as_json(each) for each in priced],
     }

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atorch_ns.cli._options import AsJson
-from atorch_ns.cli._planning import say
-from atorch_ns.cli._words import counted
 from atorch_ns.errors import InputError
+from atorch_ns.text import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from atorch_ns.search import StudyRecord, TrialRecord
-
-__all__ = ["history"]
 
 
 def history(
@@ -26,7 +24,7 @@ def history(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the searches that a history holds, and the trials of one of them. The file is Optuna's journal.
+    """List the searches that a history holds, and the trials of one of them. The file holds JSON lines.
 
     Example: atorch-ns history history.journal
     """
@@ -50,7 +48,6 @@ def history(
         typer.echo("\n".join(_lines(each, with_trials=study is not None or len(chosen) == 1)))
     if not chosen:
         typer.echo("no search has been noted yet")
-    say(f"pictures of it: pip install optuna-dashboard, then optuna-dashboard {file}")
 
 
 def _as_json(study: StudyRecord) -> dict[str, Any]:
@@ -64,7 +61,23 @@ def _as_json(study: StudyRecord) -> dict[str, Any]:
         "num_searches": study.num_searches,
         "best": study.best,
         "fastest_trial": fastest.number if fastest else None,
-        "trials": [vars(trial) for trial in study.trials],
+        "trials": [_trial_as_json(trial) for trial in study.trials],
+    }
+
+
+def _trial_as_json(trial: TrialRecord) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        "run": trial.run,
+        "key": trial.key,
+        "label": trial.label,
+        "state": trial.outcome.status,
+        "seconds": trial.seconds,
+        "num_steps": len(trial.outcome.step_seconds),
+        "peak_bytes": trial.peak_bytes,
+        "total_seconds": trial.outcome.total_seconds,
+        "parameters": trial.parameters,
+        "reason": trial.outcome.reason,
     }
 
 
@@ -79,26 +92,24 @@ def _lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
     lines = [f"{study.name}  {where}; {ended}, {counted(len(study.trials), 'trial')}"]
     if study.best is not None:
         lines.append(
-            f"  best: {study.best['label']}, {float(study.best['seconds']) * 1e3:.2f} ms a step (measured)"
+            f"  best: {study.best['label']}, {seconds_text(float(study.best['seconds']))} a step (measured)"
         )
     elif study.fastest is not None:
         lines.append(f"  fastest so far: {study.fastest.label}; no search has come to its end")
     return lines + (["", *_table(study.trials)] if with_trials and study.trials else [])
 
 
-def _table(trials: tuple[TrialRecord, ...]) -> list[str]:
-    from atorch_ns.report._units import bytes_text
-
+def _table(trials: Sequence[TrialRecord]) -> list[str]:
     head = ("trial", "search", "state", "step (measured)", "n", "peak", "strategy")
     rows = [
         (
             str(trial.number),
             str(trial.run + 1),
-            trial.state,
-            "" if trial.seconds is None else f"{trial.seconds * 1e3:.2f} ms",
-            str(trial.num_steps),
+            trial.outcome.status,
+            "" if trial.seconds is None else seconds_text(trial.seconds),
+            str(len(trial.outcome.step_seconds)),
             "" if trial.peak_bytes is None else bytes_text(trial.peak_bytes),
-            trial.label + (f": {trial.reason}" if trial.reason else ""),
+            trial.label + (f": {trial.outcome.reason}" if trial.outcome.reason else ""),
         )
         for trial in trials
     ]

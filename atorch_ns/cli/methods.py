@@ -1,4 +1,4 @@
-"""``atorch-ns methods``: what is registered."""
+"""``atorch-ns methods``: the registered methods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from atorch_ns.cli._options import AsJson
 
 if TYPE_CHECKING:
     from atorch_ns.method import Composition, Registry
-
-__all__ = ["methods"]
 
 
 def methods(
@@ -54,7 +52,7 @@ def _row(registry: Registry, method: Any, pairs: Composition | None) -> dict[str
 
 
 def _partners(name: str, pairs: Composition) -> dict[str, Any]:
-    """What stands with a method in its default config, and what does not, with the reason."""
+    """Methods that compose with one in its default config, and those that do not, with the reason."""
     others = [
         (second if first == name else first, reason)
         for first, second, reason in pairs.pairings

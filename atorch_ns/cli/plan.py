@@ -1,4 +1,4 @@
-"""``atorch-ns plan``: ranked strategies for a cluster that need not be there."""
+"""``atorch-ns plan``: strategies ranked by prediction, for a cluster that need not exist."""
 
 from __future__ import annotations
 
@@ -8,100 +8,68 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atorch_ns.cli._objects import wish
-from atorch_ns.cli._options import (
-    AsJson,
-    Batch,
-    ClusterSpec,
-    InputFormat,
-    Loss,
-    MemoryLimit,
-    Model,
-    Optimizer,
-    ProfileFile,
-    Sample,
-)
-from atorch_ns.cli._outputs import unwritable
-from atorch_ns.cli._planning import (
-    Asked,
-    make_cluster,
-    make_profile,
-    make_settings,
-    say,
-    say_where,
-    write_file,
-)
+from atorch_ns.cli import _options as options
+from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, say, write_file
 from atorch_ns.errors import InputError
+from atorch_ns.usercode import constraint
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
     from atorch_ns.profile import Profile
     from atorch_ns.search import SearchOutcome
 
-__all__ = ["plan"]
-
 
 def plan(
-    model: Model = None,
-    sample: Sample = None,
-    cluster: ClusterSpec = None,
-    loss: Loss = None,
-    optimizer: Optimizer = "torch.optim.AdamW",
-    batch: Batch = None,
-    objective: Annotated[str, typer.Option(help="time, memory, batch or cost.")] = "time",
-    memory_limit: MemoryLimit = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="A method or group that may not be there; repeatable."),
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="A method or group that must be there, or NAME=CONFIG in JSON; repeatable."),
-    ] = None,
+    model: options.Model = None,
+    sample: options.Sample = None,
+    cluster: options.ClusterSpec = None,
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "torch.optim.AdamW",
+    batch: options.Batch = None,
+    objective: options.Objective = "time",
+    memory_limit: options.MemoryLimit = None,
+    exclude: options.Exclude = None,
+    include: options.Include = None,
     top: Annotated[int, typer.Option(min=1, help="Candidates shown.")] = 10,
     save: Annotated[
         Path | None,
         typer.Option(help="Write the first strategy here, JSON or YAML by suffix."),
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write the whole report here: .html, .json or .txt."),
-    ] = None,
-    profile: ProfileFile = None,
+    report: options.ReportFile = None,
+    profile: options.ProfileFile = None,
     save_profile: Annotated[
         Path | None,
         typer.Option(help="Write the profile here, to plan again without the model."),
     ] = None,
-    input_format: InputFormat = "auto",
+    input_format: options.InputFormatOption = "auto",
     verbose: Annotated[
         bool,
         typer.Option("--verbose", "-v", help="Also the operators that the best step spends its work on."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Rank strategies for a model on a cluster, by prediction alone. The exit code is 3 if nothing fits.
 
     Example: atorch-ns plan --model train.py:build --sample train.py:sample --cluster "8xH100-80GB, 2 nodes, ib400"
     """
-    from atorch_ns.engine._plan_offline import plan_offline
+    from atorch_ns.engine.offline import plan_offline
     from atorch_ns.report import TrainingReport, search_text
     from atorch_ns.strategy import Strategy
 
-    problems = unwritable(save=save, report=report, save_profile=save_profile)
+    problems = options.unwritable(save=save, report=report, save_profile=save_profile)
     if problems:
         raise InputError("\n".join(problems))
     settings = make_settings(objective=objective, memory_limit=memory_limit)
-    place = make_cluster(cluster)
-    asked = Asked(model, sample, loss, optimizer, input_format, profile)
-    known, seconds = make_profile(asked, device=place.device_type)
-    say_where(cluster, place)
+    known, place, seconds = make_profile(
+        ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
+    )
     outcome = plan_offline(
         known,
         place,
         global_batch=batch,
         settings=settings,
-        excluded=[wish(text) for text in exclude or ()],
-        included=[wish(text) for text in include or ()],
+        excluded=[constraint(text) for text in exclude or ()],
+        included=[constraint(text) for text in include or ()],
         profile_seconds=seconds,
     )
     whole = TrainingReport(search=outcome)

@@ -1,16 +1,20 @@
-"""``atorch-ns report``: a report as text or as a page."""
+"""``atorch-ns report`` and ``explain``: a report as text or page, and the reasons of a choice."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atorch_ns.cli._options import AsJson
-from atorch_ns.cli._planning import say
+from atorch_ns.cli._planning import read_report_or_strategy, say
+from atorch_ns.errors import InputError
 
-__all__ = ["report"]
+if TYPE_CHECKING:
+    from atorch_ns.report import TrainingReport
+    from atorch_ns.strategy import Strategy
 
 
 def report(
@@ -40,3 +44,56 @@ def report(
         typer.echo(loaded.to_json(), nl=False)
     elif html is None and text is None:
         typer.echo(str(loaded))
+
+
+def explain(
+    file: Annotated[Path, typer.Argument(help="A report.json, or a strategy file.")],
+    why: Annotated[
+        str | None,
+        typer.Option(help="A method's name, or a candidate's key, number (#3) or label."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a strategy was chosen, or why a method or a candidate was not.
+
+    Example: atorch-ns explain report.json --why fsdp
+    """
+    report, strategy = read_report_or_strategy(file)
+    if report is not None:
+        lines = _report_lines(report, why, str(file))
+    else:
+        assert strategy is not None
+        lines = _strategy_lines(strategy, why)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "file": str(file), "why": why, "lines": list(lines)}, indent=1))
+    else:
+        typer.echo("\n".join(lines))
+
+
+def _report_lines(report: TrainingReport, why: str | None, name: str) -> tuple[str, ...]:
+    from atorch_ns.report import explain_search, explain_why
+
+    if report.search is None:
+        if why is not None:
+            raise InputError(f"{name} is of a run whose strategy was given, so nothing was held against it.")
+        return tuple(str(report).splitlines())
+    return explain_search(report.search) if why is None else explain_why(report.search, why)
+
+
+def _strategy_lines(strategy: Strategy, why: str | None) -> tuple[str, ...]:
+    from atorch_ns.cluster import Cluster, installed_packages
+    from atorch_ns.method import load_registry
+    from atorch_ns.report import explain_method, explain_strategy
+
+    size = strategy.requires.world_size or 1
+    cluster = Cluster(
+        world_size=size,
+        local_world_size=size,
+        distributed=size > 1,
+        device_type=strategy.requires.device or "cpu",
+        packages=installed_packages(),
+    )
+    registry = load_registry()
+    if why is None:
+        return explain_strategy(strategy, cluster, registry)
+    return explain_method(strategy, why, cluster, registry)

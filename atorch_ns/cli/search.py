@@ -7,53 +7,39 @@ from typing import Annotated
 
 import typer
 
-from atorch_ns.cli._objects import gibibytes, wish
-from atorch_ns.cli._on_ranks import check_named, on_ranks
-from atorch_ns.cli._options import AsJson, InputFormat, Loss, MemoryLimit, Model, Optimizer, Sample
-from atorch_ns.cli._outputs import unwritable
+from atorch_ns.cli import _options as options
+from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import make_settings, say
 from atorch_ns.errors import InputError
-
-__all__ = ["search"]
+from atorch_ns.usercode import constraint, gibibytes
 
 
 def search(
-    model: Model = None,
-    sample: Sample = None,
-    loss: Loss = None,
-    optimizer: Optimizer = "torch.optim.AdamW",
+    model: options.Model = None,
+    sample: options.Sample = None,
+    loss: options.Loss = None,
+    optimizer: options.Optimizer = "torch.optim.AdamW",
     nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks to search on, on this machine.")] = 2,
     time_limit: Annotated[float, typer.Option(help="Seconds for the whole search.")] = 300.0,
     max_trials: Annotated[
         int | None, typer.Option(help="Trials at most. Without it, as many as it takes.")
     ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Samples in one step over all ranks. Without it, the sample's on every rank."),
-    ] = None,
-    objective: Annotated[str, typer.Option(help="time, memory, batch or cost.")] = "time",
-    memory_limit: MemoryLimit = None,
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(help="A method or group that may not be there; repeatable."),
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(help="A method or group that must be there, or NAME=CONFIG in JSON; repeatable."),
-    ] = None,
+    batch: options.Batch = None,
+    objective: options.Objective = "time",
+    memory_limit: options.MemoryLimit = None,
+    exclude: options.Exclude = None,
+    include: options.Include = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the strategy here, JSON or YAML by suffix.")
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write the whole report here: .html, .json or .txt.")
-    ] = None,
+    report: options.ReportFile = None,
     history: Annotated[
         Path | None, typer.Option(help="Append every trial to this file; a search that was ended goes on.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
-    input_format: InputFormat = "auto",
+    input_format: options.InputFormatOption = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every candidate.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Search for the best strategy by short trials on local ranks. The exit code is 3 if none can be used.
 
@@ -63,7 +49,7 @@ def search(
 
     Example: atorch-ns search --model train.py:build --sample train.py:sample --loss train.py:loss --save strategy.json
     """
-    check_named(model=model, sample=sample)
+    options.check_named(model=model, sample=sample)
     problems = []
     if time_limit <= 0:
         problems.append(f"--time-limit={time_limit:g}: the time limit must be positive.")
@@ -73,7 +59,7 @@ def search(
         problems.append(f"--batch={batch}: the global batch must be at least 1.")
     if optimizer.lower() == "none":
         problems.append("--optimizer=none: trials run training steps, which need an optimizer.")
-    problems += unwritable(save=save, report=report, history=history)
+    problems += options.unwritable(save=save, report=report, history=history)
     if problems:
         raise InputError("\n".join(problems))
     make_settings(objective=objective, memory_limit=memory_limit)
@@ -84,7 +70,7 @@ def search(
         "memory_limit_gib": gibibytes(memory_limit),
         "seed": seed,
     }
-    beside = report or save  # a history brings its own
+    neighbour = report or save  # a history brings its own folder of logs
     request = {
         "model": model,
         "sample": sample,
@@ -92,13 +78,13 @@ def search(
         "optimizer": optimizer,
         "input_format": input_format,
         "batch": batch,
-        "exclude": [wish(text) for text in exclude or ()],
-        "include": [wish(text) for text in include or ()],
+        "exclude": [constraint(text) for text in exclude or ()],
+        "include": [constraint(text) for text in include or ()],
         "settings": settings,
         "history": None if history is None else str(history.absolute()),
         "save": None if save is None else str(save.absolute()),
         "report": None if report is None else str(report.absolute()),
-        "logs": None if beside is None else str(beside.absolute().with_suffix(".logs")),
+        "logs": None if neighbour is None else str(neighbour.absolute().with_suffix(".logs")),
         "verbose": verbose,
     }
     found = on_ranks("search", request, nproc=nproc, as_json=as_json, patient=True)

@@ -10,9 +10,7 @@ import typer
 
 from atorch_ns.cli._options import AsJson
 from atorch_ns.cli._planning import say
-from atorch_ns.cli._words import counted
-
-__all__ = ["app"]
+from atorch_ns.text import counted
 
 app = typer.Typer(help="Show, check, compare and convert strategy files.", no_args_is_help=True)
 
@@ -89,7 +87,7 @@ def diff(before: File, after: File, as_json: AsJson = False) -> None:
 
     Example: atorch-ns strategy diff old.json new.json
     """
-    from atorch_ns.cli.diff import differences_as_json
+    from atorch_ns.cli.estimate import differences_as_json
     from atorch_ns.strategy import Strategy
     from atorch_ns.strategy import diff as compare
 

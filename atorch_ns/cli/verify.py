@@ -1,4 +1,4 @@
-"""``atorch-ns verify``: does a strategy train the user's model as one process does?"""
+"""``atorch-ns verify``: a strategy's training compared with one process."""
 
 from __future__ import annotations
 
@@ -7,31 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
-from atorch_ns.cli._on_ranks import check_named, on_ranks
-from atorch_ns.cli._options import AsJson, InputFormat, Loss, Model, Sample
-from atorch_ns.cli._planning import say
-from atorch_ns.cli._strategies import check_strategy_is_there
-from atorch_ns.cli._words import counted
+from atorch_ns.cli import _options as options
+from atorch_ns.cli._on_ranks import on_ranks
+from atorch_ns.cli._planning import check_strategy_is_there, say
 from atorch_ns.errors import InputError
-
-__all__ = ["verify"]
+from atorch_ns.text import counted
 
 _TIMEOUT_S = 600.0
 
 
 def verify(
-    strategy: Annotated[
-        str, typer.Option(help="A strategy file, or a strategy as JSON text or names: fsdp,amp_native.")
-    ],
-    model: Model = None,
-    sample: Sample = None,
-    loss: Loss = None,
+    strategy: options.StrategyText,
+    model: options.Model = None,
+    sample: options.Sample = None,
+    loss: options.Loss = None,
     nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks to train on, on this machine.")] = 2,
     steps: Annotated[int, typer.Option(help="Optimizer steps that are compared.")] = 5,
-    input_format: InputFormat = "auto",
+    input_format: options.InputFormatOption = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = _TIMEOUT_S,
     top: Annotated[int, typer.Option(min=1, help="Parameters shown, the worst first.")] = 10,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train a model under a strategy and in one process, and compare losses, gradients and parameters.
 
@@ -39,7 +34,7 @@ def verify(
 
     Example: atorch-ns verify --strategy fsdp --model train.py:build --sample train.py:sample --loss train.py:loss
     """
-    check_named(model=model, sample=sample)
+    options.check_named(model=model, sample=sample)
     problems = []
     if steps < 1:
         problems.append(f"--steps={steps}: at least one step is needed.")

@@ -1,21 +1,21 @@
-"""What a job runs on: processes, devices, axes and groups."""
+"""Cluster: processes, devices, links, mesh axes and process groups of a job."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atorch_ns.cluster._agreement import agree, same_everywhere
-from atorch_ns.cluster._calibrate import calibrate
-from atorch_ns.cluster._cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
-from atorch_ns.cluster._devices import DEVICES
-from atorch_ns.cluster._hardware import Device, Hardware, Link, Rate
-from atorch_ns.cluster._launch import join_process_group
-from atorch_ns.cluster._layout import AXES, check_axes, fit, layout, mesh_ranks
-from atorch_ns.cluster._link_speed import RING_STEPS
-from atorch_ns.cluster._links import LINKS
+from atorch_ns.cluster.agreement import agree, from_first, gathered, same_everywhere
+from atorch_ns.cluster.calibrate import calibrate
+from atorch_ns.cluster.cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
+from atorch_ns.cluster.devices import DEVICES
+from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.cluster.launch import join_process_group
+from atorch_ns.cluster.mesh import AXES, check_axes, fit, layout, mesh_ranks
+from atorch_ns.cluster.spec import cluster_from_spec
+from atorch_ns.cluster.speed_probes import RING_STEPS
 
 if TYPE_CHECKING:
-    from atorch_ns.cluster._mesh import Mesh
+    from atorch_ns.cluster.mesh import Mesh
 
 __all__ = [
     "AXES",
@@ -32,7 +32,10 @@ __all__ = [
     "agree",
     "calibrate",
     "check_axes",
+    "cluster_from_spec",
     "fit",
+    "from_first",
+    "gathered",
     "installed_packages",
     "join_process_group",
     "layout",
@@ -43,7 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "Mesh":  # the one name here that needs torch
-        from atorch_ns.cluster._mesh import Mesh
+        from atorch_ns.cluster.mesh import Mesh
 
         return Mesh
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from atorch_ns.data._batch import (
+from atorch_ns.data.batch import (
     batch_sizes,
     call_model,
     check_model_input_format,
     default_prepare_input,
+    forward_signature,
     split_batch,
 )
-from atorch_ns.data._build import build_dataloader
-from atorch_ns.data._forward import forward_signature
-from atorch_ns.data._loader import TrainLoader
+from atorch_ns.data.build import build_dataloader
+from atorch_ns.data.loader import TrainLoader
 
 __all__ = [
     "TrainLoader",

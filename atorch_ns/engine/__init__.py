@@ -1,6 +1,6 @@
 """The engine of the fully automatic mode: it runs a search's trials on the real ranks.
 
-The names here are loaded when first used: a trial's process needs neither gRPC nor Optuna, and forks better
+The names here are loaded when first used: a trial's process needs no gRPC, and forks better
 without their threads.
 """
 
@@ -10,22 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atorch_ns.engine._asked import Asked
-    from atorch_ns.engine._auth import Tls
-    from atorch_ns.engine._find import find_strategy
-    from atorch_ns.engine._rank_report import RankReport, Worker
-    from atorch_ns.engine._request import EngineAddress, SearchRequest
+    from atorch_ns.engine.find import find_strategy
+    from atorch_ns.engine.request import Asked, EngineAddress, SearchRequest
+    from atorch_ns.engine.rpc.auth import Tls
+    from atorch_ns.engine.trial.report import RankReport, Worker
 
 __all__ = ["Asked", "EngineAddress", "RankReport", "SearchRequest", "Tls", "Worker", "find_strategy"]
 
 _HOMES = {
-    "Asked": "_asked",
-    "EngineAddress": "_request",
-    "RankReport": "_rank_report",
-    "SearchRequest": "_request",
-    "Tls": "_auth",
-    "Worker": "_rank_report",
-    "find_strategy": "_find",
+    "Asked": "request",
+    "EngineAddress": "request",
+    "RankReport": "trial.report",
+    "SearchRequest": "request",
+    "Tls": "rpc.auth",
+    "Worker": "trial.report",
+    "find_strategy": "find",
 }
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from atorch_ns.estimate._axis_use import AxisUse
-from atorch_ns.estimate._collectives import unpredicted
-from atorch_ns.estimate._estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
-from atorch_ns.estimate._price import Prices, estimate, price
-from atorch_ns.estimate._table import PlanTable, kind_of
+from atorch_ns.estimate.estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate.price import Prices, estimate, price
+from atorch_ns.estimate.table import PlanTable, kind_of
+from atorch_ns.estimate.time.predicted_collectives import unpredicted
 
 __all__ = [
-    "AxisUse",
     "Collective",
     "Estimate",
     "MemoryParts",

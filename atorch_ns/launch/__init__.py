@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from atorch_ns.launch._ranks import RankEnd, Ranks, run_local_ranks
-from atorch_ns.launch._run_torchrun import run_torchrun
-from atorch_ns.launch._scratch import scratch_folder
-from atorch_ns.launch._torchrun import Launch, num_usable_cores, threads_of_rank
+from atorch_ns.launch.ranks import RankEnd, Ranks, run_local_ranks, scratch_folder
+from atorch_ns.launch.torchrun import Launch, num_usable_cores, run_torchrun, threads_of_rank
 
 __all__ = [
     "Launch",

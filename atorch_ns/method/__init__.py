@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from atorch_ns.method._chosen import Chosen, Note, fold_plan, ordered
-from atorch_ns.method._composition import Composition, Pairing, composition
-from atorch_ns.method._config import Flag, MethodConfig, ModuleSelectors, dtype_name
-from atorch_ns.method._method import Conflict, Expansion, Method, Need
-from atorch_ns.method._phase import ORDER, Phase
-from atorch_ns.method._registry import ENTRY_POINT_GROUP, Registry, load_registry
-from atorch_ns.method._resolve import Resolved, clash, resolve
+from atorch_ns.method.chosen import Chosen, Note, fold_plan, ordered
+from atorch_ns.method.method import (
+    CarriesState,
+    Conflict,
+    Expands,
+    Expansion,
+    FitsCluster,
+    Flag,
+    Method,
+    MethodConfig,
+    ModuleSelectors,
+    Need,
+    ReplacesModules,
+    dtype_name,
+)
+from atorch_ns.method.phase import ORDER, Phase
+from atorch_ns.method.registry import ENTRY_POINT_GROUP, Registry, load_registry
+from atorch_ns.method.resolve import Composition, Pairing, Resolved, clash, composition, resolve
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "ORDER",
+    "CarriesState",
     "Chosen",
     "Composition",
     "Conflict",
+    "Expands",
     "Expansion",
+    "FitsCluster",
     "Flag",
     "Method",
     "MethodConfig",
@@ -26,6 +40,7 @@ __all__ = [
     "Pairing",
     "Phase",
     "Registry",
+    "ReplacesModules",
     "Resolved",
     "clash",
     "composition",

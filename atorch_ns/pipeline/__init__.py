@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from atorch_ns.pipeline._actions import Action, Orders, actions, live_bytes, live_micro_batches
-from atorch_ns.pipeline._advice import train_step_only
-from atorch_ns.pipeline._block_costs import BlockCosts, split_backward
-from atorch_ns.pipeline._choose import ScheduleCandidate, ScheduleChoice, choose_for_device, choose_schedule
-from atorch_ns.pipeline._crossing import Carried, Crossing, plan_crossings, refused_cuts
-from atorch_ns.pipeline._division import Division, divide_parameters
-from atorch_ns.pipeline._graph import Call, CallGraph, TensorSpec, Value
-from atorch_ns.pipeline._install import StageSettings, install_stages
-from atorch_ns.pipeline._methods import custom_cuts, parameter_cuts, uniform_cuts, uniform_floor_cuts
-from atorch_ns.pipeline._nests import num_rows
-from atorch_ns.pipeline._partition import StageMemory, partition, stage_ranges
-from atorch_ns.pipeline._runner import PipelineRunner
-from atorch_ns.pipeline._schedules import SCHEDULES, ScheduleInfo, get_schedule
-from atorch_ns.pipeline._simulate import StageCosts, Timeline, simulate
-from atorch_ns.pipeline._stage import StageModule, Stub, Unit
-from atorch_ns.pipeline._stage_set import Signature, StageSet, signature
-from atorch_ns.pipeline._step import PipelineStep
-from atorch_ns.pipeline._trace import CallTracer, HowToRun, trace_really, without_memory
-from atorch_ns.pipeline._units import find_units
+from atorch_ns.capture.nests import num_rows
+from atorch_ns.pipeline.cut.crossing import Carried, Crossing, plan_crossings, refused_cuts
+from atorch_ns.pipeline.cut.graph import Call, CallGraph, TensorSpec, Value, find_units
+from atorch_ns.pipeline.cut.install import StageAssignment, StageSettings, divide_parameters, install_stages
+from atorch_ns.pipeline.cut.partition import (
+    StageMemory,
+    custom_cuts,
+    parameter_cuts,
+    partition,
+    stage_ranges,
+    uniform_cuts,
+    uniform_floor_cuts,
+)
+from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values, without_memory
+from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
+from atorch_ns.pipeline.run.stage import StageModule, Stub, Unit
+from atorch_ns.pipeline.schedule.actions import Action, Orders, actions, live_bytes, live_micro_batches
+from atorch_ns.pipeline.schedule.choose import (
+    BlockCosts,
+    ScheduleCandidate,
+    ScheduleChoice,
+    choose_for_device,
+    choose_schedule,
+    split_backward,
+)
+from atorch_ns.pipeline.schedule.schedules import SCHEDULES, ScheduleInfo, get_schedule, train_step_only
+from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, Timeline, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -31,7 +39,6 @@ __all__ = [
     "CallTracer",
     "Carried",
     "Crossing",
-    "Division",
     "HowToRun",
     "Orders",
     "PipelineRunner",
@@ -40,6 +47,7 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleInfo",
     "Signature",
+    "StageAssignment",
     "StageCosts",
     "StageMemory",
     "StageModule",
@@ -69,7 +77,7 @@ __all__ = [
     "simulate",
     "split_backward",
     "stage_ranges",
-    "trace_really",
+    "trace_with_values",
     "train_step_only",
     "uniform_cuts",
     "uniform_floor_cuts",

@@ -1,16 +1,21 @@
-"""What is known of a model without running it."""
+"""Profiles: a model's structure and the cost of its training step, found without running it."""
 
 from __future__ import annotations
 
-from atorch_ns.profile._blocks import NamedModule, repeated_blocks
-from atorch_ns.profile._compact import CompactStates, plain_tensors
-from atorch_ns.profile._database import BlockKey, BlockSeconds, ProfileDatabase
-from atorch_ns.profile._precisions import ALL_PRECISIONS
-from atorch_ns.profile._profile import Profile
-from atorch_ns.profile._select import class_names, matches, select_modules, stand_for
-from atorch_ns.profile._structure import copy_structure
-from atorch_ns.profile._timing import device_name, measure_blocks
-from atorch_ns.profile._trace import (
+from atorch_ns.capture.blocks import (
+    NamedModule,
+    class_names,
+    matches,
+    repeated_blocks,
+    select_modules,
+    stand_for,
+)
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.profile.compact_states import CompactStates, plain_tensors
+from atorch_ns.profile.profile import Profile
+from atorch_ns.profile.record.steps import ALL_PRECISIONS
+from atorch_ns.profile.timing import BlockKey, BlockSeconds, ProfileDatabase, device_name, measure_blocks
+from atorch_ns.profile.trace import (
     Growth,
     OperatorCost,
     OptimizerSpec,
@@ -21,7 +26,7 @@ from atorch_ns.profile._trace import (
     Trace,
     precision_key,
 )
-from atorch_ns.profile._tracing import profile_model
+from atorch_ns.profile.tracing import profile_model
 
 __all__ = [
     "ALL_PRECISIONS",

@@ -1,4 +1,4 @@
-"""Why a strategy was chosen: the data of a search, then tables, pictures and pages drawn from it.
+"""Report: why a strategy was chosen, as data, tables, pictures and pages.
 
 Data first, picture second: ``x_info`` functions turn a search's outcome into named tuples, which tests check
 to the number; tables, pictures and the page only draw them.
@@ -6,23 +6,55 @@ to the number; tables, pictures and the page only draw them.
 
 from __future__ import annotations
 
-from atorch_ns.report._accuracy import AccuracyInfo, AccuracyPoint, accuracy_info
-from atorch_ns.report._actual import Actual, ActualInfo, actual_info
-from atorch_ns.report._bars import Bar, MemoryInfo, TimeInfo, memory_info, time_info
-from atorch_ns.report._candidates import CandidateLine, CandidatesInfo, candidates_info
-from atorch_ns.report._explain import explain_search, explain_why
-from atorch_ns.report._explain_methods import explain_method, explain_strategy
-from atorch_ns.report._history import HistoryInfo, HistoryPoint, history_info
-from atorch_ns.report._observers import LineLog, LiveTable, SearchView, observer_for
-from atorch_ns.report._operators import OperatorLine, OperatorsInfo, operators_info, operators_text
-from atorch_ns.report._pareto import ParetoInfo, ParetoPoint, pareto_info
-from atorch_ns.report._priced import estimate_text, estimates_text
-from atorch_ns.report._report import TrainingReport
-from atorch_ns.report._text import search_text
-from atorch_ns.report._timeline import TimelineBlock, TimelineInfo, TimelineRow, timeline_info
-from atorch_ns.report._timeline_text import timeline_text
-from atorch_ns.report._verdict import setting_text, verdict
-from atorch_ns.report._waterfall import PartChange, WaterfallBar, WaterfallInfo, waterfall_info
+from atorch_ns.report.info.accuracy import (
+    AccuracyInfo,
+    AccuracyPoint,
+    Actual,
+    ActualInfo,
+    accuracy_info,
+    actual_info,
+)
+from atorch_ns.report.info.breakdown import (
+    Bar,
+    MemoryInfo,
+    TimeInfo,
+    TimelineBlock,
+    TimelineInfo,
+    TimelineRow,
+    memory_info,
+    time_info,
+    timeline_info,
+)
+from atorch_ns.report.info.candidates import (
+    CandidateLine,
+    CandidatesInfo,
+    HistoryInfo,
+    HistoryPoint,
+    ParetoInfo,
+    ParetoPoint,
+    candidates_info,
+    history_info,
+    pareto_info,
+)
+from atorch_ns.report.info.explain import explain_method, explain_search, explain_strategy, explain_why
+from atorch_ns.report.info.operators import OperatorLine, OperatorsInfo, operators_info
+from atorch_ns.report.info.verdict import (
+    PartChange,
+    WaterfallBar,
+    WaterfallInfo,
+    setting_text,
+    verdict,
+    waterfall_info,
+)
+from atorch_ns.report.live.observers import LineLog, LiveTable, SearchView, observer_for
+from atorch_ns.report.report import TrainingReport
+from atorch_ns.report.text.text import (
+    estimate_text,
+    estimates_text,
+    operators_text,
+    search_text,
+    timeline_text,
+)
 
 __all__ = [
     "AccuracyInfo",

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from atorch_ns.method import Composition, composition, load_registry
 
-__all__ = ["composition_page"]
-
 _HEAD = """# What may stand together
 
 <!-- Written by `python -m atorch_ns.report.composition docs/composition.md`: do not edit. -->

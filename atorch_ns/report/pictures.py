@@ -1,4 +1,4 @@
-"""The pictures of a report as files, for a document or a talk.
+"""Pictures of a report as files, for a document or a talk.
 
 ``python -m atorch_ns.report.pictures report.json folder`` writes them.
 """
@@ -10,14 +10,13 @@ import sys
 from os import PathLike
 from pathlib import Path
 
-from atorch_ns.report._files import write_text
-from atorch_ns.report._html import report_figures
-from atorch_ns.report._report import TrainingReport
-from atorch_ns.report._template import SVG_STYLE
-
-__all__ = ["save_pictures"]
+from atorch_ns.report.html.page import report_figures
+from atorch_ns.report.html.template import SVG_STYLE
+from atorch_ns.report.report import TrainingReport, write_text
 
 _MARGIN = 12
+_SCALE = 1.5
+"""Pixels to a unit of the picture, where nothing else gives its size."""
 
 
 def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[Path]:
@@ -36,7 +35,7 @@ def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[P
     paths = []
     for figure in report_figures(report.search, report.timeline_info):
         path = place / f"{figure.name}.svg"
-        write_text(path, _alone(str(figure.wide)))
+        write_text(path, _alone(str(figure.picture)))
         paths.append(path)
     return paths
 
@@ -46,7 +45,7 @@ def _alone(picture: str) -> str:
     first, _, rest = picture.partition("\n")
     width, height = (int(size) for size in re.findall(r'(?<= )(?:width|height)="(\d+)"', first))
     wide, high = width + 2 * _MARGIN, height + 2 * _MARGIN
-    frame = f'viewBox="{-_MARGIN} {-_MARGIN} {wide} {high}" width="{wide}" height="{high}"'
+    frame = f'viewBox="{-_MARGIN} {-_MARGIN} {wide} {high}" width="{_SCALE * wide:.0f}" height="{_SCALE * high:.0f}"'
     first = first.replace(f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"', frame)
     ground = f'<rect x="{-_MARGIN}" y="{-_MARGIN}" width="100%" height="100%" class="ground"/>'
     return f"{first}\n<style>{SVG_STYLE}</style>\n{ground}\n{rest}\n"

@@ -1,4 +1,4 @@
-"""Search: which strategies there are, which of them is tried next, when it is enough, and which is best.
+"""Search: the space of strategies, the choice of the next trial, the end of the search and its outcome.
 
 Everything here is pure but for the file of :class:`History`: no process, socket or device. Times come in by
 :meth:`Search.tell`.
@@ -6,27 +6,31 @@ Everything here is pure but for the file of :class:`History`: no process, socket
 
 from __future__ import annotations
 
-from atorch_ns.search._candidate import Candidate, Fate, Pruned
-from atorch_ns.search._events import (
+from atorch_ns.search.history.history import History, StudyRecord, TrialRecord, read_history
+from atorch_ns.search.objective import SearchSettings
+from atorch_ns.search.outcome import (
     Ended,
     Event,
     Note,
     Observer,
     Priced,
     Profiling,
+    Row,
+    SearchOutcome,
+    Setting,
     TrialEnded,
     TrialStarted,
+    from_json,
+    outcome_from_json,
+    outcome_to_json,
+    to_json,
 )
-from atorch_ns.search._history import History
-from atorch_ns.search._json import from_json, outcome_from_json, outcome_to_json, to_json
-from atorch_ns.search._outcome import Row, SearchOutcome, Setting
-from atorch_ns.search._read_history import StudyRecord, TrialRecord, read_history
-from atorch_ns.search._search import Known, Recorder, Search
-from atorch_ns.search._select import Limits, memory_limit
-from atorch_ns.search._settings import SearchSettings
-from atorch_ns.search._space import Space, explore, find_candidates
-from atorch_ns.search._trial import StopRule, TrialOutcome, TrialStatus, TrialTask
-from atorch_ns.search._wishes import read_wishes
+from atorch_ns.search.search import Known, Recorder, Search
+from atorch_ns.search.space.candidate import Candidate, Fate, Pruned
+from atorch_ns.search.space.constraints import read_constraints
+from atorch_ns.search.space.space import Space, explore
+from atorch_ns.search.space.write_out import Limits, memory_limit
+from atorch_ns.search.trial import StopRule, TrialOutcome, TrialStatus, TrialTask
 
 __all__ = [
     "Candidate",
@@ -57,12 +61,11 @@ __all__ = [
     "TrialStatus",
     "TrialTask",
     "explore",
-    "find_candidates",
     "from_json",
     "memory_limit",
     "outcome_from_json",
     "outcome_to_json",
+    "read_constraints",
     "read_history",
-    "read_wishes",
     "to_json",
 ]

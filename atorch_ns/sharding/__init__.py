@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atorch_ns.sharding._collectives import (
+from atorch_ns.sharding.collectives import (
     all_gather,
     all_to_all,
     copy_to,
@@ -12,41 +12,49 @@ from atorch_ns.sharding._collectives import (
     reduce_scatter,
     scatter_to,
 )
-from atorch_ns.sharding._divided_logits import LogitUses
-from atorch_ns.sharding._expert_list import divide_expert_list
-from atorch_ns.sharding._expert_list_check import why_not_answerable
-from atorch_ns.sharding._experts import divide_experts
-from atorch_ns.sharding._experts_balance import GlobalBalance
-from atorch_ns.sharding._experts_check import why_not_dividable
-from atorch_ns.sharding._experts_find import FoundExperts, ListedExperts, UnfitExperts, find_experts
-from atorch_ns.sharding._loss_guard import explain_divided_weights
-from atorch_ns.sharding._packing import Packing
-from atorch_ns.sharding._runs import find_runs
-from atorch_ns.sharding._sequence_join import join_at_first_call, join_blocks
-from atorch_ns.sharding._sequence_run import SequenceRun, SequenceSettings
-from atorch_ns.sharding._tensor_apply import Divided, RegionSpec, divide
-from atorch_ns.sharding._tensor_choose import ChosenPlan, choose_plan
-from atorch_ns.sharding._tensor_degree import check_degree, degrees
-from atorch_ns.sharding._tensor_find import find_tensor_plan, with_vocabulary
-from atorch_ns.sharding._tensor_kinds import kind_of
-from atorch_ns.sharding._tensor_misfits import misfits, parameter_dims
-from atorch_ns.sharding._tensor_model_plan import model_plan
-from atorch_ns.sharding._tensor_plan import STYLES, LayerStyle, Layout, TensorPlan, style_named
-from atorch_ns.sharding._tensor_region import Division
-from atorch_ns.sharding._tensor_regions import regions_in
-from atorch_ns.sharding._tensor_sequence import StreamSpec
-from atorch_ns.sharding._tensor_test import Tested, fits, self_test
-from atorch_ns.sharding._tensor_trace import LayerGraph, trace_layers
-from atorch_ns.sharding._tensor_units import Unit, unit_for
-from atorch_ns.sharding._vocabulary_outputs import LogitOutputs
-from atorch_ns.sharding._vocabulary_test import LOSS_TOLERANCE, LossStudy, compare_losses, study_logits
+from atorch_ns.sharding.expert.balance import GlobalBalance
+from atorch_ns.sharding.expert.check import why_not_answerable, why_not_dividable
+from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts, UnfitExperts, find_experts
+from atorch_ns.sharding.expert.fused import divide_experts
+from atorch_ns.sharding.expert.list import divide_expert_list
+from atorch_ns.sharding.rank_context import TensorGroup
+from atorch_ns.sharding.sequence.block_chains import find_chains, join_at_first_call, join_blocks
+from atorch_ns.sharding.sequence.chain import BlockChain, SequenceSettings
+from atorch_ns.sharding.tensor.apply import Divided, divide
+from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan
+from atorch_ns.sharding.tensor.divisibility import check_degree, degrees, misfits, parameter_dims
+from atorch_ns.sharding.tensor.find import find_tensor_plan, with_vocabulary
+from atorch_ns.sharding.tensor.plan import (
+    STYLES,
+    LayerStyle,
+    Layout,
+    Packing,
+    RegionSpec,
+    TensorPlan,
+    kind_of,
+    model_plan,
+    style_named,
+)
+from atorch_ns.sharding.tensor.regions import regions_in
+from atorch_ns.sharding.tensor.selftest import SelfTest
+from atorch_ns.sharding.tensor.sequence import StreamSpec
+from atorch_ns.sharding.tensor.trace import LayerGraph, trace_layers
+from atorch_ns.sharding.vocabulary.logits import LogitUses
+from atorch_ns.sharding.vocabulary.outputs import (
+    LOSS_TOLERANCE,
+    LogitOutputs,
+    LossStudy,
+    compare_losses,
+    explain_divided_weights,
+    study_logits,
+)
 
 __all__ = [
     "LOSS_TOLERANCE",
     "STYLES",
+    "BlockChain",
     "ChosenPlan",
     "Divided",
-    "Division",
     "FoundExperts",
     "GlobalBalance",
     "LayerGraph",
@@ -58,13 +66,12 @@ __all__ = [
     "LossStudy",
     "Packing",
     "RegionSpec",
-    "SequenceRun",
+    "SelfTest",
     "SequenceSettings",
     "StreamSpec",
+    "TensorGroup",
     "TensorPlan",
-    "Tested",
     "UnfitExperts",
-    "Unit",
     "all_gather",
     "all_to_all",
     "check_degree",
@@ -77,10 +84,9 @@ __all__ = [
     "divide_experts",
     "exchange",
     "explain_divided_weights",
+    "find_chains",
     "find_experts",
-    "find_runs",
     "find_tensor_plan",
-    "fits",
     "gather_from",
     "join_at_first_call",
     "join_blocks",
@@ -92,11 +98,9 @@ __all__ = [
     "reduce_scatter",
     "regions_in",
     "scatter_to",
-    "self_test",
     "study_logits",
     "style_named",
     "trace_layers",
-    "unit_for",
     "why_not_answerable",
     "why_not_dividable",
     "with_vocabulary",

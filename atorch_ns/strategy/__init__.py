@@ -1,27 +1,36 @@
-"""Strategies: what they are, the forms they take, their file, and the plan they amount to."""
+"""Strategies: their forms, their file, and the plan that one amounts to."""
 
 from __future__ import annotations
 
-from atorch_ns.strategy._conversion import Conversion, Remark
-from atorch_ns.strategy._convert import convert_file
-from atorch_ns.strategy._diff import Difference, StrategyDiff, diff
-from atorch_ns.strategy._pickle import convert_pickle
-from atorch_ns.strategy._plan import DATA_AXES, MODEL_AXES, AxisSize, Extra, NarrowProducts, Plan
-from atorch_ns.strategy._requires import Requires
-from atorch_ns.strategy._schema import json_schema
-from atorch_ns.strategy._step import Step
-from atorch_ns.strategy._strategy import Strategy
-from atorch_ns.strategy._values import JSON, canonical, canonical_text, qualified_name
+from atorch_ns.strategy.convert.atorch_pickle import convert_pickle
+from atorch_ns.strategy.convert.base import Conversion, Remark
+from atorch_ns.strategy.convert.convert import convert_file
+from atorch_ns.strategy.diff import Difference, StrategyDiff, diff
+from atorch_ns.strategy.file import Requires, json_schema
+from atorch_ns.strategy.plan import (
+    DATA_AXES,
+    MODEL_AXES,
+    AxisSize,
+    AxisUse,
+    Extra,
+    NarrowProducts,
+    PipelineParallelism,
+    Plan,
+)
+from atorch_ns.strategy.strategy import Step, Strategy
+from atorch_ns.strategy.values import JSON, canonical, canonical_text, qualified_name
 
 __all__ = [
     "DATA_AXES",
     "JSON",
     "MODEL_AXES",
     "AxisSize",
+    "AxisUse",
     "Conversion",
     "Difference",
     "Extra",
     "NarrowProducts",
+    "PipelineParallelism",
     "Plan",
     "Remark",
     "Requires",

@@ -1,4 +1,4 @@
-"""What this package's tests stand on, and what the tests of a third-party method can stand on too.
+"""Testing tools: cases, forked ranks and parity, for this package and for third-party methods.
 
 ``workers``: a function on several forked ranks. ``models``: small reference models with data and loss.
 ``parity``: whether a run trains the same model as one process with plain torch.

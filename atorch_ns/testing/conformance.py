@@ -17,12 +17,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import random
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -30,15 +33,44 @@ from atorch_ns.api import auto_accelerate
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
 from atorch_ns.method import Chosen, Method, MethodConfig, Registry, load_registry, resolve
+from atorch_ns.method.method import fit_config
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.testing._unchanged import nothing_changes
 from atorch_ns.testing.models import SyntheticDataset, get_case
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import run_ranks
 
-__all__ = ["MethodConformance"]
+
+@contextmanager
+def nothing_changes() -> Iterator[None]:
+    """Random states and the settings of torch are the same after the block as before."""
+    before = {name: read() for name, read in _READERS.items()}
+    yield
+    changed = [name for name, read in _READERS.items() if read() != before[name]]
+    assert not changed, f"changed: {', '.join(changed)}"
+
+
+def _numpy_state() -> str:
+    return repr(np.random.get_state(legacy=False))
+
+
+_READERS: Mapping[str, Callable[[], Any]] = {
+    "the random state of torch": lambda: torch.get_rng_state().tolist(),
+    "the random state of Python": random.getstate,
+    "the random state of numpy": _numpy_state,
+    "torch's default dtype": torch.get_default_dtype,
+    "torch's number of threads": torch.get_num_threads,
+    "grad mode": torch.is_grad_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "the precision of matrix products": torch.get_float32_matmul_precision,
+}
 
 
 class MethodConformance:
@@ -175,7 +207,7 @@ class MethodConformance:
 
         def ask() -> list[Any]:
             return [
-                method.fit(settings, cluster),
+                fit_config(method, settings, cluster),
                 method.check(settings, cluster, profile),
                 method.check(settings, cluster, None),
                 method.roles(settings),
@@ -269,7 +301,7 @@ class MethodConformance:
 
     def _fitted(self, config: Any) -> Chosen:
         method = self.method()
-        return Chosen(method, method.fit(self._validated(config), self._cluster()))
+        return Chosen(method, fit_config(method, self._validated(config), self._cluster()))
 
     def _strategy(self, config: Any) -> list[Any]:
         return [*self.partners, (self.method.name, config)]

@@ -41,17 +41,6 @@ from torch.utils.data import Dataset
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
 
-__all__ = [
-    "ENVIRONMENT",
-    "Fault",
-    "InjectedFault",
-    "Kind",
-    "as_environment",
-    "fault",
-    "faults_from_environment",
-    "inject",
-]
-
 Kind = Literal["raise", "oom", "kill", "crash", "exit", "hang", "slow", "nonfinite"]
 Place = Literal["loss", "forward", "dataset", "optimizer"]
 

@@ -11,16 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "CrossBlock",
-    "DecoderBlock",
-    "EncoderBlock",
-    "EncoderDecoder",
-    "ResidualBlock",
-    "ResidualMlp",
-    "TiedLlama",
-]
-
 
 class ResidualBlock(nn.Module):
     """``x + down(gelu(up(norm(x))))`` with a LayerNorm; [B, D] to [B, D]."""

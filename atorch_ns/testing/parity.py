@@ -1,13 +1,11 @@
-"""Does a strategy train the same model? Every parameter is compared, not the loss.
+"""Parity of a strategy with one process: every parameter is compared, not the loss.
 
 A lost gradient hides in the loss: dropping an embedding's gradient for a few steps moved the loss of a small
 decoder by 4e-5, and the embedding itself by all of its update. So the measure is, for every parameter,
 
     error = max|p - p_ref| / max|p_ref - p_initial|
 
-the largest deviation in units of the largest update after a few AdamW steps. Where a parameter barely moves
-(its gradient is zero but for rounding) the quotient would only measure noise: the denominator is then
-``UPDATE_FLOOR`` of the largest update of any parameter.
+the largest deviation in units of the largest update after a few AdamW steps (:mod:`atorch_ns.numerics.measure`).
 
 **Why eps = 5e-3.** AdamW divides a gradient by its own size. With a small eps the first steps are almost
 ``lr * sign(gradient)``, which fails the measure twice: rounding decides the sign where a gradient should be
@@ -51,28 +49,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.checkpoint.export import whole_tensors
 from atorch_ns.errors import InputError
+from atorch_ns.job import Result
+from atorch_ns.numerics.measure import distance, finite, largest_update, update_errors
 from atorch_ns.testing.models import Case, SyntheticDataset, map_tensors
 from atorch_ns.torch_compat import plain_name
 
-__all__ = [
-    "ADAMW",
-    "BF16_GLOBAL_BATCH",
-    "UPDATE_FLOOR",
-    "ParityReport",
-    "Trajectory",
-    "assert_parity",
-    "assert_ranks_agree",
-    "canonical_name",
-    "compare",
-    "reference_run",
-    "snapshot",
-    "train",
-]
-
 ADAMW: Final[Mapping[str, Any]] = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1, "eps": 5e-3})
 """The optimizer settings of the measure; the module's docstring says why eps is so large."""
-UPDATE_FLOOR: Final = 1e-3
 BF16_GLOBAL_BATCH: Final = 128
 """The global batch for comparing losses in bf16; the module's docstring says why it is so large."""
 
@@ -231,26 +216,21 @@ def compare(reference: Trajectory, actual: Trajectory) -> ParityReport:
             f"the reference has {len(reference.losses)} steps and the run {len(actual.losses)}: "
             "train both on the same batches."
         )
-    updates = {name: _distance(value, reference.initial[name]) for name, value in reference.final.items()}
-    floor = UPDATE_FLOOR * max(updates.values(), default=0.0)
-    if not 0.0 < floor < math.inf:
-        raise InputError(f"the reference's largest update is {max(updates.values(), default=0.0)}: no run.")
-    shared = [name for name in reference.final if name in actual.final]
-    errors = {
-        name: _distance(actual.final[name], reference.final[name]) / max(updates[name], floor)
-        for name in shared
-    }
+    update = largest_update(reference.initial, reference.final)
+    if not 0.0 < update < math.inf:
+        raise InputError(f"the reference's largest update is {update}: no run.")
+    errors = update_errors(reference.initial, reference.final, actual.final)
     worst = max(errors, key=errors.__getitem__, default="")
     losses = zip(reference.losses, actual.losses, strict=True)
     starts = [
-        _distance(value, reference.initial[name])
+        distance(value, reference.initial[name])
         for name, value in actual.initial.items()
         if name in reference.initial
     ]
     return ParityReport(
         max_param_error=errors.get(worst, math.inf),
         worst_param=worst,
-        max_loss_error=max((_finite(abs(ours - theirs)) for theirs, ours in losses), default=0.0),
+        max_loss_error=max((finite(abs(ours - theirs)) for theirs, ours in losses), default=0.0),
         param_errors=errors,
         initial_error=max(starts, default=0.0),
         missing=tuple(name for name in reference.final if name not in actual.final),
@@ -287,19 +267,6 @@ def assert_ranks_agree(trajectories: list[Trajectory]) -> None:
             )
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference; infinite when shapes differ or a number is not finite."""
-    if one.shape != other.shape:
-        return math.inf
-    if one.numel() == 0:
-        return 0.0
-    return _finite((one.double() - other.double()).abs().max().item())
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
-
-
 def _whole(parameter: Tensor) -> Tensor:
     value = parameter.detach()
     if isinstance(value, DTensor):
@@ -324,3 +291,99 @@ def _mean_over_ranks(loss: Tensor) -> float:
         loss = loss.clone()
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
     return float(loss.item())
+
+
+def accelerate_case(
+    case: Case,
+    strategy: Any,
+    *,
+    steps: int = 5,
+    global_batch: int = 8,
+    seed: int = 0,
+    model: nn.Module | None = None,
+    optim_args: Mapping[str, Any] = ADAMW,
+    **arguments: Any,
+) -> Result:
+    """The case's model, data and loss under ``strategy``; on all ranks of the process group, if there is one.
+
+    Args:
+        case: model, data and loss.
+        strategy: as ``load_strategy``.
+        steps: how many global batches the data holds.
+        global_batch: samples a step, over all ranks.
+        seed: of the data.
+        model: in place of the case's own.
+        optim_args: for AdamW.
+        arguments: more arguments of ``auto_accelerate``.
+    """
+    from atorch_ns.api import auto_accelerate
+
+    given: dict[str, Any] = {
+        "optim_func": torch.optim.AdamW,
+        "optim_args": dict(optim_args),
+        "dataset": SyntheticDataset(case, steps * global_batch, seed=seed),
+        "dataloader_args": {"batch_size": global_batch},
+        "loss_func": case.loss_func,
+        "model_input_format": case.model_input_format,
+        "load_strategy": strategy,
+        **arguments,
+    }
+    _, result, _ = auto_accelerate(case.build() if model is None else model, **given)
+    assert result is not None
+    return result
+
+
+def accelerated_run(
+    case: Case,
+    strategy: Any,
+    *,
+    step: Callable[[Result, Any], torch.Tensor] | None = None,
+    **arguments: Any,
+) -> Trajectory:
+    """Trains the case as :func:`reference_run` does, but through ``auto_accelerate``.
+
+    Args:
+        case: model, data and loss.
+        strategy: as ``load_strategy``.
+        step: trains on one batch and returns the mean loss; ``None`` for ``result.train_step``.
+        arguments: of :func:`accelerate_case`.
+    """
+    result = accelerate_case(case, strategy, **arguments)
+    initial, losses = whole_parameters(result), []
+    assert result.dataloader is not None
+    for batch in result.dataloader:
+        loss = result.train_step(batch) if step is None else step(result, batch)
+        losses.append(float(loss))
+    return Trajectory(losses=losses, initial=initial, final=whole_parameters(result))
+
+
+def whole_parameters(result: Result) -> dict[str, torch.Tensor]:
+    """Copies on the CPU of all parameters of the user's model, whole, by the user's names; collective.
+
+    As :func:`snapshot` of the plain model, on every rank, however the strategy has divided it. Where the job keeps
+    fp32 masters, those. Tied parameters stand under each of their names.
+    """
+    weights, tied = whole_tensors(result, everywhere=True, buffers=False), result.job.original.tied
+    return {alias: weight for name, weight in weights.items() for alias in (name, *tied.get(name, ()))}
+
+
+def plain_loop_step(result: Result, batch: Any) -> torch.Tensor:
+    """One step written out as the specification shows it, with the model called by the case's format."""
+    from atorch_ns.data import call_model
+
+    assert result.optim is not None
+    assert result.loss_func is not None
+    device = result.job.device
+    data = result.prepare_input(batch, device)
+    result.optim.zero_grad()
+    loss = result.loss_func(data, call_model(result.model, data, result.job.inputs.model_input_format))
+    if result.args["use_optim_backward"]:
+        result.optim.backward(loss)  # type: ignore[attr-defined]
+    else:
+        loss.backward()
+    result.optim.step()
+    mean: torch.Tensor = loss.detach().float().clone()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean

@@ -15,8 +15,6 @@ import torch
 from atorch_ns.errors import InputError
 from atorch_ns.job import PeakMemory, Result, state_bytes, track_memory
 
-__all__ = ["measure_peak"]
-
 _NUM_FIRST_STEPS = 2
 
 

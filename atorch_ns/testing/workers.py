@@ -33,10 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.errors import BackendError, InputError
-from atorch_ns.testing._rank_pool import Ended, RankPool
-from atorch_ns.testing._rank_process import Setup
-
-__all__ = ["Outcome", "WorkerFailure", "catch_ranks", "reserve_port", "run_ranks"]
+from atorch_ns.testing.rank_pool import Ended, RankPool, Setup
 
 T = TypeVar("T")
 Status = Literal["returned", "raised", "died", "timed_out", "stopped"]

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from atorch_ns.torch_compat._attention import CpuFlashAttention, CudaFlashAttention
-from atorch_ns.torch_compat._compile import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atorch_ns.torch_compat.attention import CpuFlashAttention, CudaFlashAttention
+from atorch_ns.torch_compat.compile import (
     CompileRecord,
+    CpuMemoryRecord,
     compile_records,
     graph_breaks,
     leave_uncompiled,
@@ -15,27 +18,27 @@ from atorch_ns.torch_compat._compile import (
     num_graphs,
     watch_compiled,
 )
-from atorch_ns.torch_compat._distributed import (
+from atorch_ns.torch_compat.distributed import (
     flatten_mesh,
+    found_inf_tensors,
     group_timeout,
     in_backward,
     is_strided_shard,
+    local_grad_scaler,
     pipeline_orders,
     process_groups,
     replicate,
 )
-from atorch_ns.torch_compat._fake import (
-    TorchDispatchMode,
+from atorch_ns.torch_compat.fake import (
     count_operators,
     fake_tensor_mode,
     fake_tensor_type,
     outside_fake_mode,
     quiet_fake_kernels,
+    registered_children,
     tensor_without_storage,
 )
-from atorch_ns.torch_compat._fsdp1 import FlatPart, fsdp1_parts, hybrid_shard_zero2
-from atorch_ns.torch_compat._memory import CpuMemoryRecord
-from atorch_ns.torch_compat._modules import (
+from atorch_ns.torch_compat.modules import (
     WRAPPER_PREFIXES,
     checkpoint_wrapper,
     inner_hooks,
@@ -46,8 +49,7 @@ from atorch_ns.torch_compat._modules import (
     stood_for,
     unwrap_checkpoint,
 )
-from atorch_ns.torch_compat._scaler import found_inf_tensors, local_grad_scaler
-from atorch_ns.torch_compat._tree import tree_leaves, tree_map_only
+from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn_computes_in
 
 __all__ = [
     "WRAPPER_PREFIXES",
@@ -55,7 +57,6 @@ __all__ = [
     "CpuFlashAttention",
     "CpuMemoryRecord",
     "CudaFlashAttention",
-    "FlatPart",
     "TorchDispatchMode",
     "checkpoint_wrapper",
     "compile_records",
@@ -64,10 +65,9 @@ __all__ = [
     "fake_tensor_type",
     "flatten_mesh",
     "found_inf_tensors",
-    "fsdp1_parts",
     "graph_breaks",
     "group_timeout",
-    "hybrid_shard_zero2",
+    "has_matrix_tiles",
     "in_backward",
     "inner_hooks",
     "is_stand_in",
@@ -76,6 +76,8 @@ __all__ = [
     "local_grad_scaler",
     "num_compile_failures",
     "num_graphs",
+    "onednn_block",
+    "onednn_computes_in",
     "outside_fake_mode",
     "persistent_buffers",
     "pipeline_orders",
@@ -83,11 +85,10 @@ __all__ = [
     "plain_name",
     "process_groups",
     "quiet_fake_kernels",
+    "registered_children",
     "replicate",
     "stood_for",
     "tensor_without_storage",
-    "tree_leaves",
-    "tree_map_only",
     "unwrap_checkpoint",
     "watch_compiled",
 ]

@@ -9,12 +9,8 @@
 
 from __future__ import annotations
 
-from atorch_ns.tracking._base import METRICS, Metric, Tracker
-from atorch_ns.tracking._jsonl import JsonlTracker
-from atorch_ns.tracking._progress import ProgressTracker
-from atorch_ns.tracking._tensorboard import TensorBoardTracker
-from atorch_ns.tracking._tracking import StepMeter, Tracking
-from atorch_ns.tracking._wandb import WandbTracker
+from atorch_ns.tracking.trackers import JsonlTracker, ProgressTracker, TensorBoardTracker, WandbTracker
+from atorch_ns.tracking.tracking import METRICS, Metric, StepMeter, Tracker, Tracking
 
 __all__ = [
     "METRICS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atorch_ns.estimate import Workload
-from atorch_ns.estimate._memory import price_memory
-from atorch_ns.estimate._table import PlanTable
+from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.table import PlanTable
 from benchmarks._estimators._estimator import Estimator, Question
 from benchmarks.estimate_memory import plan_of, profile_of
 

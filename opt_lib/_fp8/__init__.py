@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from opt_lib._fp8._backend import Backend, choose, notices, why_unavailable
-from opt_lib._fp8._config import Fp8Config
-from opt_lib._fp8._select import Selection, find_linears, lora_layers, unmatched
+from opt_lib._fp8.backend import Backend, choose, notices, why_unavailable
+from opt_lib._fp8.config import Fp8Config
+from opt_lib._fp8.select import Selection, find_linears, lora_layers, unmatched
 
 __all__ = [
     "Backend",

@@ -1,4 +1,4 @@
-"""What ``module_replace`` can put in the place of a model's own modules.
+"""Replacements that ``module_replace`` can put in the place of a model's own modules.
 
 A replacement says by itself what it requires (package, device, dtypes). Those that want the same modules
 stand in order of preference: each works on what the earlier ones left, so that torch's own fused kernel,
@@ -7,9 +7,8 @@ last, takes over wherever a faster package is absent.
 
 from __future__ import annotations
 
-from opt_lib._replacements._base import Outcome, Replacement, Requirements
-from opt_lib._replacements._pair import ClassPair
-from opt_lib._replacements._registry import (
+from opt_lib._replacements.base import ClassPair, Outcome, Replacement, Requirements
+from opt_lib._replacements.registry import (
     known_replacements,
     register_replace_pair,
     registered_pairs,

@@ -11,10 +11,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile
-from opt_lib._replacements._base import ANYWHERE, Outcome, Replacement, Requirements, classes_in
-
-__all__ = ["AttentionSwitch", "is_pretrained"]
-
+from opt_lib._replacements.base import ANYWHERE, Outcome, Replacement, Requirements, classes_in
 
 _FUSED: Final = "scaled_dot_product"
 
@@ -38,10 +35,7 @@ class AttentionSwitch(Replacement):
     requirements: Requirements = ANYWHERE
     switches: tuple[str, ...] = ("eager",)
 
-    @property
-    def looks_for(self) -> str:
-        """Models of transformers."""
-        return "transformers models"
+    looks_for = "transformers models"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
         """Whether it is usable, and a model of transformers was seen to run an attention that it takes over from."""

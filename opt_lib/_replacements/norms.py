@@ -1,24 +1,208 @@
-"""Normalisations: hand-written ones become fused kernels, of torch, Liger or apex."""
+"""Normalisations: hand-written ones become fused kernels, of torch, Liger or apex.
+
+Models differ in details that no name tells: whether the weight counts from 0 or from 1, and the dtype of the
+result where input and weight differ. So a module is judged by what it computes: it is called on a small
+input, and has the form that agrees with it in values, gradients and dtypes.
+
+Legend: D features.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 
+from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile
-from opt_lib._replacements._base import ANYWHERE, Outcome, Replacement, Requirements, classes_in
-from opt_lib._replacements._derived import Derived, Forward, derive
-from opt_lib._replacements._kernels import layer_norm
-from opt_lib._replacements._pair import replace_modules
-from opt_lib._replacements._rms_norm import RmsNormForm, form_of, why_not_plain
+from opt_lib._replacements.base import (
+    ANYWHERE,
+    Outcome,
+    Replacement,
+    Requirements,
+    classes_in,
+    replace_modules,
+)
+from opt_lib._replacements.kernels import layer_norm, rms_norm
+from opt_lib._replacements.making import Derived, Forward, derive
 
-__all__ = ["FusedLayerNorm", "FusedRmsNorm"]
+ResultDtype = Literal["promoted", "input", "weight"]
+_PROBED_DTYPES = (torch.float32, torch.bfloat16)
+_ROW_SCALES = (1e-3, 1.0, 30.0)
+"""Rows of these sizes: in the smallest, the epsilon decides."""
+_LEADING = ((12,), (3, 12), (3, 2, 5))
+"""Dimensions before the last: a module may do something else for another number of them, or for more tokens."""
+_PLAIN_NAMES = frozenset({"elementwise_affine"})
+"""Attributes that only a constructor reads: whether there is a weight."""
+_MARKS = ("__", "_is_hf_", "_stands_for_")
+"""How attributes begin that transformers and this package leave on modules of any class."""
+_OWN = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNormForm:
+    """One way to write ``x / rms(x) * weight``.
+
+    Attributes:
+        offset: what is added to the weight.
+        result: the dtype of the result, where input and weight differ.
+    """
+
+    offset: float
+    result: ResultDtype
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, kernel: str = "torch"
+    ) -> torch.Tensor:
+        """Normalises the last dimension of ``x`` [..., D] by a fused kernel; ``weight`` is [D]."""
+        together = torch.promote_types(x.dtype, weight.dtype)
+        result = {"promoted": together, "input": x.dtype, "weight": weight.dtype}[self.result]
+        return rms_norm(kernel, x.to(together), weight.to(together), eps, self.offset).to(result)
+
+
+def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | str:
+    """The form that computes what ``module`` does, or why there is none.
+
+    Args:
+        module: its only parameter is ``weight``, [D]; it may be on the meta device.
+        num_features: D.
+        eps: what it adds to the mean square.
+    """
+    pairs = [(x, weight) for x in _PROBED_DTYPES for weight in _PROBED_DTYPES]
+    probes = [(lead, *pair) for lead in _LEADING for pair in pairs]
+    try:
+        tried = copy.deepcopy(module)  # a forward pass may count its calls or keep its input
+        before = _state(tried)
+        by_mode = [
+            [_probe(functools.partial(_call, tried.train(mode)), num_features, *each) for each in probes]
+            for mode in (not module.training, module.training)
+        ]
+    except Exception as error:
+        return f"it could not be tried on a small input ({type(error).__name__})"
+    after = _state(tried)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        return f"its forward pass changes {', '.join(changed)}"
+    for offset in (0.0, 1.0):
+        for result in get_args(ResultDtype):
+            form = RmsNormForm(offset=offset, result=result)
+            run = functools.partial(form, eps=eps)
+            if all(
+                _agree(one, other, actual, each[1:])
+                for one, other, each in zip(*by_mode, probes, strict=True)
+                for actual in (_probe(run, num_features, *each),)
+            ):
+                return form
+    return "it computes something else than torch's rms_norm"
+
+
+def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
+    """Why a fused pass might not follow what a module is set to later; ``None`` if all it has is seen through.
+
+    A fused pass reads the weight and the epsilon, at every call, and nothing else: a switch, a scale or a counter
+    that somebody changes in training would be ignored.
+
+    Args:
+        module: perhaps an RMSNorm, with a weight [D].
+        eps_names: the attributes that may be its epsilon, as numbers.
+    """
+    buffers = sorted(name for name, _ in module.named_buffers())
+    if buffers:
+        return f"it has buffers ({', '.join(buffers)}), which a fused pass would not follow"
+    known = {*eps_names, *_PLAIN_NAMES}
+    own = {name: value for name, value in vars(module).items() if name not in _OWN}
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    of_class = {
+        name: value
+        for kind in classes
+        for name, value in vars(kind).items()
+        if isinstance(
+            value, (bool, int, float, list, dict, set, torch.Tensor, property, functools.cached_property)
+        )
+    }
+    size = module.get_parameter("weight").numel()
+    for name, value in {**of_class, **own}.items():
+        if name.startswith(_MARKS) or _is_size(value, size):
+            continue
+        if name not in known or isinstance(value, (property, functools.cached_property)):
+            return f"its attribute {name!r} may change what it computes, and a fused pass would not follow"
+    return None
+
+
+def _is_size(value: object, size: int) -> bool:
+    """Whether an attribute tells a shape alone: D, (D,), or nothing."""
+    if isinstance(value, (tuple, list)):
+        return list(value) == [size]
+    return value is None or (type(value) is int and value == size)
+
+
+def _state(module: nn.Module) -> dict[str, object]:
+    """What a forward pass may have left in a module, by name; its mode is not."""
+    plain = {name: repr(value) for name, value in vars(module).items() if name not in _OWN}
+    return {**plain, **{name: id(value) for name, value in module._buffers.items()}}
+
+
+def _call(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    return torch.func.functional_call(module, {"weight": weight}, (x,))
+
+
+@torch.enable_grad()
+def _probe(
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    num_features: int,
+    leading: tuple[int, ...],
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result on a small input on the CPU, and the gradients of input and weight."""
+    generator = torch.Generator().manual_seed(0)
+    # Of the leading dimensions none has the size D: a module that normalises another one is found out.
+    shape = (*(size if size != num_features else size + 3 for size in leading), num_features)
+    rows = torch.arange(shape[0]) % len(_ROW_SCALES)
+    scale = torch.tensor(_ROW_SCALES)[rows].reshape(-1, *[1] * len(leading))
+    x = (torch.randn(shape, generator=generator) * scale).to(x_dtype).requires_grad_()
+    weight = (torch.rand(num_features, generator=generator) + 0.5).to(weight_dtype).requires_grad_()
+    towards = torch.randn(shape, generator=generator)
+    with random_states_kept():
+        result = run(x, weight)
+    x_gradient, weight_gradient = torch.autograd.grad((result.float() * towards).sum(), (x, weight))
+    return result.detach(), x_gradient, weight_gradient
+
+
+def _agree(
+    original: tuple[torch.Tensor, ...],
+    other_mode: tuple[torch.Tensor, ...],
+    fused: tuple[torch.Tensor, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> bool:
+    """Whether all tensors agree but for rounding; the original may round once more, in the lower dtype.
+
+    The original's are those in training and in evaluation.
+    """
+    reduced = min(dtypes, key=lambda dtype: dtype.itemsize)
+    tolerance = 1e-6 if reduced == torch.float32 else 4 * torch.finfo(reduced).eps
+    return all(
+        _close(each, one, tolerance)
+        for of_mode in (original, other_mode)
+        for each, one in zip(of_mode, fused, strict=True)
+    )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether dtypes are equal, and values within ``tolerance`` of the largest in their row."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    one, other = one.float(), other.float()
+    size = other.abs().amax(dim=-1, keepdim=True)
+    return bool(((one - other).abs() <= tolerance * (1 + size)).all())
+
 
 _PREFIXES: Final = {"torch": "Fused", "liger": "Liger", "apex": "Apex"}
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "variance_eps")
@@ -38,10 +222,7 @@ class FusedRmsNorm(Replacement):
     kernel: str = "torch"
     requirements: Requirements = ANYWHERE
 
-    @property
-    def looks_for(self) -> str:
-        """Hand-written normalisations."""
-        return "hand-written RMSNorms"
+    looks_for = "hand-written RMSNorms"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
         """Whether a class other than torch's own is called an RMSNorm, on a device for which kernels are fused.
@@ -97,10 +278,7 @@ class FusedLayerNorm(Replacement):
     kernel: str = "torch"
     requirements: Requirements = ANYWHERE
 
-    @property
-    def looks_for(self) -> str:
-        """torch's own class."""
-        return "nn.LayerNorm modules"
+    looks_for = "nn.LayerNorm modules"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
         """Whether apex is usable and there is one."""

@@ -16,6 +16,8 @@ from benchmarks._estimators.by_torch import TORCH
 from benchmarks._peer_cases import peer_cases
 from benchmarks._ranks import on_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def _setup(name: str) -> Any:
     return next(setup for setup in SETUPS if setup.name == name)

@@ -12,6 +12,8 @@ from benchmarks import gpu
 from benchmarks._gpu_recipes import Setting
 from benchmarks._llama import Llama
 
+pytestmark = pytest.mark.processes
+
 TINY = Llama(vocab_size=64, width=32, hidden=64, num_layers=2, num_heads=2)
 
 

@@ -9,6 +9,8 @@ from benchmarks._peers._peer import TASKS, Peer, Task, Trainer
 from benchmarks._peers.torch_by_hand import TORCH
 from benchmarks._results import Spread
 
+pytestmark = pytest.mark.processes
+
 WITHOUT_TIME: list[str] = []
 
 

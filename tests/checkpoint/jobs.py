@@ -12,8 +12,7 @@ import torch
 from atorch_ns import checkpoint
 from atorch_ns.job import Result
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import Trajectory, snapshot
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import Trajectory, accelerate_case, snapshot
 
 CASE = get_case("tied_llama")
 SAVED_AT, STEPS = 3, 6

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from atorch_ns import checkpoint
-from atorch_ns.checkpoint._files import share_of
-from atorch_ns.checkpoint._source import Source
+from atorch_ns.checkpoint.files import share_of
+from atorch_ns.checkpoint.source import Source
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 from atorch_ns.testing.models import get_case

@@ -11,12 +11,18 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns import checkpoint
-from atorch_ns.checkpoint._manifest import Manifest
-from atorch_ns.checkpoint._tensors import describe_tensors
+from atorch_ns.checkpoint.manifest import Manifest
+from atorch_ns.checkpoint.tensors import describe_tensors
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import whole_parameters
+from atorch_ns.testing.parity import (
+    Trajectory,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+    whole_parameters,
+)
 from atorch_ns.testing.workers import run_ranks
 from tests.job.divided import CASE, build, make
 

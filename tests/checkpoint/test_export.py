@@ -13,7 +13,7 @@ from torch import nn
 from atorch_ns import checkpoint
 from atorch_ns.errors import CheckpointError, MissingPackageError, RankError
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 TIED = get_case("tied_llama")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.checkpoint._folder import MANIFEST, clean, commit, find, latest, new_folder
+from atorch_ns.checkpoint.folder import MANIFEST, clean, commit, find, latest, new_folder
 from atorch_ns.errors import CheckpointError
 
 

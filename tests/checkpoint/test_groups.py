@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from atorch_ns.checkpoint._groups import check_groups, record_groups, restore_groups
+from atorch_ns.checkpoint.manifest import check_groups, record_groups, restore_groups
 from atorch_ns.errors import CheckpointError
 
 NAMES = [["a", "b"], ["c"]]

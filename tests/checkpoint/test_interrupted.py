@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from atorch_ns import checkpoint
-from atorch_ns.checkpoint import _folder
+from atorch_ns.checkpoint import folder as folder_module
 from atorch_ns.errors import CheckpointError, RankError
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import snapshot
@@ -97,14 +97,14 @@ def test_the_last_moment_fails(tmp_path: Path) -> None:
     def work() -> list[str]:
         result = make("ddp", **MLP)
         data = batches(result)
-        said, commit = [], _folder.commit
+        said, commit = [], folder_module.commit
 
         def broken(*_: Any) -> Path:
             raise OSError(5, "Input/output error")
 
         for number in range(3):
             step(result, next(data))
-            vars(_folder)["commit"] = broken if number == 1 else commit
+            vars(folder_module)["commit"] = broken if number == 1 else commit
             try:
                 checkpoint.save(tmp_path, result)
             except (CheckpointError, RankError) as error:

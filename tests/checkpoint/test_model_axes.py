@@ -13,8 +13,15 @@ import torch
 from atorch_ns import checkpoint
 from atorch_ns.job import Result
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerate_case, whole_parameters
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerate_case,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+    whole_parameters,
+)
 from atorch_ns.testing.workers import run_ranks
 
 SAVED_AT = 2

@@ -16,7 +16,7 @@ from torch import nn
 
 from atorch_ns import checkpoint
 from atorch_ns.api import auto_accelerate
-from atorch_ns.checkpoint import _rng
+from atorch_ns.checkpoint import contents
 from atorch_ns.job import Result
 from atorch_ns.testing.parity import snapshot
 from atorch_ns.testing.workers import run_ranks
@@ -153,9 +153,11 @@ def test_ranks_in_lockstep_stay_so(tmp_path: Path) -> None:
 def test_states_of_every_generator() -> None:
     random.gauss(0, 1)
     np.random.randn()
-    states = _rng.capture(torch.device("cpu"))
+    states = contents.capture_rng(torch.device("cpu"))
     first = [draws(), float(np.random.randn())]
-    mark = _rng.digest(_rng.capture(torch.device("cpu")))
-    _rng.restore(states, torch.device("cpu"))
-    assert _rng.digest(_rng.capture(torch.device("cpu"))) == _rng.digest(states) != mark
+    mark = contents.rng_digest(contents.capture_rng(torch.device("cpu")))
+    contents.restore_rng(states, torch.device("cpu"))
+    assert (
+        contents.rng_digest(contents.capture_rng(torch.device("cpu"))) == contents.rng_digest(states) != mark
+    )
     assert [draws(), float(np.random.randn())] == first

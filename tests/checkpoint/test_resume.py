@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atorch_ns import checkpoint
-from atorch_ns.checkpoint._tensors import describe_tensors
+from atorch_ns.checkpoint.tensors import describe_tensors
 from atorch_ns.job import StepOptimizer
 from atorch_ns.testing.models import Case, SyntheticDataset
 from atorch_ns.testing.parity import (

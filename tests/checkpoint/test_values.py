@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch_ns.checkpoint._values import decode, encode, plain_json
+from atorch_ns.checkpoint.manifest import decode, encode, plain_json
 from atorch_ns.errors import CheckpointError
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

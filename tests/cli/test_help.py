@@ -22,7 +22,7 @@ from tests.cli.conftest import JOB, Run
 from tests.cli.verbs import VERBS, commands
 from tests.report.outcomes import searched
 from tests.search.fakes import World
-from tests.search.test_history import CANDIDATES, TRUTH, begin
+from tests.search.history.test_history import CANDIDATES, TRUTH, begin
 
 _CODE = "from atorch_ns.cli import main; main()"
 _READING = set(VERBS) - {"launch", "engine serve"}

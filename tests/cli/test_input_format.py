@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from atorch_ns.cli._input_format import check_format, chosen_format
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
+from atorch_ns.usercode import check_format, chosen_format
 
 
 class _Two(nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.cli._debug import split_debug
+from atorch_ns.cli._failures import split_debug
 from tests.cli.conftest import Run
 
 _SCRIPT = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.cli._objects import load_object
 from atorch_ns.errors import InputError
+from atorch_ns.usercode import load_object
 from opt_lib.module_replace import unregister_replace_pair
 from tests.cli.conftest import Run
 

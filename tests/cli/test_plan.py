@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 from atorch_ns import Strategy
 from atorch_ns.cli import app, exit_code, main
-from atorch_ns.cli._objects import gibibytes, load_object
 from atorch_ns.errors import (
     BackendError,
     InputError,
@@ -22,6 +21,7 @@ from atorch_ns.errors import (
     StrategyError,
 )
 from atorch_ns.report import TrainingReport
+from atorch_ns.usercode import gibibytes, load_object
 from tests.cli.conftest import Run
 
 _JOB = ("--model", "job.py:build", "--sample", "job.py:sample", "--cluster", "2xcpu", "--batch", "8")
@@ -175,7 +175,7 @@ def test_an_unforeseen_failure_is_one_line(run: Run, monkeypatch: pytest.MonkeyP
     def broken(spec: str | None) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("atorch_ns.cli.plan.make_cluster", broken)
+    monkeypatch.setattr("atorch_ns.cli._planning.make_cluster", broken)
     done = run("plan", *_JOB)
     assert done.returncode == 1
     assert done.stderr == "atorch-ns: unexpected ZeroDivisionError: oh. --debug shows where.\n"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.cli._reference import verbs
-from atorch_ns.cli.reference import with_verbs
+from atorch_ns.cli.reference import verbs, with_verbs
 from atorch_ns.errors import InputError
 from tests.cli.verbs import commands
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from atorch_ns.cluster import Cluster, calibrate
-from atorch_ns.cluster._compute_speed import compute_speed
-from atorch_ns.cluster._link_speed import RING_STEPS, fit_rates, measured_overlap
+from atorch_ns.cluster.speed_probes import RING_STEPS, compute_speed, fit_rates, measured_overlap
 from atorch_ns.errors import InputError
 from atorch_ns.testing import run_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from atorch_ns.cluster import DEVICES, LINKS, Cluster
-from atorch_ns.cluster._devices import device_named
-from atorch_ns.cluster._host import CPU_FIGURES, machine_memory_bytes
+from atorch_ns.cluster.cluster import CPU_FIGURES, machine_memory_bytes
+from atorch_ns.cluster.devices import device_named
 from atorch_ns.errors import InputError
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch_ns.cluster import Cluster, Hardware
-from atorch_ns.cluster._near import nearest
+from atorch_ns.cluster import Cluster, Hardware, cluster_from_spec
 from atorch_ns.errors import InputError
+from atorch_ns.text import did_you_mean
 
 
 def _hardware(cluster: Cluster) -> Hardware:
@@ -21,7 +21,7 @@ def _hardware(cluster: Cluster) -> Hardware:
 
 
 def test_a_large_cluster() -> None:
-    cluster = Cluster.from_spec("8xH100-80GB, 16 nodes, ib400")
+    cluster = cluster_from_spec("8xH100-80GB, 16 nodes, ib400")
     assert (cluster.world_size, cluster.local_world_size, cluster.num_nodes) == (128, 8, 16)
     assert (cluster.distributed, cluster.device_type, cluster.capability) == (True, "cuda", (9, 0))
     assert cluster.device_memory_bytes == _hardware(cluster).device.memory_bytes
@@ -30,7 +30,7 @@ def test_a_large_cluster() -> None:
 
 
 def test_parts_may_stand_in_any_order_and_replace_figures() -> None:
-    cluster = Cluster.from_spec("60GiB, eth100, 2 nodes, $2.5/h, pcie5, 8 x h100")
+    cluster = cluster_from_spec("60GiB, eth100, 2 nodes, $2.5/h, pcie5, 8 x h100")
     hardware = _hardware(cluster)
     assert (cluster.world_size, cluster.device_memory_bytes) == (16, 60 * 2**30)
     assert (hardware.device.name, hardware.device.price_per_hour) == ("H100-80GB", 2.5)
@@ -41,21 +41,21 @@ def test_parts_may_stand_in_any_order_and_replace_figures() -> None:
 
 
 def test_cpus_and_a_single_device() -> None:
-    cpus = Cluster.from_spec("2xcpu")
+    cpus = cluster_from_spec("2xcpu")
     assert (cpus.world_size, cpus.device_type, cpus.capability) == (2, "cpu", None)
     assert _hardware(cpus).within_node.name == "gloo"
     assert _hardware(cpus).within_node.overlap == 0
-    one = Cluster.from_spec("A100")
+    one = cluster_from_spec("A100")
     assert (one.world_size, one.distributed) == (1, False)
 
 
 def test_all_mistakes_are_told_together_with_near_misses() -> None:
     with pytest.raises(InputError) as caught:
-        Cluster.from_spec("8xH100-80G, 0 nodes, ib40, 3 bananas")
+        cluster_from_spec("8xH100-80G, 0 nodes, ib40, 3 bananas")
     text = str(caught.value)
     assert text.startswith("4 problems")
-    assert "Did you mean H100-80GB?" in text
-    assert "Did you mean ib400?" in text
+    assert "Did you mean 'H100-80GB'?" in text
+    assert "Did you mean 'ib400'?" in text
     assert "3 bananas" in text
     assert "'0' nodes" in text
 
@@ -75,13 +75,13 @@ def test_all_mistakes_are_told_together_with_near_misses() -> None:
 )
 def test_mistakes(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Cluster.from_spec(text)
+        cluster_from_spec(text)
 
 
 @given(st.text(max_size=40))
 def test_no_text_gives_a_traceback(text: str) -> None:
     with contextlib.suppress(InputError):  # and nothing else
-        assert Cluster.from_spec(text).world_size >= 1
+        assert cluster_from_spec(text).world_size >= 1
 
 
 def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
         "devices_per_node: 4\nnodes: 2\n"
         "between_nodes: {name: own, latency_s: 1e-5, bytes_per_s: 1e10}\n"
     )
-    cluster = Cluster.from_spec(path)
+    cluster = cluster_from_spec(path)
     hardware = _hardware(cluster)
     assert (cluster.world_size, cluster.device_name) == (8, "X1")
     assert hardware.device.memory_bytes == 96 * 2**30
@@ -100,24 +100,24 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
     assert (hardware.between_nodes.rate.latency_s, hardware.between_nodes.rate.bytes_per_s) == (1e-5, 1e10)
     as_json = tmp_path / "cluster.json"
     as_json.write_text(json.dumps({"devices": "8xA100", "nodes": 1}))
-    assert Cluster.from_spec(str(as_json)).world_size == 8
+    assert cluster_from_spec(str(as_json)).world_size == 8
 
 
 def test_mistakes_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("device: {name: X1, memory: lots, memroy: 1}\nnode: 2\nnodes: two\n")
     with pytest.raises(InputError) as caught:
-        Cluster.from_spec(path)
+        cluster_from_spec(path)
     text = str(caught.value)
-    assert "Did you mean nodes?" in text
-    assert "device.memroy is no key. Did you mean memory?" in text
+    assert "Did you mean 'nodes'?" in text
+    assert "device.memroy is no key. Did you mean 'memory'?" in text
     assert "'two' nodes" in text
     for broken, said in (("[1, 2]", "holds a list"), ("a: [", "is not YAML")):
         path.write_text(broken)
         with pytest.raises(InputError, match=said):
-            Cluster.from_spec(path)
+            cluster_from_spec(path)
 
 
 def test_only_what_is_nearly_as_close_as_the_best_is_suggested() -> None:
-    assert nearest("H100-80G", ["H100-80GB", "A100-80GB"]) == " Did you mean H100-80GB?"
-    assert nearest("zzz", ["H100-80GB"]) == ""
+    assert did_you_mean("H100-80G", ["H100-80GB", "A100-80GB"]) == " Did you mean 'H100-80GB'?"
+    assert did_you_mean("zzz", ["H100-80GB"]) == ""

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch_ns.data._batch import call_model, check_model_input_format, default_prepare_input, split_batch
+from atorch_ns.data.batch import call_model, check_model_input_format, default_prepare_input, split_batch
 from atorch_ns.errors import BatchSizeError, InputError
 
 META = torch.device("meta")

@@ -18,9 +18,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from atorch_ns.data._build import build_dataloader
-from atorch_ns.data._loader import TrainLoader
-from atorch_ns.data._loader_args import KNOWN_KEYS
+from atorch_ns.data.build import build_dataloader
+from atorch_ns.data.loader import TrainLoader
+from atorch_ns.data.loader_args import KNOWN_KEYS
 from atorch_ns.errors import BatchSizeError, InputError
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
 
-from atorch_ns.data._build import build_dataloader
-from atorch_ns.data._loader import TrainLoader
+from atorch_ns.data.build import build_dataloader
+from atorch_ns.data.loader import TrainLoader
 from atorch_ns.errors import BatchSizeError, RankError
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.data import call_model
-from atorch_ns.data._forward import taken_items
+from atorch_ns.data.batch import taken_items
 
 
 class Classifier(nn.Module):

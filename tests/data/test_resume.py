@@ -14,8 +14,8 @@ from torch.utils.data import (
     Sampler,
 )
 
-from atorch_ns.data._build import build_dataloader
-from atorch_ns.data._loader import TrainLoader
+from atorch_ns.data.build import build_dataloader
+from atorch_ns.data.loader import TrainLoader
 from atorch_ns.errors import InputError
 
 

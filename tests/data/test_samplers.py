@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from atorch_ns.data._build import build_dataloader
-from atorch_ns.data._loader import TrainLoader
-from atorch_ns.data._samplers import (
+from atorch_ns.data.build import build_dataloader, every_nth
+from atorch_ns.data.loader import TrainLoader
+from atorch_ns.data.samplers import (
     StepSampler,
     distributed_position,
     epoch_source,
@@ -16,7 +16,6 @@ from atorch_ns.data._samplers import (
     readable_epoch,
     split_batches,
 )
-from atorch_ns.data._streams import every_nth
 from atorch_ns.errors import BatchSizeError
 
 SIZES = st.integers(min_value=0, max_value=70)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from atorch_ns.engine import RankReport
-from atorch_ns.engine._agent import run_agent
-from atorch_ns.engine._client_local import LocalClient
-from atorch_ns.engine._coordinator import Coordinator
+from atorch_ns.engine.coordinator.coordinator import Coordinator
+from atorch_ns.engine.rpc.meeting import LocalClient, run_agent
 from atorch_ns.errors import CoordinatorError, RankError
 from atorch_ns.search import SearchOutcome, TrialTask
 from tests.engine.fake_search import FakeSearch, FakeWorker, InThread, report, until_cancelled

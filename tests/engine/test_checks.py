@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atorch_ns.cluster import Cluster, Device, Hardware, Link, Rate
-from atorch_ns.engine._checks import Check, check_collectives, check_memory, check_price
+from atorch_ns.engine.checks import Check, check_collectives, check_memory, check_price
 from atorch_ns.estimate import Collective, Estimate, MemoryParts, TimeParts, Workload, estimate
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Growth, ParameterSpec, PhaseCost, Profile, Segment, SegmentCost, Trace
@@ -78,7 +78,7 @@ class TestMemory:
     def test_the_text_has_the_numbers(self) -> None:
         found = check_memory(_estimate(100), [50 * MIB])
         assert str(found) == (
-            "memory as predicted: failed: 50.00 MiB measured, 100.00 MiB predicted: "
+            "memory as predicted: failed: 50.0 MiB measured, 100 MiB predicted: "
             "predicted 100.0% above measured, 8% allowed"
         )
 

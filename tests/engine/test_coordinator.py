@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from atorch_ns.engine._coordinator import Coordinator
-from atorch_ns.engine._coordinator_types import NotJoinedError, Over
+from atorch_ns.engine.coordinator.coordinator import Coordinator
+from atorch_ns.engine.coordinator.trial import NotJoinedError, Over
 from atorch_ns.errors import CoordinatorError
 from atorch_ns.search import Ended, Event, Note, TrialEnded, TrialStarted, TrialTask
 from tests.engine.fake_search import FakeClock, FakeSearch, InThread, report

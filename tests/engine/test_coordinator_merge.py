@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atorch_ns.engine._merge import merge_reports
+from atorch_ns.engine.coordinator.trial import merge_reports
 from atorch_ns.search import TrialStatus
 from tests.engine.fake_search import report
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from google.protobuf import __version__ as protobuf_version
 
 from atorch_ns.engine import proto
-from atorch_ns.engine._client_channel import _REPLIES
-from atorch_ns.engine._server_calls import CALLS, SERVICE
 from atorch_ns.engine.proto import coordinator_pb2 as pb
+from atorch_ns.engine.rpc.channel import _REPLIES
+from atorch_ns.engine.rpc.servicer import CALLS, SERVICE
 
 FOLDER = Path(next(iter(proto.__path__)))
 SOURCE = re.sub(r"//.*", "", (FOLDER / "coordinator.proto").read_text())

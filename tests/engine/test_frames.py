@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from atorch_ns.engine._frames import Receiver, send
+from atorch_ns.engine.trial.worker_process import Receiver, send
 
 
 @pytest.fixture

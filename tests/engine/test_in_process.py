@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._in_process import InProcessWorker
-from atorch_ns.engine._pickling import describe_unpicklable
-from atorch_ns.engine._rank_report import RankReport
-from atorch_ns.engine._structure import structure_of
+from atorch_ns.engine.trial.in_process import InProcessWorker, structure_of
+from atorch_ns.engine.trial.pickling import describe_unpicklable
+from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.search import StopRule
-from atorch_ns.testing._unchanged import nothing_changes
+from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.faults import fault, inject
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.workers import run_ranks

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atorch_ns.engine._failures import explain
-from atorch_ns.engine._out_of_memory import is_out_of_memory
+from atorch_ns.engine.trial.failures import explain, is_out_of_memory
 
 FULL = [
     "CUDA out of memory. Tried to allocate 7.45 GiB. GPU 0 has a total capacity of 14.56 GiB of which 3.24 GiB is "

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine import _pickling
-from atorch_ns.engine._pickling import describe_unpicklable, pack, unpack
-from atorch_ns.engine._rank_report import RankReport
-from atorch_ns.engine._trial_run import run_trial
+from atorch_ns.engine.trial import pickling as pickling_module
+from atorch_ns.engine.trial.pickling import describe_unpicklable, pack, unpack
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.engine.trial.run import run_trial
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Materialiser
 from atorch_ns.method import load_registry
-from atorch_ns.testing._unchanged import nothing_changes
+from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.models import get_case
 from tests.engine.trials import case_inputs, task
 
@@ -93,7 +93,7 @@ def test_ties_are_kept() -> None:
 
 
 def test_a_large_buffer_is_sent_as_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pickling, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(pickling_module, "LARGE_BYTES", 1000)
     inputs = _scaled()
     inputs.model.register_buffer("table", torch.randint(5, 9, (50, 50)))
     received = unpack(pack(inputs)).inputs.model
@@ -111,7 +111,7 @@ def test_a_model_without_initialisation_trains() -> None:
 def test_a_limit_of_memory_is_held() -> None:
     report = _run(case_inputs(), memory_limit_bytes=2**20)
     assert report.status == "out of memory"
-    assert "more than the limit of 1.0 MiB" in report.reason
+    assert "more than the limit of 1.00 MiB" in report.reason
 
 
 def _closing_over(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:

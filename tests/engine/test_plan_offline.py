@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from atorch_ns.cluster import Cluster
-from atorch_ns.engine._assumed_loss import AssumedLoss, assumed_format
-from atorch_ns.engine._offline_rows import offline_rows, pareto_front
-from atorch_ns.engine._plan_offline import plan_offline, price_strategy, profile_offline, workload_of
+from atorch_ns.cluster import Cluster, cluster_from_spec
+from atorch_ns.engine.offline import (
+    AssumedLoss,
+    assumed_format,
+    offline_rows,
+    pareto_front,
+    plan_offline,
+    price_strategy,
+    profile_offline,
+    workload_of,
+)
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.profile import Profile
 from atorch_ns.search import Pruned, SearchSettings
@@ -28,7 +35,7 @@ def profile() -> Profile:
 
 
 def test_every_candidate_is_ranked_and_nothing_is_measured(profile: Profile) -> None:
-    outcome = plan_offline(profile, Cluster.from_spec("2xcpu"), global_batch=8)
+    outcome = plan_offline(profile, cluster_from_spec("2xcpu"), global_batch=8)
     usable = [each for each in outcome.rows if each.fate != "pruned"]
     assert outcome.winner is usable[0]
     assert all(each.trial is None for each in outcome.rows)
@@ -43,21 +50,21 @@ def test_every_candidate_is_ranked_and_nothing_is_measured(profile: Profile) -> 
 
 
 def test_the_same_job_has_the_same_fingerprint_and_another_batch_another(profile: Profile) -> None:
-    cluster = Cluster.from_spec("2xcpu")
+    cluster = cluster_from_spec("2xcpu")
     prints = [plan_offline(profile, cluster, global_batch=batch).setting.fingerprint for batch in (8, 8, 16)]
     assert prints[0] == prints[1] != prints[2]
 
 
 def test_when_nothing_fits_there_is_no_best_but_a_nearest(profile: Profile) -> None:
     settings = SearchSettings(memory_limit_gib=1e-5)
-    outcome = plan_offline(profile, Cluster.from_spec("2xcpu"), global_batch=8, settings=settings)
+    outcome = plan_offline(profile, cluster_from_spec("2xcpu"), global_batch=8, settings=settings)
     assert outcome.best is None
     assert outcome.winner is None
     assert "needs" in outcome.nearest_miss
 
 
 def test_without_a_batch_it_is_the_sample_s_on_every_rank(profile: Profile) -> None:
-    outcome = plan_offline(profile, Cluster.from_spec("2xcpu"))
+    outcome = plan_offline(profile, cluster_from_spec("2xcpu"))
     assert outcome.setting.global_batch == 8
     assert any("No batch size was given" in note for note in outcome.setting.notes)
 
@@ -68,12 +75,12 @@ def test_a_profile_without_costs_cannot_be_planned_with(profile: Profile) -> Non
 
 
 def test_one_strategy_with_what_it_communicates(profile: Profile) -> None:
-    priced = price_strategy(Strategy(["fsdp"]), profile, Cluster.from_spec("2xcpu"), global_batch=8)
+    priced = price_strategy(Strategy(["fsdp"]), profile, cluster_from_spec("2xcpu"), global_batch=8)
     assert "parallel_mode" in priced.strategy
     assert {call.kind for call in priced.estimate.collectives} >= {"all_gather", "reduce_scatter"}
     assert priced.over_bytes < 0
     with pytest.raises(StrategyError):
-        price_strategy(Strategy(["fsdp", "zero1"]), profile, Cluster.from_spec("2xcpu"))
+        price_strategy(Strategy(["fsdp", "zero1"]), profile, cluster_from_spec("2xcpu"))
 
 
 def test_what_was_assumed_is_noted(profile: Profile) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from atorch_ns.cluster import Device, Hardware, Link, Rate
-from atorch_ns.engine._calibration import Calibration, Factors
-from atorch_ns.engine._refit import refit
+from atorch_ns.engine.calibration import Calibration, Factors, refit
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.method import load_registry

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._failures import explain
-from atorch_ns.engine._merge import merge_reports
-from atorch_ns.engine._rank_report import RankReport
+from atorch_ns.engine.coordinator.trial import merge_reports
+from atorch_ns.engine.trial.failures import explain
+from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.errors import InputError, RankError
-from atorch_ns.job import Job, apply_strategy
+from atorch_ns.job import Job
 from atorch_ns.method import Chosen, Method, MethodConfig, Phase, Resolved
 from atorch_ns.search import TrialOutcome, from_json, to_json
 from atorch_ns.strategy import Plan, Strategy

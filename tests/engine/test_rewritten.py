@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._rewritten import with_replaced_costs
+from atorch_ns.engine.problem import with_replaced_costs
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.method import Method, Phase, Registry
 from atorch_ns.profile import Profile, profile_model
@@ -86,7 +86,7 @@ def _traced(model: nn.Module) -> Profile:
 
 def _peak(profile: Profile, **plan: Any) -> float:
     cluster = Cluster().with_hardware()
-    return estimate(Plan(**plan), profile, cluster, Workload(global_batch=1024)).peak_bytes
+    return estimate(Plan().changed(**plan), profile, cluster, Workload(global_batch=1024)).peak_bytes
 
 
 def _with(kind: type[Method[Any]], model: nn.Module) -> Profile:

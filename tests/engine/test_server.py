@@ -18,15 +18,15 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from atorch_ns.engine import RankReport
-from atorch_ns.engine._agent import run_agent
-from atorch_ns.engine._auth import Tls, bearer, new_token
-from atorch_ns.engine._client import CoordinatorClient
-from atorch_ns.engine._client_channel import CoordinatorChannel
-from atorch_ns.engine._coordinator import Coordinator
-from atorch_ns.engine._event_json import event_from_json, event_to_json
-from atorch_ns.engine._server import CoordinatorServer
-from atorch_ns.engine._server_calls import SERVICE
+from atorch_ns.engine.coordinator.coordinator import Coordinator
+from atorch_ns.engine.coordinator.events import event_from_json, event_to_json
 from atorch_ns.engine.proto import coordinator_pb2 as pb
+from atorch_ns.engine.rpc.auth import Tls, bearer, new_token
+from atorch_ns.engine.rpc.channel import CoordinatorChannel
+from atorch_ns.engine.rpc.client import CoordinatorClient
+from atorch_ns.engine.rpc.meeting import run_agent
+from atorch_ns.engine.rpc.server import CoordinatorServer
+from atorch_ns.engine.rpc.servicer import SERVICE
 from atorch_ns.errors import CoordinatorError, InputError, RankError
 from atorch_ns.search import Ended, Event, Note, SearchOutcome, TrialEnded, TrialStarted, TrialTask
 from atorch_ns.testing import run_ranks
@@ -274,7 +274,7 @@ def test_a_coordinator_that_stays_away_is_given_up() -> None:
 
 
 def test_a_coordinator_that_was_never_there_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atorch_ns.engine._client_channel._FIRST_CONTACT_S", 0.5)
+    monkeypatch.setattr("atorch_ns.engine.rpc.channel._FIRST_CONTACT_S", 0.5)
     server = CoordinatorServer(Coordinator(FakeSearch(), 1), token=TOKEN)
     server.close()
     start = time.monotonic()
@@ -293,8 +293,8 @@ def test_a_coordinator_that_begins_a_moment_later_is_found() -> None:
 
 
 def test_one_that_was_there_is_looked_for_longer_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atorch_ns.engine._client_channel._FIRST_CONTACT_S", 0.1)
-    monkeypatch.setattr("atorch_ns.engine._client_channel._TOLD_AFTER_S", 0.2)
+    monkeypatch.setattr("atorch_ns.engine.rpc.channel._FIRST_CONTACT_S", 0.1)
+    monkeypatch.setattr("atorch_ns.engine.rpc.channel._TOLD_AFTER_S", 0.2)
     seen: list[Event] = []
     server = CoordinatorServer(Coordinator(FakeSearch(["a"]), 2), token=TOKEN)
     calls = [agent(server, FakeWorker(0), on_event=seen.append)]  # waits for rank 1

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from atorch_ns.engine import RankReport
-from atorch_ns.engine._agent import run_agent
-from atorch_ns.engine._auth import new_token, read_token
-from atorch_ns.engine._client import CoordinatorClient
-from atorch_ns.engine._coordinator_jobs import EngineJobs
-from atorch_ns.engine._engine_service import tls_files
-from atorch_ns.engine._server import CoordinatorServer
+from atorch_ns.engine.coordinator.jobs import EngineJobs
+from atorch_ns.engine.rpc.auth import new_token, read_token
+from atorch_ns.engine.rpc.client import CoordinatorClient
+from atorch_ns.engine.rpc.meeting import run_agent
+from atorch_ns.engine.rpc.server import CoordinatorServer, tls_files
 from atorch_ns.errors import CoordinatorError, InputError, RankError
 from atorch_ns.search import Candidate, SearchOutcome, SearchSettings, TrialTask
 from tests.engine.fake_search import FakeClock, FakeWorker, InThread, report

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch_ns.engine._stopping import decide, half_width
+from atorch_ns.engine.trial.run import decide, half_width
 from atorch_ns.search import StopRule
 
 TIMES = st.lists(st.floats(1e-4, 10.0), max_size=30)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from atorch_ns import auto_accelerate
-from atorch_ns.engine._asked import Asked
-from atorch_ns.engine._trial_logs import log_folder, new_log_folder
+from atorch_ns.engine.request import Asked
+from atorch_ns.engine.trial.worker import log_folder, new_log_folder
 from atorch_ns.errors import SearchError
 from atorch_ns.search import SearchOutcome
 from atorch_ns.testing.models import SyntheticDataset, get_case

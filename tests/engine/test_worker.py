@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._worker import TrialWorker
+from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.search import Note, StopRule
-from atorch_ns.testing._unchanged import nothing_changes
+from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.workers import run_ranks
 from tests.engine.trials import DONE, Ran, case_inputs, run_tasks, task
 from tests.processes import child_processes

@@ -27,7 +27,7 @@ import importlib.util, json, os, sys, threading
 from pathlib import Path
 import torch
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._worker import TrialWorker
+from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.job import Inputs
 from atorch_ns.search import StopRule, TrialTask
 

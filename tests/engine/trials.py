@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._rank_report import RankReport, Worker
-from atorch_ns.engine._rendezvous import Rendezvous, open_rendezvous
-from atorch_ns.engine._worker import TrialWorker
+from atorch_ns.engine.trial.process import Rendezvous, open_rendezvous
+from atorch_ns.engine.trial.report import RankReport, Worker
+from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.job import Inputs
 from atorch_ns.search import StopRule, TrialTask
 from atorch_ns.testing.faults import Fault, inject

@@ -13,20 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
-from atorch_ns.estimate._memo import Memo
-from atorch_ns.estimate._memory import price_memory
-from atorch_ns.estimate._shards import Parameters
-from atorch_ns.estimate._stages import staged, stages_of
-from atorch_ns.estimate._states import kept_of, parameters_of, shares_of
+from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.memory.shards import Parameters
+from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
+from atorch_ns.estimate.model_shard import Memo
+from atorch_ns.estimate.stages import staged, stages_of
 from atorch_ns.job import PeakMemory
 from atorch_ns.pipeline import StageCosts, actions, get_schedule, simulate
 from atorch_ns.profile import Profile, profile_model
-from atorch_ns.strategy import Plan
+from atorch_ns.strategy import PipelineParallelism, Plan
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.parity import ADAMW
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import ADAMW, accelerate_case
 from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
 from benchmarks._memory_cases import SIZED_CASES
@@ -103,7 +102,7 @@ def _kept(plan: Plan, profile: Profile) -> set[tuple[int, ...]]:
     assert profile.trace is not None
     memo = Memo()
     _, sizes = PlanTable.of([plan]).sizes(0, Workload(global_batch=BATCH), memo)
-    parts, _ = staged(plan, profile.trace, sizes, memo)
+    parts, _ = staged(profile.trace, sizes, memo)
     counts = np.stack([np.broadcast_to(count, len(parts.sizes)) for count in parts.counts], axis=1)
     base: Parameters = parameters_of(profile.trace, plan, tied=parts.is_cut)
     own = base.part(parts.sizes.tensor, parts.sizes.expert, counts)
@@ -149,7 +148,7 @@ def _plan(**sizes: int) -> Plan:
     return Plan(axes=tuple(sizes.items()), gradient_sync=sync)  # type: ignore[arg-type]
 
 
-CLUSTER = Cluster.from_spec("8xH100-80GB, 2 nodes, ib400")
+CLUSTER = cluster_from_spec("8xH100-80GB, 2 nodes, ib400")
 
 
 def _times(profile: Profile, plan: Plan, batch: int = 64) -> TimeParts:
@@ -174,7 +173,7 @@ def test_a_loss_on_parts_holds_and_exchanges_less(llama: Profile) -> None:
     """Of logits, logarithms and gradients [B, T, V] a t-th; three numbers a token are exchanged for V."""
     assert llama.trace is not None
     work = Workload(global_batch=BATCH, num_tokens=llama.trace.num_tokens)
-    plans = [replace(_plan(tensor=2), parallel_loss=parts) for parts in (False, True)]
+    plans = [_plan(tensor=2).changed(tensor={"parallel_loss": parts}) for parts in (False, True)]
     (whole, parts), *_ = price_memory(PlanTable.of(plans), llama.trace, work)
     logits = 4 * BATCH * llama.trace.num_tokens * llama.trace.vocabulary_size
     assert 0.5 * logits < whole.sum() - parts.sum() < 2 * logits
@@ -192,7 +191,7 @@ def test_slow_links_are_dearer_to_a_tensor_axis(llama: Profile) -> None:
 
 def test_rows_are_priced_as_alone(llama: Profile) -> None:
     plans = [
-        replace(_plan(**sizes), num_micro_batches=passes, recompute=recompute)
+        _plan(**sizes).changed(num_micro_batches=passes, recomputation={"kind": recompute})
         for sizes in (
             {"data": 8},
             {"tensor": 2, "data": 4},
@@ -216,8 +215,8 @@ def test_rows_are_priced_as_alone(llama: Profile) -> None:
 def test_the_bubble_is_that_of_a_simulation(name: str, llama: Profile) -> None:
     """Without sends, and with the host's part of the time left out."""
     assert llama.trace is not None
-    plan = replace(_plan(pipeline=2), schedule=name, num_micro_batches=8)
-    stages = stages_of(plan, llama.trace, 2)
+    plan = _plan(pipeline=2).changed(num_micro_batches=8, pipeline={"schedule": name})
+    stages = stages_of(plan.pipeline, llama.trace, 2)
     info = get_schedule(name)
     v = info.usual_stages
     timeline = simulate(actions(info, 2, 8, v), StageCosts.equal(2 * v), hides_sends=True)
@@ -236,10 +235,10 @@ def test_more_micro_batches_make_the_bubble_smaller(llama: Profile) -> None:
 
 def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile) -> None:
     assert llama.trace is not None
-    of_1f1b = stages_of(_plan(pipeline=4), llama.trace, 4)
+    of_1f1b = stages_of(_plan(pipeline=4).pipeline, llama.trace, 4)
     assert of_1f1b.live(8).tolist() == [4, 3, 2, 1]
     assert of_1f1b.live(2).tolist() == [2, 2, 2, 1]
-    gpipe = stages_of(replace(_plan(pipeline=4), schedule="GPipe"), llama.trace, 4)
+    gpipe = stages_of(PipelineParallelism(schedule="GPipe"), llama.trace, 4)
     assert gpipe.live(8).tolist() == [8, 8, 8, 8]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from atorch_ns import auto_accelerate
-from atorch_ns.cluster import Cluster
-from atorch_ns.engine._out_of_memory import is_out_of_memory
+from atorch_ns.cluster import Cluster, cluster_from_spec
+from atorch_ns.engine.trial.failures import is_out_of_memory
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.job import StepOptimizer
 from atorch_ns.method import load_registry, resolve
@@ -74,7 +74,7 @@ def _predicted(strategy: list[Any]) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
-    priced = cluster if cluster.hardware is not None else Cluster.from_spec("1xH100-80GB")
+    priced = cluster if cluster.hardware is not None else cluster_from_spec("1xH100-80GB")
     return estimate(plan, profile, priced, Workload(global_batch=BATCH, num_tokens=TOKENS)).peak_bytes
 
 

@@ -41,7 +41,6 @@ ALONE: dict[str, list[Any]] = {
 ON_RANKS: dict[str, list[Any]] = {
     "ddp": ["ddp"],
     "fsdp": ["fsdp"],
-    "fsdp, version 1": [("fsdp", {"version": 1})],
     "fsdp, cpu_offload": [("fsdp", {"cpu_offload": True})],
     "fsdp, checkpoint, offload": ["fsdp", ("checkpoint", {"offload": True})],
     "fsdp, compile": ["fsdp", "compile"],

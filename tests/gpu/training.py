@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from atorch_ns.testing.models import SyntheticDataset, get_case, map_tensors
-from atorch_ns.testing.parity import ADAMW, Trajectory
-from atorch_ns.testing.runs import accelerate_case, whole_parameters
+from atorch_ns.testing.parity import ADAMW, Trajectory, accelerate_case, whole_parameters
 
 __all__ = ["Run", "by_hand", "under"]
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
-from atorch_ns.job import Inputs, Job, Packing, Result, apply_strategy, first_loss
+from atorch_ns.job import Inputs, Job, Packing, Result, first_loss
 from atorch_ns.method import Method, MethodConfig, Phase, Registry, load_registry, resolve
 from atorch_ns.sharding import copy_to, reduce_from
 from atorch_ns.strategy import Strategy
@@ -121,10 +122,10 @@ class HandTensor(Method[NoConfig]):
             for name in ("gate_up.weight", "gate_up.bias"):
                 whole = block.get_parameter(name)
                 packing = Packing(dim=0, sizes=(whole.size(0) // 2,) * 2, ranks=mesh.size())
-                job.packings[f"{path}.{name}"] = packing
+                job.parts.packings[f"{path}.{name}"] = packing
                 setattr(block.gate_up, name.split(".")[1], _shared_out(packing.pack(whole.data), mesh, 0))
             block.down.weight = _shared_out(block.down.weight.data, mesh, 1)
-            job.sums.add([f"{path}.scale"], mesh.get_group())
+            job.gradients.sums.add([f"{path}.scale"], mesh.get_group())
 
 
 def _shared_out(whole: Tensor, mesh: Any, dim: int) -> nn.Parameter:
@@ -167,12 +168,14 @@ class HandPipeline(Method[NoConfig]):
         if index == 1:
             model.blocks[1].shift = nn.Parameter(model.blocks[1].shift.data.clone())
             model.stem, model.blocks[0] = nn.Identity(), nn.Identity()
-            job.elsewhere.add("blocks.1.shift")
+            job.gradients.remote_norm_names.add("blocks.1.shift")
         else:
             model.blocks[1], model.head = nn.Identity(), nn.Identity()
-        job.sums.add(["blocks.0.shift", "blocks.1.shift"], group)
-        job.stages = (Stage(model, index),)
-        job.make_runner = lambda job, loss_func: _Runner(job.stages[0], group, loss_func, job.skip_sync)
+        job.gradients.sums.add(["blocks.0.shift", "blocks.1.shift"], group)
+        job.parts.stages = (Stage(model, index),)
+        job.step.make_runner = lambda job, loss_func: _Runner(
+            job.parts.stages[0], group, loss_func, job.gradients.skip_sync
+        )
 
 
 class _Runner:

@@ -13,8 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.job import SharedRandomness
 from atorch_ns.testing.models import SyntheticDataset
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import whole_parameters
+from atorch_ns.testing.parity import (
+    Trajectory,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+    whole_parameters,
+)
 from atorch_ns.testing.workers import run_ranks
 from tests.job.divided import CASE, build, local, make
 

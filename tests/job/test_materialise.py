@@ -13,8 +13,7 @@ from atorch_ns import auto_accelerate
 from atorch_ns.errors import InputError
 from atorch_ns.job import Materialiser, is_on_meta
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import snapshot
-from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.parity import accelerated_run, snapshot
 from atorch_ns.testing.workers import run_ranks
 
 

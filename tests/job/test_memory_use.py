@@ -10,7 +10,7 @@ from torch import nn
 
 from atorch_ns.job import MemoryTracker, state_bytes, track_memory
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks
 
 CPU = torch.device("cpu")

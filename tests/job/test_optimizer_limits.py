@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.scenarios import error_of
 
@@ -44,10 +44,8 @@ def test_they_are_refused_before_the_first_step() -> None:
 
 def _trained() -> list[str]:
     wrong = []
-    for strategy in (["zero1"], [("zero2", {"not_use_fsdp": True})], ["ddp"], [("fsdp", {"version": 1})]):
+    for strategy in (["zero1"], [("zero2", {"not_use_fsdp": True})], ["ddp"]):
         for kind in (torch.optim.Rprop, torch.optim.Adafactor):
-            if kind is torch.optim.Adafactor and strategy[0][0] == "fsdp":
-                continue  # it looks at each parameter as a whole
             result = _accelerated(strategy, kind)
             if not torch.isfinite(
                 torch.stack([result.train_step(batch) for batch in result.dataloader])

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.launch import _ranks as module
-from atorch_ns.launch import _scratch as scratch
+from atorch_ns.launch import ranks as module
+from atorch_ns.launch import ranks as scratch
 from atorch_ns.launch import run_local_ranks, scratch_folder
 
 _PROGRAM = "tests.launch.rank_program"
@@ -55,7 +55,7 @@ def test_ctrl_c_goes_to_rank_0() -> None:
 
 _PARENT = """
 import sys
-from atorch_ns.launch import _scratch as scratch
+
 from atorch_ns.launch import run_local_ranks, scratch_folder
 run_local_ranks("tests.launch.rank_program", ["hang"], 2, shown=False)
 """

@@ -57,6 +57,7 @@ def test_duplicates_are_refused() -> None:
         ({"Config": dict}, "MethodConfig"),
         ({"__doc__": ""}, "docstring"),
         ({"refuses_by": ("nosuch",)}, "Plan has no field nosuch"),
+        ({"refuses_by": ("compiled", "sharding.nosuch")}, "Plan has no field sharding.nosuch"),
     ],
 )
 def test_conventions_are_enforced_when_the_class_is_made(attributes: dict[str, Any], words: str) -> None:

@@ -80,15 +80,15 @@ def test_one_process_finds_the_mistakes_that_more_would(strategy: Any) -> None:
 def test_plan() -> None:
     mesh = ("parallel_mode", ([("data", 2), ("zero", 2)], None))
     plan = _resolve([mesh, "fsdp", ("half", "fp16"), ("checkpoint", {"every_n": 2})]).plan
-    assert plan.parameters_over == plan.optimizer_over == ("zero",)
-    assert plan.parameter_dtype == "float16"
-    assert plan.master_dtype == "float32"
-    assert plan.loss_scaling
-    assert (plan.recompute, plan.recompute_every) == ("blocks", 2)
+    assert plan.sharding.parameters_over == plan.sharding.optimizer_over == ("zero",)
+    assert plan.precision.parameter_dtype == "float16"
+    assert plan.precision.master_dtype == "float32"
+    assert plan.precision.loss_scaling
+    assert (plan.recomputation.kind, plan.recomputation.every) == ("blocks", 2)
     assert plan.num_data_ranks == 4
     gathered = _resolve(["zero2"]).plan
-    assert gathered.keeps_gathered
-    assert gathered.parameters_over == ("data",)
+    assert gathered.sharding.keeps_gathered
+    assert gathered.sharding.parameters_over == ("data",)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,6 @@ def test_plan() -> None:
         ("ddp", "fsdp"),
         ("ddp", "zero2"),
         ("amp_native", "half"),
-        (("fsdp", {"version": 1}), "half"),
-        (("fsdp", {"version": 1}), "compile"),
         (("zero1", {"use_ds_zero": True}), "ddp"),
     ],
 )

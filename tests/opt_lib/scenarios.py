@@ -13,20 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.data._batch import call_model, split_batch
+from atorch_ns.data.batch import call_model, split_batch
 from atorch_ns.errors import AtorchError
 from atorch_ns.job import Result
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
     BF16_GLOBAL_BATCH,
     Trajectory,
+    accelerate_case,
+    accelerated_run,
     assert_parity,
     assert_ranks_agree,
     compare,
     reference_run,
     snapshot,
 )
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
 from atorch_ns.testing.workers import run_ranks
 
 AUTOCAST = {"autocast_dtype": torch.bfloat16, "global_batch": BF16_GLOBAL_BATCH}

@@ -6,8 +6,14 @@ import dataclasses
 from typing import Any
 
 from atorch_ns.testing.models import Case, get_case, map_tensors
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import run_ranks
 
 KINDS = ("ulysses", "ring")

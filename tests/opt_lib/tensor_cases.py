@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from atorch_ns.testing.models import CASES, Case
-from atorch_ns.testing.parity import Trajectory, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.parity import Trajectory, accelerated_run, assert_ranks_agree, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
 from tests.sharding.tensor_models import VOCAB, make
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -10,15 +9,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.profile import profile_model
 from atorch_ns.strategy import Plan
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.runs import accelerate_case
-from opt_lib import _offloaded
+from atorch_ns.testing.parity import accelerate_case
+from opt_lib import _recompute as _recompute_module
 from opt_lib import checkpoint as module_under_test
-from opt_lib._offloaded import offloaded
+from opt_lib._recompute import offloaded
 from opt_lib.checkpoint import CheckpointConfig
 
 GPU = torch.device("cuda")
@@ -43,7 +42,7 @@ class Recorded(torch.autograd.graph.saved_tensors_hooks):
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorded.packed, Recorded.options = [], []
-    monkeypatch.setattr(_offloaded, "save_on_cpu", Recorded)
+    monkeypatch.setattr(_recompute_module, "save_on_cpu", Recorded)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -107,10 +106,11 @@ def test_the_estimate_trades_memory_for_transfers() -> None:
     )
     assert profile.trace is not None
     workload = Workload(global_batch=512, num_tokens=profile.trace.num_tokens)
-    plain = Plan(recompute="blocks")
-    gpu = Cluster.from_spec("1xH100-80GB")
+    plain = Plan().changed(recomputation={"kind": "blocks"})
+    gpu = cluster_from_spec("1xH100-80GB")
     kept, moved = (
-        estimate(plan, profile, gpu, workload) for plan in (plain, replace(plain, offload_activations=True))
+        estimate(plan, profile, gpu, workload)
+        for plan in (plain, plain.changed(recomputation={"offload_activations": True}))
     )
     assert moved.memory.activations < kept.memory.activations
     assert moved.time.offload > kept.time.offload == 0

@@ -14,14 +14,14 @@ from atorch_ns import checkpoint
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 from atorch_ns.testing.models import Case
-from atorch_ns.testing.parity import snapshot
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case, snapshot
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.scenarios import error_of
-from tests.opt_lib.test_compact_optimizers import CASE, FSDP1, _optimizer, _uncompiled
+from tests.opt_lib.test_compact_optimizers import CASE, _optimizer, _uncompiled
 
 __all__ = ["_uncompiled"]  # a fixture
 
+DEEPSPEED = ("zero1", {"use_ds_zero": True})
 TENSOR = ("parallel_mode", ([("tensor", 2)], None))
 BLOCKS = "only states of one value, or of one value an element,"
 
@@ -49,7 +49,7 @@ def _refusals(optimizer: Any, folder: Path) -> list[Any]:
     checkpoint.save(folder, _made(["ddp"], optimizer, steps=1))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        flat = _made([FSDP1], optimizer, steps=1)
+        flat = _made([DEEPSPEED], optimizer, steps=1)
     before, states = snapshot(flat.model), len(flat.optim.state)  # type: ignore[union-attr]
     refused = [
         error_of(lambda: checkpoint.load(folder, flat), CheckpointError),
@@ -63,6 +63,7 @@ def _refusals(optimizer: Any, folder: Path) -> list[Any]:
 
 
 def test_blocks_do_not_go_into_flat_pieces(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
     found = run_ranks(_refusals, 2, args=(_optimizer("bitsandbytes"), tmp_path), timeout_s=100)
     for refused, kept, _, noted in found:
         for message in refused:

@@ -14,17 +14,16 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.estimate._states import kept_bytes
+from atorch_ns.estimate.memory.states import kept_bytes
 from atorch_ns.job import state_bytes
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import Case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks
 
 PACKAGES = ("torchao", "bitsandbytes")
-FSDP1 = ("fsdp", {"version": 1})
 FLAT = ("zero2", {"not_use_fsdp": True})
 PLAIN: list[list[Any]] = [["ddp"], ["zero1"], [FLAT]]
 """Strategies whose optimizers see plain tensors."""
@@ -127,7 +126,7 @@ def test_trains_as_one_process_and_keeps_what_was_predicted(package: str) -> Non
     assert kept == _predicted([], profile, 1)
     full = 8 * sum(parameter.numel() for parameter in CASE.build().parameters())
     assert kept < 0.35 * full
-    strategies = [*PLAIN, [FSDP1], PIPELINE, *(DTENSORS if package == "torchao" else [])]
+    strategies = [*PLAIN, PIPELINE, *(DTENSORS if package == "torchao" else [])]
     ranks = run_ranks(_train, 2, args=(strategies, optimizer), timeout_s=100)
     for strategy, *found in zip(strategies, *ranks, strict=True):
         for one in found:
@@ -136,8 +135,7 @@ def test_trains_as_one_process_and_keeps_what_was_predicted(package: str) -> Non
         if strategy is PIPELINE:  # what a stage keeps is another question
             continue
         most = max(one[1] for one in found)
-        # FSDP1's parts of parameters begin anywhere, so that the dearest rank is not the one with most elements.
-        assert abs(most - _predicted(strategy, profile, 2)) <= (8 if strategy == [FSDP1] else 0), strategy
+        assert most == _predicted(strategy, profile, 2), strategy
 
 
 @pytest.mark.parametrize(

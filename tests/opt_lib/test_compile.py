@@ -15,7 +15,7 @@ from torch import nn
 from atorch_ns.cluster import Cluster
 from atorch_ns.job import Result
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks
 from opt_lib.compile import Compile, CompileConfig
 

@@ -19,10 +19,9 @@ from atorch_ns.job import Result
 from atorch_ns.method import Resolved, load_registry, resolve
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import reference_run
-from atorch_ns.testing.runs import accelerate_case, whole_parameters
+from atorch_ns.testing.parity import accelerate_case, reference_run, whole_parameters
 from atorch_ns.testing.workers import run_ranks
-from opt_lib import _deepspeed
+from opt_lib._deepspeed import zero as zero_module
 from tests.opt_lib.scenarios import (
     AUTOCAST,
     AUTOCAST_FP16,
@@ -36,7 +35,7 @@ from tests.opt_lib.scenarios import (
 
 TWO = Cluster(world_size=2, local_world_size=2, distributed=True, torch="2.13.0")
 EIGHT = Cluster(world_size=8, local_world_size=8, distributed=True, torch="2.13.0")
-PROBLEMS = _deepspeed.check("ds_3d_parallel", TWO)  # imports it, so that forked ranks need not
+PROBLEMS = zero_module.check("ds_3d_parallel", TWO)  # imports it, so that forked ranks need not
 pytestmark = [
     pytest.mark.skipif(bool(PROBLEMS), reason="; ".join(map(str, PROBLEMS))),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -75,11 +74,11 @@ def test_plan() -> None:
     plan = _resolve(
         pipeline, ("ds_3d_parallel", {"num_micro_batches": 8, "split_points": ["a", "b", "c"]})
     ).plan
-    assert (plan.schedule, plan.stages_per_rank, plan.num_micro_batches) == ("1F1B", 1, 8)
-    assert (plan.split_method, plan.split_points) == ("custom", ("a", "b", "c"))
-    assert (plan.gradient_sync, plan.optimizer_over) == ("all_reduce", ())
+    assert (plan.pipeline.schedule, plan.pipeline.stages_per_rank, plan.num_micro_batches) == ("1F1B", 1, 8)
+    assert (plan.pipeline.split_method, plan.pipeline.split_points) == ("custom", ("a", "b", "c"))
+    assert (plan.gradient_sync, plan.sharding.optimizer_over) == ("all_reduce", ())
     sharded = _resolve(pipeline, ("ds_3d_parallel", {"zero_stage": 1})).plan
-    assert (sharded.optimizer_over, sharded.shard_layout) == (("data",), "flat")
+    assert (sharded.sharding.optimizer_over, sharded.sharding.layout) == (("data",), "flat")
 
 
 @pytest.mark.parametrize(
@@ -274,10 +273,10 @@ def _coordinates(axes: list[tuple[str, int]]) -> dict[str, int]:
     """This rank's place in DeepSpeed's grid, and in the mesh."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-    from opt_lib._ds_pipeline_engine import _topology
+    from opt_lib._deepspeed.pipeline import _topology
 
     mesh = Mesh(axes, device_type="cpu")
-    _deepspeed.start("cpu")
+    zero_module.start("cpu")
     grid = PipelineParallelGrid(topology=_topology(mesh))
     return {
         "stage": grid.get_stage_id() - mesh.axis("pipeline").get_local_rank(),

@@ -13,8 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerate_case,
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import run_ranks
 
 WIDTH, VOCAB, NUM_EXPERTS, NUM_CHOICES = 32, 64, 4, 2
@@ -196,5 +203,5 @@ def test_what_cannot_be_followed_is_refused() -> None:
     (chained, reader, sharded), _ = run_ranks(_refusals, 2)
     assert "layers.0.1.experts" in chained
     assert "use what experts return" in chained
-    assert "their weights beside their calls" in reader
+    assert "their weights outside their calls" in reader
     assert "cannot be sharded further. Use ddp" in sharded

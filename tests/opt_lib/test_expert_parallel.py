@@ -18,14 +18,16 @@ from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import (
     BF16_GLOBAL_BATCH,
     Trajectory,
+    accelerate_case,
+    accelerated_run,
     assert_parity,
     assert_ranks_agree,
     compare,
     reference_run,
 )
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from opt_lib.expert_parallel import ExpertParallel
+from tests.parity.variants import reference
 
 EXPERT_2 = ("parallel_mode", [("expert", 2)])
 MAX_NORM = 0.05
@@ -184,13 +186,19 @@ def _in_bf16() -> dict[str, Trajectory]:
 
 def test_bf16_is_as_near_as_replication_is() -> None:
     """Plain replication in bf16 rounds apart from one process as well; experts on other ranks add nothing to that."""
+    alone = {kind: reference(MIXTRAL.name, f"{kind} bfloat16") for kind in ("amp", "half")}
     runs = run_ranks(_in_bf16, 2, timeout_s=110)[0]
     counterparts = {"amp": "ddp amp", "amp fsdp": "fsdp amp", "half": "ddp half", "half fsdp": "fsdp half"}
     for name, other in counterparts.items():
         report = compare(runs[other], runs[name])
-        assert report.max_loss_error < 1e-3, (name, report.describe())
-        # bf16 weights near 1 move by whole steps of 1/128; a lost gradient would be an error of 1.
-        assert report.max_param_error < (0.75 if "half" in name else 0.15), (name, report.describe())
+        kind = name.split()[0]
+        rounding = [compare(alone[kind], runs[f"{how} {kind}"]) for how in ("ddp", "fsdp")]
+        # Each of two runs may be that far from one process, in opposite directions; how far exactly is chance.
+        loss_bound = 3 * max(one.max_loss_error for one in rounding)
+        assert report.max_loss_error <= loss_bound, (name, loss_bound, report.describe())
+        # A lost gradient would be an error of 1.
+        param_bound = min(0.75, 3 * max(one.max_param_error for one in rounding))
+        assert report.max_param_error <= param_bound, (name, param_bound, report.describe())
 
 
 class TestConformance(MethodConformance):
@@ -318,12 +326,6 @@ REFUSED: dict[str, tuple[Case, list[Any], type[Exception], str]] = {
         "the experts of experts (4 Linear) cannot be divided: calling it with a few tokens fails",
     ),
     "zero1": (QWEN, [("parallel_mode", [("expert", 2), ("data", 2)]), "zero1"], StrategyError, "use zero2"),
-    "version 1": (
-        QWEN,
-        [("parallel_mode", [("expert", 2), ("data", 2)]), ("fsdp", {"version": 1})],
-        StrategyError,
-        "use version 2",
-    ),
     "ignored": (
         QWEN,
         [

@@ -18,10 +18,16 @@ from atorch_ns.job import Result
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import assert_parity, assert_ranks_agree, compare
-from atorch_ns.testing.runs import accelerate_case, accelerated_run, plain_loop_step
+from atorch_ns.testing.parity import (
+    accelerate_case,
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    plain_loop_step,
+)
 from atorch_ns.testing.workers import run_ranks
-from opt_lib import _fairscale
+from opt_lib import _fairscale as fairscale
 from tests.opt_lib.scenarios import (
     AUTOCAST,
     AUTOCAST_FP16,
@@ -41,7 +47,7 @@ from tests.opt_lib.scenarios import (
 
 TWO = Cluster(world_size=2, local_world_size=2, distributed=True, torch="2.13.0")
 FOUR = Cluster(world_size=4, local_world_size=4, distributed=True, torch="2.13.0")
-PROBLEMS = _fairscale.check("zero1", TWO)  # imports it, so that forked ranks need not
+PROBLEMS = fairscale.check("zero1", TWO)  # imports it, so that forked ranks need not
 pytestmark = [
     pytest.mark.skipif(bool(PROBLEMS), reason="; ".join(map(str, PROBLEMS))),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -146,7 +152,7 @@ def _unreduced() -> list[str]:
     found.append(error_of(result.optim.step, StepError))
     result.optim.zero_grad()
     result.model.train()
-    with result.job.skip_sync():
+    with result.job.gradients.skip_sync():
         backward(result)
     found.append(error_of(result.optim.step, StepError))
     backward(result)
@@ -198,11 +204,13 @@ def test_a_missing_or_broken_package_is_one_problem_among_all(
     def fail(name: str) -> None:
         raise RuntimeError(f"{name} was built for another machine")
 
-    monkeypatch.setattr("opt_lib._optional.importlib", SimpleNamespace(import_module=fail))  # nobody else's
+    monkeypatch.setattr(
+        "opt_lib._config_checks.importlib", SimpleNamespace(import_module=fail)
+    )  # nobody else's
     with pytest.raises(StrategyError) as caught:
         resolve(Strategy([zero, ("compile", "no_such_backend")]), TWO, load_registry())
     assert len(caught.value.problems) == 2
-    assert _fairscale.INSTALL in str(caught.value)
+    assert fairscale.INSTALL in str(caught.value)
     assert "another machine" in str(caught.value)
 
 

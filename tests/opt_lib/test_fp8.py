@@ -20,7 +20,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.search import SearchSettings, explore
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import get_case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from opt_lib.fp8 import Fp8, Fp8Config
 
 EMULATED = {"backend": "torchao", "emulate": True}
@@ -30,7 +30,9 @@ HOPPER = Cluster(device_type="cuda", capability=(9, 0), device_name="H100", pack
 def applied(
     model: nn.Module, config: Any = None, cluster: Cluster | None = None, **plan: Any
 ) -> tuple[Job, list[str]]:
-    job = Job.start(Inputs(model=model), cluster or Cluster(packages={"torchao": "0"}), Plan(**plan), seed=0)
+    job = Job.start(
+        Inputs(model=model), cluster or Cluster(packages={"torchao": "0"}), Plan().changed(**plan), seed=0
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Fp8().apply(job, Fp8Config.model_validate({**EMULATED, **(config or {})}))
@@ -69,7 +71,7 @@ def test_where_it_cannot_be_used_it_is_left_out_with_a_reason(
     assert note.kind == "left out"
     assert all(part in note.text for part in parts), note.text
     assert not resolved.chosen
-    assert resolved.plan.narrow is None
+    assert resolved.plan.precision.narrow is None
     assert "fp8" in [step.name for step in resolved.strategy]
 
 
@@ -137,20 +139,6 @@ def test_the_specification_s_default_config_is_the_default() -> None:
     }
     assert Fp8Config.model_validate(written) == Fp8Config()
     assert Fp8Config.model_validate({"include": "layers"}).include == ("layers",)
-
-
-@pytest.mark.parametrize(
-    ("other", "part"),
-    [
-        (("fsdp", {"version": 1}), "only version 2"),
-        (("zero2", {"version": 1}), "only version 2"),
-    ],
-)
-def test_fp8_gathered_by_flat_parameters_is_refused(other: Any, part: str) -> None:
-    cluster = Cluster(world_size=2, distributed=True, packages={"torchao": "0"})
-    strategy = Strategy([("fp8", {**EMULATED, "fsdp_all_gather": True}), other])
-    with pytest.raises(StrategyError, match=part):
-        resolve(strategy, cluster, load_registry())
 
 
 def test_lora_is_refused_with_the_reason() -> None:
@@ -256,13 +244,13 @@ def test_a_plan_that_is_asked_twice_is_the_same() -> None:
     for config in (Fp8Config(), Fp8Config(backend="te"), Fp8Config(include=("layers",))):
         once = Fp8().plan(Plan(), config)
         assert Fp8().plan(once, config) == once
-        assert once.narrow is not None
+        assert once.precision.narrow is not None
 
 
 def test_the_import_of_torchao_is_silent() -> None:
     script = (
         "import logging, warnings; warnings.simplefilter('always'); logging.basicConfig(level=logging.DEBUG)\n"
-        "from opt_lib._fp8._torchao import load; load()\n"
+        "from opt_lib._fp8.torchao import load; load()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60

@@ -17,18 +17,24 @@ from torch import nn
 
 from atorch_ns import auto_accelerate, checkpoint
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._probe import TOLERANCE, probe
 from atorch_ns.errors import MissingPackageError
 from atorch_ns.job import Inputs, Job, Result
 from atorch_ns.method import load_registry
+from atorch_ns.numerics.probe import probe
+from atorch_ns.numerics.verdict import TOLERANCE
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import ADAMW, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import SyntheticDataset
 from atorch_ns.testing.networks import TiedLlama
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
-from opt_lib._fp8 import _torchao, find_linears
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerate_case,
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+)
+from opt_lib._fp8 import find_linears, torchao
 from opt_lib.fp8 import Fp8, Fp8Config
 from tests.opt_lib.scenarios import Runs, Scenario, run_scenarios
 
@@ -39,7 +45,7 @@ FUSED = {**ADAMW, "fused": True}
 @pytest.fixture(autouse=True)
 def _needs_torchao() -> None:
     try:
-        _torchao.load()
+        torchao.load()
     except MissingPackageError as error:
         pytest.skip(str(error))
 
@@ -51,7 +57,7 @@ def fp8(recipe: str = "rowwise_with_gw_hp", **settings: Any) -> Any:
 
 def by_hand(recipe: str, model: nn.Module) -> None:
     """torchao's own conversion of the same linears."""
-    float8 = _torchao.load()
+    float8 = torchao.load()
     names = find_linears(model, None, ()).replaced
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
@@ -224,7 +230,7 @@ SAME = {
     "ddp": [fp8()],
     "zero1": [fp8(), "zero1"],
     "fsdp, checkpoint": [fp8(), "fsdp", "checkpoint"],
-    "fsdp version 1": [fp8(), ("fsdp", {"version": 1})],
+    "fsdp": [fp8(), "fsdp"],
     "compile, checkpoint": [fp8(), ("compile", "aot_eager"), "checkpoint"],
     "pipeline": [fp8(), _mesh(("pipeline", 2))],
     "micro-batches": [fp8(), ("gradient_accumulation", 2)],
@@ -247,14 +253,14 @@ GATHER = fp8("tensorwise", fsdp_all_gather=True)
 
 def _exact_step(result: Result, batch: Any) -> torch.Tensor:
     for root in result.job.roots:
-        assert result.job.restore_precision is not None
-        result.job.restore_precision(root)
+        assert result.job.precision.restore is not None
+        result.job.precision.restore(root)
     return result.train_step(batch)
 
 
 @pytest.fixture(scope="module")
 def runs() -> Runs:
-    _torchao.load()
+    torchao.load()
     scenarios = {name: Scenario("tied_llama", strategy) for name, strategy in SAME.items()}
     for name, rest in EXACT.items():
         scenarios[f"{name}, plain"] = Scenario("tied_llama", rest)

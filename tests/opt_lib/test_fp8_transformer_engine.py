@@ -155,7 +155,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fake]:
 
 
 def applied(model: nn.Module, config: Any = None, cluster: Cluster = HOPPER, **plan: Any) -> Job:
-    job = Job.start(Inputs(model=model), cluster, Plan(**plan), seed=0)
+    job = Job.start(Inputs(model=model), cluster, Plan().changed(**plan), seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Fp8().apply(job, Fp8Config.model_validate(config))
@@ -251,8 +251,8 @@ def test_one_autocast_around_each_forward_pass(install: Callable[..., Fake]) -> 
 def test_full_precision_is_restored_outside_of_autocast(install: Callable[..., Fake]) -> None:
     fake, case = install(), get_case("mlp")
     job = applied(case.build())
-    assert job.restore_precision is not None
-    job.restore_precision(job.module)
+    assert job.precision.restore is not None
+    job.precision.restore(job.module)
     with pytest.raises(AssertionError, match="not inside one autocast"):
         job.module(*case.make_batch(4, 0))
     assert fake.entered == []
@@ -260,7 +260,7 @@ def test_full_precision_is_restored_outside_of_autocast(install: Callable[..., F
 
 def test_recomputation_is_the_package_s_own(install: Callable[..., Fake]) -> None:
     fake, case = install(), get_case("mlp")
-    job = applied(case.build(), recompute="blocks")
+    job = applied(case.build(), recomputation={"kind": "blocks"})
     Checkpoint().apply(job, CheckpointConfig())
     case.loss_func(case.make_batch(4, 0), job.module(*case.make_batch(4, 0))).backward()
     assert [call["use_reentrant"] for call in fake.recomputed] == [False] * 4
@@ -269,7 +269,7 @@ def test_recomputation_is_the_package_s_own(install: Callable[..., Fake]) -> Non
 
 def test_recomputation_has_no_settings_of_ours(install: Callable[..., Fake]) -> None:
     install()
-    job = applied(get_case("mlp").build(), recompute="blocks")
+    job = applied(get_case("mlp").build(), recomputation={"kind": "blocks"})
     with pytest.raises(InputError, match="save_operators"):
         Checkpoint().apply(job, CheckpointConfig(save_operators=("aten.mm",)))
 
@@ -278,7 +278,7 @@ def test_a_version_whose_recomputation_takes_no_keywords_is_refused(install: Cal
     install(keywords=False)
     applied(get_case("mlp").build())
     with pytest.raises(InputError, match=r"1\.5 or later"):
-        applied(get_case("mlp").build(), recompute="blocks")
+        applied(get_case("mlp").build(), recomputation={"kind": "blocks"})
 
 
 def test_models_on_meta_are_refused(install: Callable[..., Fake]) -> None:

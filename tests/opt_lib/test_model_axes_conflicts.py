@@ -10,14 +10,15 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import MODEL_AXES, Strategy
-from opt_lib import _deepspeed, _fairscale
+from opt_lib import _fairscale as fairscale
+from opt_lib._deepspeed import zero
 
 REGISTRY = load_registry()
 FOUR = Cluster(world_size=4, local_world_size=4, distributed=True, torch="2.13.0")
 ALONE = Cluster(torch="2.13.0")
 
 # Imports them outside of a test, which would be blamed for the variables that they set.
-MISSING = [*_deepspeed.check("zero1", FOUR), *_fairscale.check("zero1", FOUR)]
+MISSING = [*zero.check("zero1", FOUR), *fairscale.check("zero1", FOUR)]
 
 REFUSED = [
     ("zero1", "zero1 is for ranks that hold the whole model"),
@@ -25,8 +26,6 @@ REFUSED = [
     (("zero1", {"use_ds_zero": True}), "DeepSpeed shards over all processes"),
     (("zero2", {"use_ds_zero": True}), "DeepSpeed shards over all processes"),
     (("zero2", {"not_use_fsdp": True}), "ShardedDataParallel shards over all processes"),
-    (("zero2", {"version": 1}), "version 1 is for ranks that hold the whole model"),
-    (("fsdp", {"version": 1}), "version 1 is for ranks that hold the whole model"),
 ]
 
 

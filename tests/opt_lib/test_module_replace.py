@@ -17,7 +17,7 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import assert_parity, assert_ranks_agree, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.networks import ResidualBlock
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run
 from opt_lib._replacements import known_replacements
 from opt_lib.module_replace import ModuleReplace, ModuleReplaceConfig
 from tests.opt_lib.replacements.modules import (
@@ -36,10 +36,10 @@ from tests.opt_lib.replacements.modules import (
     ("plan", "used"),
     [
         ({}, False),
-        ({"parameter_dtype": "bfloat16"}, True),
-        ({"compute_dtype": "bfloat16"}, True),
-        ({"compute_dtype": "float16"}, False),
-        ({"parameter_dtype": "bfloat16", "compute_dtype": "float16"}, False),
+        ({"precision": {"parameter_dtype": "bfloat16"}}, True),
+        ({"precision": {"compute_dtype": "bfloat16"}}, True),
+        ({"precision": {"compute_dtype": "float16"}}, False),
+        ({"precision": {"parameter_dtype": "bfloat16", "compute_dtype": "float16"}}, False),
     ],
 )
 def test_a_pair_is_used_for_the_dtypes_it_supports(
@@ -50,7 +50,7 @@ def test_a_pair_is_used_for_the_dtypes_it_supports(
     _, explained, _ = apply(model, **plan)
     assert (type(model.first) is FastBuilt) is used
     if not used:
-        dtype = plan.get("compute_dtype", "float32")
+        dtype = plan["precision"]["compute_dtype"] if plan else "float32"
         assert explained[0] == (f"fast is not used: it supports bfloat16, and this job computes in {dtype}")
 
 
@@ -71,7 +71,7 @@ def test_a_later_replacement_takes_what_an_earlier_one_cannot(register: Callable
     assert explained[1].startswith("fallback: 4 × Old")
     assert not warned
     model = Model()
-    apply(model, parameter_dtype="float16")
+    apply(model, precision={"parameter_dtype": "float16"})
     assert type(model.first) is FastSubclass
 
 

@@ -11,15 +11,14 @@ import torch
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
 from atorch_ns.estimate import Workload
-from atorch_ns.estimate._memory import price_memory
-from atorch_ns.estimate._table import PlanTable
+from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.table import PlanTable
 from atorch_ns.job import StepOptimizer
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import profile_model
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import assert_parity, compare, reference_run
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run, assert_parity, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
 from opt_lib.optimizer_offload import OptimizerOffload
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from atorch_ns.engine._collective_count import CollectiveCount
+from atorch_ns.engine.trial.report import CollectiveCount
 from atorch_ns.errors import StepError
 from atorch_ns.job import PeakMemory
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import assert_parity, compare, reference_run
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run, assert_parity, compare, reference_run
 from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
 

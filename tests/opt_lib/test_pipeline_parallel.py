@@ -20,12 +20,14 @@ from atorch_ns.testing.parity import (
     ADAMW,
     BF16_GLOBAL_BATCH,
     Trajectory,
+    accelerate_case,
+    accelerated_run,
     assert_parity,
     assert_ranks_agree,
     compare,
     reference_run,
+    whole_parameters,
 )
-from atorch_ns.testing.runs import accelerate_case, accelerated_run, whole_parameters
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from opt_lib.pipeline_parallel import PipelineParallel
 from tests.pipeline.odd_models import Dropouts, LooksAtValues, build, mean_loss

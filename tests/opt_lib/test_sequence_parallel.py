@@ -15,8 +15,7 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.networks import TiedLlama
-from atorch_ns.testing.parity import assert_ranks_agree, reference_run
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case, assert_ranks_agree, reference_run
 from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.sequence_cases import KINDS, check, cut, padded, strategy, train
@@ -59,7 +58,7 @@ def test_parallel_mode_alone_is_enough() -> None:
     assert "sequence_parallel" in [item.method.name for item in resolved.chosen]
     assert resolved.plan.size("sequence") == 2
     ring = resolve(Strategy(strategy("ring")), TWO, load_registry())
-    assert ring.plan.sequence_exchange == "ring"
+    assert ring.plan.sequence.exchange == "ring"
 
 
 def _attention_written_out() -> nn.Module:

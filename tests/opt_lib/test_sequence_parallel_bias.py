@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.sequence_cases import check, strategy
 

@@ -14,11 +14,17 @@ from torch import Tensor, nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.parity import Trajectory, assert_parity, compare, reference_run
-from atorch_ns.testing.runs import accelerate_case, whole_parameters
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerate_case,
+    assert_parity,
+    compare,
+    reference_run,
+    whole_parameters,
+)
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.sequence_cases import check, strategy
-from tests.sharding.blocks import WIDTH, FlagBlock
+from tests.sharding.sequence.blocks import WIDTH, FlagBlock
 
 VOCAB = 64
 

@@ -13,8 +13,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import CASES, Case
-from atorch_ns.testing.parity import Trajectory, compare
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import Trajectory, accelerate_case, accelerated_run, compare
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from tests.opt_lib.tensor_cases import SEQUENCE, TENSOR, by_hand, check, of_model
 from tests.sharding.tensor_models import HEADS, WIDTH, Beside, ByCount, FusedParts, Heads, make, tokens

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch_ns.sharding import Division, LayerGraph, Layout, choose_plan, trace_layers
-from atorch_ns.sharding._tensor_check import Failure, PlanTest
+from atorch_ns.sharding import LayerGraph, Layout, TensorGroup, choose_plan, trace_layers
+from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
 from tests.opt_lib.tensor_cases import TENSOR, check, of_model
 from tests.sharding.tensor_models import VOCAB, WIDTH, make, tokens
 
@@ -57,20 +57,20 @@ def _graph(model: nn.Module) -> LayerGraph:
 
 def test_a_list_of_experts_trains_as_in_one_process() -> None:
     model = Model()
-    layers = choose_plan(model, Division(None, degree=2), _graph(model), really=False).layout.layers
+    layers = choose_plan(model, TensorGroup(None, size=2), _graph(model), run_numerics=False).layout.layers
     assert {layers[f"layers.0.experts.{number}.0"].style for number in range(NUM_EXPERTS)} == {"colwise"}
     check(of_model(Model, "experts"), 2, {"tensor": [TENSOR]})
 
 
 def test_a_unit_whose_layers_fail_together_stays_whole_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def whole(self: PlanTest, layout: Layout, *_: object) -> tuple[Failure | None, set[str]]:
+    def fails_together(self: SelfTest, layout: Layout, *_: object) -> tuple[Failure | None, set[str]]:
         found = [path for path in layout.layers if path.startswith("blocks.0.")]
         failed = Failure("blocks.0", "output 0 is off by 1 of its size", ("blocks.0", "blocks.1"))
         return (failed if found else None), set()
 
-    monkeypatch.setattr(PlanTest, "whole", whole)
+    monkeypatch.setattr(SelfTest, "plan", fails_together)
     model = make()
-    chosen = choose_plan(model, Division(None, degree=2), _graph(model), really=False)
+    chosen = choose_plan(model, TensorGroup(None, size=2), _graph(model), run_numerics=False)
     assert set(chosen.layout.layers) == {"embed", "head"}
     assert not chosen.layout.attributes
     (why,) = {text for path, text in chosen.plan.left.items() if path.startswith("blocks.*.attention")}

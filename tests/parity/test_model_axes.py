@@ -18,8 +18,14 @@ import torch
 
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.networks import TiedLlama
-from atorch_ns.testing.parity import Trajectory, assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.parity import (
+    Trajectory,
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import run_ranks
 from tests.parity.variants import TOLERANCES, global_batch
 

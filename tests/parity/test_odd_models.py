@@ -11,8 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.parity import assert_parity, assert_ranks_agree, compare, reference_run
-from atorch_ns.testing.runs import accelerated_run
+from atorch_ns.testing.parity import (
+    accelerated_run,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import run_ranks
 
 STRATEGIES = (["ddp"], ["zero1"], ["zero2"], ["fsdp"])

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.capture.batches import batch_sizes
+from atorch_ns.capture.blocks import fingerprints
 from atorch_ns.profile import ALL_PRECISIONS, Segment, SegmentCost, repeated_blocks
-from atorch_ns.profile._attempts import Attempts
-from atorch_ns.profile._batches import batch_sizes
-from atorch_ns.profile._fingerprint import fingerprints
-from atorch_ns.profile._precisions import Precision
-from atorch_ns.profile._steps import ForwardLoss, Subject
+from atorch_ns.profile.record.steps import ForwardLoss, Precision, Subject
+from atorch_ns.profile.tracing import TraceFallbacks
 from atorch_ns.testing.models import get_case
 
 
@@ -43,10 +42,10 @@ def attempts(
     keys: Sequence[str] = ALL_PRECISIONS,
     *,
     keeps_output: bool = False,
-) -> Attempts:
+) -> TraceFallbacks:
     """Ready to trace."""
     subject = subject_of(model, batch, forward_loss, keeps_output=keeps_output)
-    return Attempts(subject, [Precision.parse(key) for key in keys], "cpu")
+    return TraceFallbacks(subject, [Precision.parse(key) for key in keys], "cpu")
 
 
 def instances(segments: Sequence[Segment]) -> list[tuple[str, Segment]]:

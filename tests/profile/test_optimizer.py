@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch_ns.profile._optimizer import optimizer_spec
+from atorch_ns.profile.optimizer import optimizer_spec
 
 
 @pytest.mark.parametrize(

@@ -261,3 +261,15 @@ def test_gpu_that_is_not_in_use_is_not_started() -> None:
     assert trace.optimizer is not None
     assert trace.optimizer.temporary_copies == 1
     assert not torch.cuda.is_initialized()
+
+
+def test_kernels_of_this_cpu_say_nothing_of_the_workspaces_on_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("a GPU that is in use is traced with its own kernels")
+    model, batch = nn.Conv2d(8, 8, 3), torch.randn(4, 8, 16, 16)
+    cpu, cuda = (_trace(model, batch, device=device) for device in ("cpu", "cuda"))
+    assert cpu.segments != cuda.segments
+    monkeypatch.setattr("atorch_ns.profile.record.recorder.workspace_bytes", lambda *_: ())
+    assert _trace(model, batch).segments == cuda.segments

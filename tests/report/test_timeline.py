@@ -11,8 +11,9 @@ import pytest
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline import PipelineStep, StageCosts, get_schedule
 from atorch_ns.report import TrainingReport, timeline_info, timeline_text
-from atorch_ns.report._timeline_picture import timeline_picture
-from atorch_ns.report._timeline_text import timeline_sheet
+from atorch_ns.report.html.bar_charts import timeline_picture
+from atorch_ns.report.html.svg import WIDTH
+from atorch_ns.report.text.tables import timeline_table
 from tests.report.outcomes import searched
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -88,18 +89,17 @@ def test_a_pipeline_that_takes_no_time_is_drawn_too() -> None:
     )
     info = timeline_info(step)
     assert "0% idle" in timeline_text(info)
-    assert timeline_picture(info, 358, "t").endswith("</svg>")
+    assert timeline_picture(info).endswith("</svg>")
 
 
-@pytest.mark.parametrize("width", [860, 358])
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_micro_batches"), [("1F1B", 4, 8), ("zbv", 4, 8), ("gpipe", 33, 99)]
 )
 def test_the_picture_stays_in_its_frame_and_draws_every_row(
-    name: str, num_ranks: int, num_micro_batches: int, width: int
+    name: str, num_ranks: int, num_micro_batches: int
 ) -> None:
     info = timeline_info(_step(name, num_ranks, num_micro_batches))
-    text = timeline_picture(info, width, "t")
+    text = timeline_picture(info)
     picture = ElementTree.fromstring(text)
     height = float(picture.get("height", 0))
     assert len(text) < 60_000
@@ -112,26 +112,26 @@ def test_the_picture_stays_in_its_frame_and_draws_every_row(
             )
             assert x >= 0
             assert length > 0
-            assert x + length <= width
+            assert x + length <= WIDTH
             assert 0 <= y <= height
     for word in picture.iter(f"{SVG}text"):
-        assert 0 <= float(word.get("x", 0)) <= width
+        assert 0 <= float(word.get("x", 0)) <= WIDTH
         assert 0 <= float(word.get("y", 0)) <= height
 
 
 def test_wide_blocks_are_numbered_and_thin_ones_joined() -> None:
-    wide = ElementTree.fromstring(timeline_picture(timeline_info(_step("1F1B", 4, 8)), 860, "t"))
+    wide = ElementTree.fromstring(timeline_picture(timeline_info(_step("1F1B", 4, 8))))
     numbers = [word.text for word in wide.iter(f"{SVG}text") if word.get("class") == "on"]
     assert len(numbers) == 4 * 8 * 2
     assert set(numbers) == {str(index) for index in range(8)}
-    thin = ElementTree.fromstring(timeline_picture(timeline_info(_step("1F1B", 4, 400)), 358, "t"))
+    thin = ElementTree.fromstring(timeline_picture(timeline_info(_step("1F1B", 4, 400))))
     words = [word.text for word in thin.iter(f"{SVG}text")]
     assert "several passes" in words
     assert not [word for word in thin.iter(f"{SVG}text") if word.get("class") == "on"]
 
 
 def test_the_sheet_has_a_line_for_each_rank() -> None:
-    sheet = timeline_sheet(timeline_info(_step("zbv", 2, 4)))
+    sheet = timeline_table(timeline_info(_step("zbv", 2, 4)))
     assert [row[:2] for row in sheet.rows] == [("0", "0, 3"), ("1", "1, 2")]
     assert all(row[3].endswith("%") for row in sheet.rows)
 
@@ -141,8 +141,7 @@ def test_the_report_has_the_timeline_in_every_form() -> None:
     assert report.timeline_info == timeline_info(_step("1F1B", 2, 4))
     assert "1F1B on 2 ranks, 4 micro-batches" in str(report)
     page = report.to_html()
-    for form in ("wide", "narrow"):
-        assert page.count(f'id="timeline-{form}-title"') == 1
+    assert page.count('id="timeline-title"') == 1
     assert "The pipeline&#39;s step" in page
     assert TrainingReport.from_json(report.to_json()) == report
 

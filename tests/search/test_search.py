@@ -16,7 +16,7 @@ from atorch_ns.search import (
     outcome_from_json,
     outcome_to_json,
 )
-from atorch_ns.search._words import seconds_text
+from atorch_ns.text import seconds_text
 from tests.search.fakes import GIB, World, candidate, setting
 
 PLAIN = candidate("plain", "ddp", seconds=0.030, peak=4 * GIB, is_baseline=True)
@@ -144,7 +144,7 @@ def test_trials_teach_about_what_resembles_them() -> None:
     assert row.fate == "untried"
     assert row.corrected_seconds is not None
     assert row.corrected_seconds > 0.045
-    assert "x the time" in row.reason
+    assert "× the time" in row.reason
     assert "not tried: " in row.reason
 
 
@@ -322,14 +322,14 @@ def test_out_of_memory_rules_out_what_is_predicted_to_need_more() -> None:
     assert [task.key for task in world.tasks if task.kind == "trial"] == ["plain", "less"]
     assert outcome.best == "less"
     assert fates(outcome)["m1"] == "pruned"
-    assert "ran out of memory with 4.0 GiB" in reason(outcome, "m1")
+    assert "ran out of memory with 4.00 GiB" in reason(outcome, "m1")
 
 
 def test_a_trial_that_was_over_the_limit_cannot_win() -> None:
     fast = candidate("fast", "fsdp", seconds=0.01, peak=7 * GIB)
     outcome = World({"plain": 0.03, "fast": 0.01}, peaks={"fast": 9 * GIB}).search([PLAIN, fast])
     assert outcome.best == "plain"
-    assert "needs 9.0 GiB of 8.0 GiB (measured on rank 0)" in reason(outcome, "fast")
+    assert "needs 9.00 GiB of 8.00 GiB (measured on rank 0)" in reason(outcome, "fast")
 
 
 def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:
@@ -346,7 +346,7 @@ def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:
 
 def test_if_nothing_fits_the_nearest_miss_is_told() -> None:
     over = Pruned(
-        kind="memory", reason="needs 11.1 GiB of 8.0 GiB", hint="checkpoint would bring it to 5.0 GiB"
+        kind="memory", reason="needs 11.1 GiB of 8.00 GiB", hint="checkpoint would bring it to 5.00 GiB"
     )
     candidates = [
         replace(candidate("plain", "ddp", peak=20 * GIB, is_baseline=True), pruned=replace(over, hint="")),
@@ -355,9 +355,9 @@ def test_if_nothing_fits_the_nearest_miss_is_told() -> None:
     outcome = World({}).search(candidates)
     assert outcome.num_trials == 0
     assert outcome.nearest_miss.startswith(
-        "fsdp comes nearest: it needs 3.1 GiB more on every rank than 8.0 GiB"
+        "fsdp comes nearest: it needs 3.10 GiB more on every rank than 8.00 GiB"
     )
-    assert "checkpoint would bring it to 5.0 GiB" in outcome.nearest_miss
+    assert "checkpoint would bring it to 5.00 GiB" in outcome.nearest_miss
 
 
 def test_the_nearest_miss_names_the_rank_and_what_was_not_tried() -> None:
@@ -366,7 +366,7 @@ def test_the_nearest_miss_names_the_rank_and_what_was_not_tried() -> None:
     )
     small = candidate("small", "ddp", "checkpoint", peak=2 * GIB)
     outcome = World({}, ends={"plain": end}).search([PLAIN, small], max_trials=1)
-    assert "needs 3.0 GiB more on rank 1" in outcome.nearest_miss
+    assert "needs 3.00 GiB more on rank 1" in outcome.nearest_miss
     assert "try checkpoint" in outcome.nearest_miss
 
 
@@ -464,8 +464,8 @@ def test_every_candidate_has_a_fate_and_a_reason_with_numbers() -> None:
     assert outcome.rows[0].fate == "won"
     assert all(row.reason for row in outcome.rows)
     assert reason(outcome, "big") == "needs 9.2 GiB of 8.0 GiB (predicted; activations 6.1 GiB)"
-    assert "x the time (measured " in reason(outcome, "plain")
-    assert "x the time (" in reason(outcome, "slow")
+    assert "× the time (measured " in reason(outcome, "plain")
+    assert "× the time (" in reason(outcome, "slow")
     assert "; the baseline takes 5." in outcome.rows[0].reason
 
 
@@ -561,7 +561,7 @@ def test_out_of_memory_far_below_the_limit_says_nothing_of_others() -> None:
     candidates = [candidate("plain", "ddp", peak=GIB, is_baseline=True), candidate("c", "fsdp", peak=2 * GIB)]
     outcome = World({"c": 0.03}, ends={"plain": end}).search(candidates)
     assert outcome.best == "c"
-    assert "does not explain (predicted 1.0 GiB of 8.0 GiB): OutOfMemoryError: my own" in reason(
+    assert "does not explain (predicted 1.00 GiB of 8.00 GiB): OutOfMemoryError: my own" in reason(
         outcome, "plain"
     )
     none = World({}, ends={"plain": end, "c": end}).search(candidates)

@@ -13,7 +13,7 @@ import pytest
 
 from atorch_ns.method import load_registry
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run
 
 PLUGIN = '''
 from __future__ import annotations
@@ -83,7 +83,6 @@ class TestSaveOnHost(MethodConformance):
 
 FAULTY = '''
 import random
-from dataclasses import replace
 from atorch_ns.method import Method, MethodConfig, Phase
 
 
@@ -108,7 +107,7 @@ class Faulty(Method[FaultyConfig]):
         return []
 
     def plan(self, plan, config):
-        return replace(plan, recompute_every=plan.recompute_every + 1)
+        return plan.changed(recomputation={"every": plan.recomputation.every + 1})
 
     def options(self, profile, cluster):
         return [{"levels": 1}]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opt_lib._replacements import _base, _kernels
+from opt_lib._replacements import base, kernels
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
@@ -31,8 +31,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
 
 
 def _forget() -> None:
-    _base._import_error.cache_clear()
-    _kernels._module.cache_clear()
+    base._import_error.cache_clear()
+    kernels._module.cache_clear()
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     pretend(monkeypatch, "fused_layer_norm_cuda")
     monkeypatch.setattr(
-        _kernels, "runs_kernels", lambda *tensors: all(not t.is_meta for t in tensors if t is not None)
+        kernels, "runs_kernels", lambda *tensors: all(not t.is_meta for t in tensors if t is not None)
     )
     yield calls
     monkeypatch.undo()

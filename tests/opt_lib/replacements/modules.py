@@ -95,7 +95,7 @@ GPU = Cluster(
 
 
 def job_of(model: nn.Module, cluster: Cluster | None = None, **plan: Any) -> Job:
-    return Job.start(Inputs(model=model), cluster or Cluster(), Plan(**plan), seed=0)
+    return Job.start(Inputs(model=model), cluster or Cluster(), Plan().changed(**plan), seed=0)
 
 
 def apply(model: nn.Module, include: Any = None, **plan: Any) -> tuple[Job, list[str], list[str]]:

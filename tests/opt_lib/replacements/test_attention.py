@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from atorch_ns.testing import assert_parity, assert_ranks_agree, compare, get_case, reference_run, run_ranks
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run
 from opt_lib._replacements.attention import AttentionSwitch
 from tests.opt_lib.replacements.modules import apply
 from tests.opt_lib.replacements.transformers_models import (

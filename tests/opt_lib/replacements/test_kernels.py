@@ -15,8 +15,9 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
-from atorch_ns.testing.runs import accelerated_run
-from opt_lib._replacements import _kernels, known_replacements
+from atorch_ns.testing.parity import accelerated_run
+from opt_lib._replacements import kernels as kernels_module
+from opt_lib._replacements import known_replacements
 from tests.opt_lib.replacements.kernels import _forget, called
 from tests.opt_lib.replacements.modules import GPU, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import PADDED, gpt2, llama, transformers
@@ -76,15 +77,15 @@ def test_copies_and_pickles_work(called: Counter[str]) -> None:
 
 
 def test_what_is_no_plain_cuda_tensor_goes_through_torch() -> None:
-    assert not _kernels.runs_kernels(torch.zeros(2))
+    assert not kernels_module.runs_kernels(torch.zeros(2))
     gate, up = torch.randn(2, 3), torch.randn(2, 3)
-    torch.testing.assert_close(_kernels.silu_mul(gate, up), F.silu(gate) * up)
+    torch.testing.assert_close(kernels_module.silu_mul(gate, up), F.silu(gate) * up)
     x, weight, bias = torch.randn(2, 3), torch.randn(3), torch.randn(3)
     torch.testing.assert_close(
-        _kernels.layer_norm(x, (3,), weight, bias, 1e-5), F.layer_norm(x, (3,), weight, bias, 1e-5)
+        kernels_module.layer_norm(x, (3,), weight, bias, 1e-5), F.layer_norm(x, (3,), weight, bias, 1e-5)
     )
     torch.testing.assert_close(
-        _kernels.rms_norm("liger", x, weight, 1e-5, 0.0), F.rms_norm(x, (3,), weight, 1e-5)
+        kernels_module.rms_norm("liger", x, weight, 1e-5, 0.0), F.rms_norm(x, (3,), weight, 1e-5)
     )
 
 

@@ -15,9 +15,10 @@ from torch import nn
 
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.models import Case
-from atorch_ns.testing.runs import accelerate_case, accelerated_run
-from opt_lib._replacements import _deferred, known_replacements
-from opt_lib._replacements._deferred import DeferredLogits, chunked_cross_entropy
+from atorch_ns.testing.parity import accelerate_case, accelerated_run
+from opt_lib._replacements import cross_entropy as cross_entropy_module
+from opt_lib._replacements import known_replacements
+from opt_lib._replacements.cross_entropy import DeferredLogits, chunked_cross_entropy
 from tests.opt_lib.replacements.kernels import called
 from tests.opt_lib.replacements.modules import GPU, apply, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import PADDED, bert, gpt2, llama, transformers
@@ -30,9 +31,9 @@ BATCH = {**PADDED, "labels": torch.where(PADDED["attention_mask"].bool(), PADDED
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = _deferred.chunked_cross_entropy
+    whole = cross_entropy_module.chunked_cross_entropy
     monkeypatch.setattr(
-        _deferred, "chunked_cross_entropy", lambda *args: whole(*args, chunk_bytes=5 * 4 * 16)
+        cross_entropy_module, "chunked_cross_entropy", lambda *args: whole(*args, chunk_bytes=5 * 4 * 16)
     )
 
 
@@ -185,14 +186,8 @@ def _with_labels() -> Case:
     return dataclasses.replace(case, make_batch=make_batch, loss_func=lambda batch, output: output.loss)
 
 
-STRATEGIES: list[list[Any]] = [
-    ["fsdp", "checkpoint"],
-    [("fsdp", {"version": 1})],
-]
-LAST_LAYER_ALONE: list[list[Any]] = [
-    [(name, {**version, "atorch_wrap_cls": ("Linear",)})]
-    for name, version in (("fsdp", {}), ("fsdp", {"version": 1}), ("zero2", {"version": 1}))
-]
+STRATEGY = ["fsdp", "checkpoint"]
+LAST_LAYER_ALONE: list[list[Any]] = [[(name, {"atorch_wrap_cls": ("Linear",)})] for name in ("fsdp", "zero2")]
 """It is a unit of its own, gathered for itself."""
 
 
@@ -203,10 +198,10 @@ def test_training_on_two_ranks_matches_one_process() -> None:
 
     def train() -> list[Any]:
         assert "1 × last layer and loss" in str(accelerate_case(case, [replaced]).report)
-        for steps, expected in ((STRATEGIES[0], 0), *((steps, 1) for steps in LAST_LAYER_ALONE)):
+        for steps, expected in ((STRATEGY, 0), *((steps, 1) for steps in LAST_LAYER_ALONE)):
             report = str(accelerate_case(case, [replaced, *steps]).report)
             assert report.count("its own loss in place of chunked_linear_cross_entropy") == expected
-        return [accelerated_run(case, [replaced, *steps]) for steps in (*STRATEGIES, *LAST_LAYER_ALONE)]
+        return [accelerated_run(case, [replaced, *steps]) for steps in (STRATEGY, *LAST_LAYER_ALONE)]
 
     for run in run_ranks(train, 2, timeout_s=100)[0]:
         assert_parity(compare(reference, run))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from atorch_ns.testing import get_case, run_ranks
-from atorch_ns.testing.runs import accelerate_case
+from atorch_ns.testing.parity import accelerate_case
 from tests.opt_lib.replacements.modules import apply, output_and_gradients
 
 

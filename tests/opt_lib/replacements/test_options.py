@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine._rewritten import with_replaced_costs
+from atorch_ns.engine.problem import with_replaced_costs
 from atorch_ns.estimate import Workload, estimate
 from atorch_ns.method import load_registry
 from atorch_ns.profile import Profile, profile_model

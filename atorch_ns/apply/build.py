@@ -1,0 +1,231 @@
+"""Build: the objects that a user trains with, made of a job that every method has been applied to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
+from atorch_ns.errors import InputError
+from atorch_ns.job.gradients import clip_gradients, gradient_norm
+from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
+from atorch_ns.job.loss import LossFunction, LossScaler, autocast_forward, cast_inputs, wrap_loss
+from atorch_ns.job.model import parameter_groups
+from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
+from atorch_ns.job.optimizer_checks import require_separable
+from atorch_ns.job.randomness import SharedRandomness
+from atorch_ns.job.result import MethodRow, Report, Result
+from atorch_ns.job.train_step import TrainStep
+from atorch_ns.job.user_optimizer import make_user_optimizer
+from atorch_ns.method import Resolved
+from atorch_ns.torch_compat import plain_name
+
+
+def build(job: Job, resolved: Resolved) -> Result:
+    """Makes optimizer, data loader, loss function and step.
+
+    Raises:
+        InputError: if one of the user's functions does not give what it should.
+    """
+    _place(job)  # first: the optimizer is made of parameters that have their memory
+    scaler = _scaler(job)  # the optimizer and the loss share it
+    optimizer = _optimizer(job, scaler)  # a backend may put its engine around the model here
+    _wrap_forward(job)  # so casts and autocast surround the outermost module only now
+    _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
+    loader = _loader(job)  # needs the mesh alone
+    loss_func = _loss(job, scaler)  # under the same autocast and scale as the model
+    runner = _runner(job, loss_func)  # runs the final model with the final loss
+    prepare_input = job.inputs.prepare_input or default_prepare_input
+    step = TrainStep(
+        job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input, runner=runner
+    )
+    return Result.of(
+        model=job.model,
+        optim=optimizer,
+        dataloader=loader,
+        loss_func=loss_func,
+        prepare_input=prepare_input,
+        lr_scheduler=_scheduler(job, optimizer),  # may change the optimizer's rates, so last
+        args={
+            "use_optim_backward": job.optimizer.use_optim_backward,
+            "requires_set_gradient_accumulation_boundary": job.optimizer.requires_boundary,
+        },
+        train_step=step,
+        make_applied=partial(_report, job, resolved, _bytes_per_rank(job)),
+        job=job,
+    )
+
+
+def _place(job: Job) -> None:
+    if not job.placed and job.optimizer.take_over is None:  # such a backend places the model itself
+        job.place()
+
+
+def _runner(job: Job, loss_func: LossFunction | None) -> BatchRunner | None:
+    if job.step.make_runner is None or loss_func is None:
+        return None
+    return job.step.make_runner(job, loss_func)
+
+
+def _scaler(job: Job) -> LossScaler | None:
+    if job.precision.loss_scaling is None:
+        return None
+    return LossScaler(
+        job.cluster.device_type,
+        init_scale=job.precision.loss_scaling.init_scale,
+        growth_interval=job.precision.loss_scaling.growth_interval,
+        group=job.agreeing_group,
+    )
+
+
+def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | None:
+    if job.inputs.optim_func is None:
+        return None
+    groups = parameter_groups(
+        job.module, job.original.groups, whole=not job.parts.stages, tied=job.original.tied
+    )
+    masters = _masters(job)
+    if masters is not None:
+        groups = masters.groups(groups)
+    untried = require_separable(job, groups)
+    if job.optimizer.take_over is not None:
+        model, optimizer = job.optimizer.take_over(groups)
+        job.wrap(model)
+    else:
+        optimizer = (job.optimizer.make or partial(make_user_optimizer, job))(groups)
+    if untried:
+        _tell(job, untried)
+    norm = _count_once(job, masters)
+    steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
+    # A backward pass of the optimizer's own goes with a step of its own.
+    if steps_alone or job.optimizer.use_optim_backward:
+        if job.gradients.sums:
+            optimizer.register_step_pre_hook(lambda *_: job.gradients.sums.run(job.module))
+        return optimizer
+    return StepOptimizer(
+        optimizer,
+        scaler=scaler,
+        masters=masters,
+        skip_if_nonfinite=job.precision.skip_if_nonfinite,
+        group=job.agreeing_group,
+        finish=partial(job.gradients.sums.run, job.module) if job.gradients.sums else None,
+        norm=norm,
+    )
+
+
+def _tell(job: Job, text: str) -> None:
+    job.explain(OPTIMIZER, text)
+    if job.cluster.rank == 0:
+        warnings.warn(text, stacklevel=2)
+
+
+def _masters(job: Job) -> MasterWeights | None:
+    """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
+    if job.plan.offload_optimizer:
+        return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
+    return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
+
+
+def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Norms of gradients over all stages of a pipeline, with the job's clipping made to use them."""
+    stages = job.stage_group
+    if stages is None:
+        return gradient_norm
+    elsewhere = [
+        parameter if masters is None else masters.of(parameter)
+        for name, parameter in job.module.named_parameters(remove_duplicate=False)
+        if plain_name(name) in job.gradients.remote_norm_names
+    ]
+    job.gradients.clip = partial(clip_gradients, stages=stages, elsewhere=elsewhere)
+    return partial(gradient_norm, stages=stages, elsewhere=elsewhere)
+
+
+def _agree_over_model_axes(job: Job) -> None:
+    """What ranks that hold parts of one model must do alike."""
+    if job.gradients.sums:
+        job.gradients.sums.watch(job.module)
+    if job.mesh is not None and job.mesh.divides_model:
+        stages = job.stage_group
+        job.step.randomness = SharedRandomness(
+            seed=job.seed,
+            data_rank=job.data_rank,
+            stage=0 if stages is None else stages.rank(),
+            device=job.device,
+        )
+        job.step.randomness.attach([job.module, *job.parts.stages])
+
+
+def _wrap_forward(job: Job) -> None:
+    module = job.model if job.precision.forward_root is None else job.precision.forward_root
+    if job.precision.input_dtype is not None:
+        cast_inputs(module, job.precision.input_dtype)
+    if job.precision.autocast is not None:
+        autocast_forward(module, job.precision.autocast.device_type, job.precision.autocast.dtype)
+
+
+def _loader(job: Job) -> TrainLoader | None:
+    if job.inputs.dataset is None:
+        return None
+    return build_dataloader(
+        job.inputs.dataset,
+        args=job.inputs.dataloader_args,
+        sampler_cls=job.inputs.distributed_sampler_cls,
+        seed=job.inputs.sampler_seed,
+        data_rank=job.data_rank,
+        num_data_ranks=job.num_data_ranks,
+        group=job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None,
+    )
+
+
+def _loss(job: Job, scaler: LossScaler | None) -> LossFunction | None:
+    if job.inputs.loss_func is None:
+        return None
+    own = job.inputs.loss_func
+    return wrap_loss(
+        own if job.step.watch_loss is None else job.step.watch_loss(own),
+        autocast=job.precision.autocast,
+        scaler=scaler,
+        upcast=job.precision.input_dtype is not None,
+    )
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
+    if job.inputs.lr_scheduler_cls is None:
+        return None
+    try:
+        return job.inputs.lr_scheduler_cls(optimizer, **dict(job.inputs.lr_scheduler_args or {}))
+    except TypeError as error:
+        raise InputError(
+            f"lr_scheduler_cls cannot be called with lr_scheduler_args={job.inputs.lr_scheduler_args}: {error}"
+        ) from error
+
+
+def _report(job: Job, resolved: Resolved, bytes_per_rank: int) -> Report:
+    rows = []
+    steps = {step.name: step for step in resolved.strategy}
+    for item in resolved.chosen:
+        step = steps[item.method.name]
+        done = job.explained(item.method.name)
+        why = "; ".join([item.method.explain(item.config, job.cluster).rstrip("."), *done])
+        settings = str(step).removeprefix(step.name).strip("()")
+        rows.append(MethodRow(name=item.method.name, settings=settings, why=why))
+    return Report(
+        strategy=resolved.strategy,
+        rows=tuple(rows),
+        notes=(*(note.text for note in resolved.notes), *job.explained(OPTIMIZER)),
+        world_size=job.cluster.world_size,
+        axes=job.mesh.axes if job.mesh is not None else (),
+        device=job.cluster.device,
+        num_parameters=job.original.num_parameters,
+        parameter_bytes_per_rank=bytes_per_rank,
+    )
+
+
+def _bytes_per_rank(job: Job) -> int:
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in job.module.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in local)

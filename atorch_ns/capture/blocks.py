@@ -1,0 +1,295 @@
+"""The repeated blocks of a model, found by structure."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atorch_ns.torch_compat import is_stand_in, pipeline_unit, plain_name, stood_for, unwrap_checkpoint
+
+_STANDS_FOR = "_stands_for_classes"
+
+
+def select_modules(
+    model: nn.Module, selectors: Iterable[str], *, outermost: bool = False
+) -> list[NamedModule]:
+    """The modules that any selector matches, in the order of ``model.named_modules()``, the root excluded.
+
+    Args:
+        model: where to look. Wrapped modules are matched by what is inside; the wrapper is returned.
+        selectors: class names (``"LlamaDecoderLayer"``), qualified class names, or dotted paths, which may
+            hold ``*`` (``"layers.*"``). A base class selects its subclasses.
+        outermost: leave out what lies inside a module already selected.
+    """
+    wanted = tuple(selectors)
+    found: list[NamedModule] = []
+    for name, module in model.named_modules():
+        if not name or name.endswith("_checkpoint_wrapped_module") or _belongs_to_pipeline(module):
+            continue
+        if outermost and any(name.startswith(f"{chosen.name}.") for chosen in found):
+            continue
+        if matches(plain_name(name), unwrap_checkpoint(module), wanted):
+            found.append(NamedModule(name, module))
+    return found
+
+
+def _belongs_to_pipeline(module: nn.Module) -> bool:
+    """Whether it is a wrapper whose inside will be found too, or stands for a module of another rank."""
+    return pipeline_unit(module)[1] is not module or is_stand_in(module)
+
+
+def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
+    """Whether one of the selectors means this module."""
+    classes = class_names(module)
+    return any(
+        selector in classes or (fnmatch.fnmatchcase(name, selector) and not _selects_all(selector))
+        for selector in selectors
+    )
+
+
+def class_names(module: nn.Module) -> set[str]:
+    """Names of a module's class and its bases below ``nn.Module``: bare, qualified, and with the module's name.
+
+    Those of a module that it was made to stand for are among them.
+    """
+    names: set[str] = set(vars(module).get(_STANDS_FOR, ()))
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        names |= {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+    return names
+
+
+def stand_for(new: nn.Module, old: nn.Module) -> None:
+    """Lets ``new``, put in the place of ``old``, be selected by the class names of ``old`` too.
+
+    A strategy is written, and checked, against the classes of the user's model; methods that replace modules
+    must not make the selectors of later methods miss them.
+    """
+    vars(new)[_STANDS_FOR] = tuple(sorted(class_names(old)))
+
+
+def _selects_all(selector: str) -> bool:
+    """A bare ``*`` would select every module inside every other, which nobody means."""
+    return selector.strip("*") == ""
+
+
+_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "nhead")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_head_kv")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "top_k")
+_VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
+
+
+def num_heads(model: nn.Module) -> int:
+    """Attention heads of a layer, from the model's config or its modules' attributes; 0 if neither tells."""
+    return _first(_holders(model), _HEADS)
+
+
+def num_key_value_heads(model: nn.Module) -> int:
+    """Heads of keys and values; those of queries where nothing else is said."""
+    return _first(_holders(model), _KEY_VALUE_HEADS) or num_heads(model)
+
+
+def num_experts(model: nn.Module) -> int:
+    """Experts of a layer, from the model's config or its modules' attributes; 0 if neither tells."""
+    return _first(_holders(model), _EXPERTS)
+
+
+def experts_per_token(model: nn.Module) -> int:
+    """Experts that compute each token; 1 where nothing is said, 0 without experts."""
+    return (_first(_holders(model), _PER_TOKEN) or 1) if num_experts(model) else 0
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Rows of the token embedding: what the config says, else the largest ``nn.Embedding``; 0 without one."""
+    told = _first(_configs(model), _VOCABULARY)
+    if told:
+        return told
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+
+
+def _configs(model: nn.Module) -> Iterable[Any]:
+    config = getattr(model, "config", None)
+    if config is not None:
+        yield config
+        text = getattr(config, "text_config", None)
+        if text is not None:
+            yield text
+
+
+def _holders(model: nn.Module) -> Iterable[Any]:
+    yield from _configs(model)
+    yield from model.modules()
+
+
+def _first(holders: Iterable[Any], names: Iterable[str]) -> int:
+    wanted = tuple(names)
+    for holder in holders:
+        for name in wanted:
+            value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return 0
+
+
+_POSITION = re.compile(r"(idx|index|id|num|number|no|i|position|depth)$")
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A digest of 16 hexadecimal digits."""
+    return _digest(_facts(module))
+
+
+def fingerprints(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The fingerprint of each block, by path.
+
+    A number that only says where a block stands (``layer_idx``) is left out: it goes up by one from each
+    block to the next of its container, and its name says so, or at least four blocks agree.
+    """
+    found: dict[str, str] = {}
+    for paths in _by_container(blocks).values():
+        facts = [dict(_facts(blocks[path])) for path in paths]
+        places = _places(facts)
+        for path, own in zip(paths, facts, strict=True):
+            found[path] = _digest((key, value) for key, value in own.items() if key not in places)
+    return {path: found[path] for path in blocks}
+
+
+def counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Attributes of the blocks of one container, in order, that say where a block stands, as dotted paths."""
+    places = _places([dict(_facts(module)) for module in modules])
+    return tuple(sorted(key.removeprefix(".") for key in places))
+
+
+def _by_container(blocks: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for path in blocks:
+        groups.setdefault(path.rpartition(".")[0], []).append(path)
+    return groups
+
+
+def _places(facts: list[dict[str, Any]]) -> set[str]:
+    """Keys whose values count the blocks."""
+    if len(facts) < 2:
+        return set()
+    places = set()
+    for key, first in facts[0].items():
+        if isinstance(first, bool) or not isinstance(first, int):
+            continue
+        counts = all(facts[step].get(key) == first + step for step in range(1, len(facts)))
+        if counts and (len(facts) >= 4 or _POSITION.search(key)):
+            places.add(key)
+    return places
+
+
+def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What decides the cost of a module, as keys with plain values."""
+    tied: dict[int, str] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        yield f"{path}:class", f"{type(child).__module__}.{type(child).__qualname__}"
+        own = vars(child)
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in own[kind].items():
+                if tensor is not None:
+                    first = tied.setdefault(id(tensor), f"{path}.{name}")
+                    shape = "x".join(map(str, tensor.shape))
+                    yield f"{path}.{name}:tensor", f"{shape} {tensor.dtype} {tensor.requires_grad} {first}"
+        for name, value in own.items():
+            if name[:1] != "_" and (plain := _plain(value)) is not None:
+                yield f"{path}.{name}", plain
+
+
+def _plain(value: Any) -> Any:
+    """Settings as they are; of a float, whether it is zero (a rate that is not zero costs the same, whatever
+    it is); ``None`` for what is no setting."""
+    if value is None:
+        return "None"
+    if isinstance(value, float):
+        return f"float {value != 0}"
+    if isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (torch.dtype, enum.Enum)):
+        return str(value)
+    if isinstance(value, (tuple, list)) and len(value) <= 16:
+        items = [_plain(item) for item in value]
+        return None if any(item is None for item in items) else str(items)
+    if callable(value) and not isinstance(value, nn.Module):
+        return getattr(value, "__qualname__", None)
+    return None
+
+
+def _digest(facts: Any) -> str:
+    text = "\n".join(f"{key}={value}" for key, value in facts)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class NamedModule(NamedTuple):
+    """A module and its dotted path from the root."""
+
+    name: str
+    module: nn.Module
+
+
+def repeated_blocks(model: nn.Module) -> list[NamedModule]:
+    """The outermost modules that the model repeats: the layers of a transformer, of a deep MLP.
+
+    A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
+    children are of one class and have parameters. All its children of that class are blocks. Classes that hold
+    modules go before those that do not, and layers of torch (``nn.Linear``) come last, however many there are: the
+    layers before and after blocks are not what the model repeats. Containers
+    inside a block are not looked into; several containers (encoder and decoder) each give their blocks. Blocks
+    that other ranks of a pipeline hold count, and are not among those returned.
+
+    Returns:
+        The blocks in the order of the model's modules; empty if nothing repeats.
+    """
+    found: list[NamedModule] = []
+    _collect(model, "", found)
+    return found
+
+
+def _collect(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
+    repeated = _repeated_class(module)
+    for name, child in module.named_children():
+        if is_stand_in(child):
+            continue
+        inner, child = pipeline_unit(child)
+        path = f"{prefix}{name}{inner}"
+        if repeated is not None and type(unwrap_checkpoint(child)) is repeated:
+            found.append(NamedModule(path, child))
+        else:
+            _collect(child, f"{path}.", found)
+
+
+def _repeated_class(container: nn.Module) -> type[nn.Module] | None:
+    if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        return None
+    counts: dict[type[nn.Module], int] = {}
+    ranks: dict[type[nn.Module], int] = {}
+    for child in container.children():
+        if is_stand_in(child) or any(True for _ in child.parameters()):
+            block = unwrap_checkpoint(pipeline_unit(stood_for(child))[1])
+            counts[type(block)] = counts.get(type(block), 0) + 1
+            ranks[type(block)] = max(ranks.get(type(block), 0), _rank(block))
+    repeated = [kind for kind, count in counts.items() if count >= 2]
+    return max(repeated, key=lambda kind: (ranks[kind], counts[kind]), default=None)
+
+
+def _rank(block: nn.Module) -> int:
+    """How likely a module is a block rather than a layer: 2 with modules inside, 1 without, 0 for torch's layers."""
+    if any(name != "parametrizations" for name, _ in block.named_children()):
+        return 2
+    return 0 if any(kind.__module__.startswith("torch.nn.modules.") for kind in _bases(block)) else 1
+
+
+def _bases(module: nn.Module) -> list[type]:
+    """Its class and those it inherits from, without ``nn.Module`` itself."""
+    return [kind for kind in type(module).__mro__ if kind is not nn.Module]

@@ -1,0 +1,152 @@
+"""Nests: tuples, lists, mappings and dataclass instances with tensors at their leaves, walked in one way everywhere.
+
+Mappings include those that are no ``dict``, such as transformers' ``BatchEncoding``. Classes that are registered with
+``torch.utils._pytree`` are walked as they registered themselves. A tensor is always a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from atorch_ns.torch_compat import registered_children
+
+Path = tuple[Any, ...]
+"""Keys, positions and field names from the outermost container to a leaf."""
+
+_Children = tuple[Sequence[tuple[Any, Any]], Callable[[Sequence[Any]], Any]]
+
+
+def never(_: Any) -> bool:
+    """No container is a leaf: the default of ``is_leaf``."""
+    return False
+
+
+def leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = never) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a nest with their paths, in order.
+
+    Args:
+        nest: any value; one that is no container is its own leaf, at the path ``()``.
+        is_leaf: containers that are not entered.
+    """
+    opened = None if is_leaf(nest) else _children(nest)
+    if opened is None:
+        yield (), nest
+        return
+    for key, value in opened[0]:
+        for path, leaf in leaves(value, is_leaf=is_leaf):
+            yield (key, *path), leaf
+
+
+def map_leaves(
+    function: Callable[[Path, Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = never
+) -> Any:
+    """A nest of the same structure with ``function(path, leaf)`` in place of every leaf, visited in order."""
+    return _map(function, nest, is_leaf, ())
+
+
+def _map(function: Callable[[Path, Any], Any], nest: Any, is_leaf: Callable[[Any], bool], path: Path) -> Any:
+    opened = None if is_leaf(nest) else _children(nest)
+    if opened is None:
+        return function(path, nest)
+    items, rebuilt = opened
+    return rebuilt([_map(function, value, is_leaf, (*path, key)) for key, value in items])
+
+
+def map_instances(kind: type, function: Callable[[Any], Any], nest: Any) -> Any:
+    """A nest of the same structure with ``function(value)`` for instances of ``kind``; other leaves are shared."""
+    return map_leaves(
+        lambda _, leaf: function(leaf) if isinstance(leaf, kind) else leaf,
+        nest,
+        is_leaf=lambda value: isinstance(value, kind),
+    )
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
+    """A nest of the same structure with ``function(tensor)`` in place of every tensor."""
+    return map_instances(torch.Tensor, function, nest)
+
+
+def floats_to(nest: Any, dtype: torch.dtype) -> Any:
+    """A nest of the same structure with every floating tensor in ``dtype``."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nest)
+
+
+def tensors_of(nest: Any) -> list[torch.Tensor]:
+    """The tensors of a nest, in order; one that stands in several places is given several times."""
+    found: list[torch.Tensor] = []
+    _collect(nest, found)
+    return found
+
+
+def unique_tensors_of(nest: Any) -> list[torch.Tensor]:
+    """The tensors of a nest, in order, each once."""
+    return list({id(tensor): tensor for tensor in tensors_of(nest)}.values())
+
+
+def num_rows(batch: Any) -> int | None:
+    """The size of dim 0 of a batch's tensors; ``None`` if they do not share one."""
+    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def path_text(path: Path) -> str:
+    """A path within ``(args, kwargs)`` as a person would name the argument: ``"mask"``, ``"argument 0['x']"``."""
+    _, *keys = path
+    head, *rest = keys or [""]
+    shown = str(head) if isinstance(head, str) else f"argument {head}"
+    return shown + "".join(f"[{key!r}]" for key in rest)
+
+
+def is_dataclass_instance(value: Any) -> bool:
+    """Whether a value is an instance of a dataclass, not the class."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _collect(nest: Any, found: list[torch.Tensor]) -> None:
+    """Adds the tensors of a nest; the commonest walk, so without paths."""
+    if isinstance(nest, torch.Tensor):
+        found.append(nest)
+    elif isinstance(nest, (tuple, list)):
+        for item in nest:
+            _collect(item, found)
+    elif (opened := _children(nest)) is not None:
+        for _, item in opened[0]:
+            _collect(item, found)
+
+
+def _children(nest: Any) -> _Children | None:
+    """The items of a container by key, and what makes such a container of other items; ``None`` for a leaf."""
+    if isinstance(nest, torch.Tensor):
+        return None
+    if isinstance(nest, Mapping):
+        return list(nest.items()), partial(_as_mapping, nest)
+    if isinstance(nest, (tuple, list)):
+        return list(enumerate(nest)), nest._make if hasattr(nest, "_make") else type(nest)
+    if is_dataclass_instance(nest):
+        names = [field.name for field in dataclasses.fields(nest) if hasattr(nest, field.name)]
+        return [(name, getattr(nest, name)) for name in names], partial(_as_dataclass, nest, names)
+    registered = registered_children(nest)
+    return None if registered is None else (list(enumerate(registered[0])), registered[1])
+
+
+def _as_mapping(nest: Mapping[Any, Any], values: Sequence[Any]) -> Any:
+    items = dict(zip(nest, values, strict=True))
+    if type(nest) is dict or not isinstance(nest, MutableMapping):
+        return items
+    made = copy.copy(nest)
+    for key, value in items.items():
+        made[key] = value
+    return made
+
+
+def _as_dataclass(nest: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    made = copy.copy(nest)  # not `replace`, which would run __post_init__ again
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # frozen ones too
+    return made

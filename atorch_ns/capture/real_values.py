@@ -1,0 +1,143 @@
+"""Values of the batch on fake tensors: models look at masks and positions to choose what they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.capture.operators import label
+from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_type, outside_fake_mode
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of groups, as experts compute: torch's fake kernel takes bf16 alone, the real one fp32 too.
+
+    Groups of rows [M, K] × [G, K, N] give [M, N]; groups of columns [G, M, K] × [K, N] give [M, N]; groups of
+    the summed dim [M, K] × [K, N] give [G, M, N].
+    """
+    dtype = out_dtype or first.dtype
+    if first.dim() == 2 and second.dim() == 2:
+        assert offs is not None
+        return first.new_empty((offs.shape[0], first.shape[0], second.shape[1]), dtype=dtype)
+    if first.dim() == 3 and second.dim() == 3:
+        return first.new_empty((first.shape[0], first.shape[1], second.shape[2]), dtype=dtype)
+    return first.new_empty((first.shape[-2], second.shape[-1]), dtype=dtype)
+
+
+def _reduced_in_place(func: Any) -> Callable[..., torch.Tensor]:
+    """Losses that compute every element into their result before they reduce it keep that memory."""
+
+    def kernel(first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        plain: torch.Tensor = func(first, second, *args, **kwargs)
+        if plain.dim():
+            return plain
+        elements = math.prod(torch.broadcast_shapes(first.shape, second.shape))
+        return plain.new_empty(elements).as_strided((), ())
+
+    return kernel
+
+
+def _layer_norm(
+    value: torch.Tensor, shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, ...]:
+    """With 16-bit values and fp32 weights the CPU's kernel keeps mean and deviation in fp32."""
+    plain = _aten.native_layer_norm.default(value, shape, weight, bias, eps)
+    mixed = weight is not None and weight.dtype != value.dtype and value.device.type == "cpu"
+    if not mixed:
+        return tuple(plain)
+    assert weight is not None
+    return (plain[0], *(one.new_empty(one.shape, dtype=weight.dtype) for one in plain[1:]))
+
+
+_aten = torch.ops.aten
+
+FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten.native_layer_norm.default: _layer_norm,
+    **{
+        func: _reduced_in_place(func)
+        for func in (
+            _aten.mse_loss.default,
+            _aten.smooth_l1_loss.default,
+            _aten.soft_margin_loss.default,
+            _aten.binary_cross_entropy.default,
+        )
+    },
+}
+"""By operator; each takes the operator's arguments and gives its result on fake tensors."""
+
+
+_WITHOUT_VALUES = ("aten.empty", "aten.empty_strided", "aten.empty_permuted")
+
+_LARGEST = 1 << 21
+"""Elements of the largest tensor that is computed for its values: positions, not a mask of all pairs."""
+
+
+def may_be_real(tensor: torch.Tensor, num_elements: int, device: torch.device) -> bool:
+    """Whether a tensor of the batch keeps its values: one of integers or truth values that is small enough,
+    on a device that this machine has."""
+    small = not _floats(tensor.dtype) and num_elements <= _LARGEST
+    return small and not tensor.is_meta and _is_here(device)
+
+
+class RealValues(TorchDispatchMode):
+    """Inside a fake mode, really computes what depends on real tensors alone, and integers made from nothing.
+
+    With an attention mask of ones many models leave the mask out and call another kernel; on a fake mask
+    they cannot know. Whatever meets a fake tensor is fake, by :data:`FAKE_KERNELS` where they know better, and
+    so is what would be large or random.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake_tensor_type()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        inputs = tensors_of((args, tuple(kwargs.values())))
+        if any(isinstance(tensor, self._fake) for tensor in inputs):
+            kernel = FAKE_KERNELS.get(func, func)
+            return kernel(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or (not inputs and label(func) in _WITHOUT_VALUES):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return self._really(func, args, kwargs)
+        try:
+            fake = func(*args, **kwargs)
+        except RuntimeError:  # its shape or value depends on what is in the tensors
+            if not inputs:
+                raise
+            return self._really(func, args, kwargs)
+        outputs = tensors_of(fake)
+        small = all(tensor.numel() <= _LARGEST for tensor in outputs)
+        wanted = bool(inputs) or not any(_floats(tensor.dtype) for tensor in outputs)
+        if not (small and wanted and all(_is_here(tensor.device) for tensor in outputs)):
+            return fake
+        return self._really(func, args, kwargs)
+
+    def _really(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with outside_fake_mode():
+            return func(*args, **kwargs)
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether values can be had there: on the CPU, or on a GPU that this process uses already."""
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_initialized())
+
+
+def _floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,209 @@
+"""Copies of a model that share no memory with it: of its structure alone, or of its values too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.blocks import counters
+from atorch_ns.capture.nests import unique_tensors_of
+
+
+@dataclass(frozen=True)
+class Container:
+    """A list of blocks of which some are kept.
+
+    Attributes:
+        path: of the ``ModuleList`` or ``Sequential``.
+        blocks: paths of all its blocks, in order.
+        kept: places of those that are kept.
+        stands_for: for each block its representative, as a place in ``kept``.
+        kinds: fingerprints of those that are kept.
+        counters: attributes that say where a block stands, as dotted paths below the block.
+    """
+
+    path: str
+    blocks: tuple[str, ...]
+    kept: tuple[int, ...]
+    stands_for: tuple[int, ...]
+    kinds: tuple[str, ...]
+    counters: tuple[str, ...] = ()
+
+    def copy_path(self, place: int) -> str:
+        """The path, in the shallow model, of the kept block at ``place`` in :attr:`kept`."""
+        return f"{self.path}.{place}" if self.path else str(place)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which containers are shortened, by path; the others stay whole."""
+
+    containers: Mapping[str, Container] = field(default_factory=dict)
+
+
+def truncate(model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[str, str]) -> Truncation:
+    """Keeps the first block, the last, and between them one of each kind.
+
+    The ends are kept for themselves: what they save is not always what those between do, whose neighbours are
+    blocks on both sides.
+
+    Only ``ModuleList`` and ``Sequential`` that hold nothing but blocks are shortened: whatever else stands in
+    one could change the shapes between blocks.
+    """
+    groups: dict[str, list[str]] = {}
+    for path in blocks:
+        groups.setdefault(path.rpartition(".")[0], []).append(path)
+    found: dict[str, Container] = {}
+    for container, paths in groups.items():
+        holder = model.get_submodule(container)
+        is_list = isinstance(holder, (nn.ModuleList, nn.Sequential))
+        if not is_list or len(holder._modules) != len(paths):
+            continue
+        kinds = [prints[path] for path in paths]
+        kept, stands_for = _choose(kinds)
+        if len(kept) < len(paths):
+            kept_kinds = tuple(kinds[index] for index in kept)
+            found[container] = Container(
+                path=container,
+                blocks=tuple(paths),
+                kept=kept,
+                stands_for=stands_for,
+                kinds=kept_kinds,
+                counters=counters([blocks[path] for path in paths]),
+            )
+    return Truncation(found)
+
+
+def _choose(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    last = len(kinds) - 1
+    kept = [0]
+    place: dict[str, int] = {}
+    for index, kind in enumerate(kinds[1:last], 1):
+        if kind not in place:
+            place[kind] = len(kept)
+            kept.append(index)
+    kept.append(last)
+    return tuple(kept), (0, *(place[kind] for kind in kinds[1:last]), len(kept) - 1)
+
+
+MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]
+"""``(kind, tensor) -> its copy``; the kind is ``"parameter"``, ``"plain"``, or the name of a buffer."""
+
+
+def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, Container]) -> nn.Module:
+    """A deep copy of ``model`` whose tensors ``make`` makes, with shortened containers.
+
+    Tensors that are one object stay one object. The memory of the model's tensors is not copied.
+    """
+    memo: dict[int, Any] = {}
+    shortened = {path: model.get_submodule(path) for path in containers}
+    for module in _modules_kept(model, shortened, containers):
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = _parameter(parameter, make)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in memo:
+                memo[id(buffer)] = make(name, buffer)
+        plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        for tensor in unique_tensors_of(plain):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = make("plain", tensor)
+    children: list[tuple[dict[str, Any], str, nn.Module]] = []
+    for path, container in containers.items():
+        modules: dict[str, Any] = {}
+        memo[id(shortened[path]._modules)] = modules
+        for place, index in enumerate(container.kept):
+            children.append((modules, str(place), list(shortened[path].children())[index]))
+    try:
+        made = _deep_copy(model, children, dict(memo))
+    except Exception:  # a lock, a file, a generator among a module's attributes
+        memo.update(_shared_attributes(model, memo))
+        made = _deep_copy(model, children, memo)
+    _shorten_settings(model, made, containers.values())
+    for container in containers.values():
+        _renumber(made, container)
+    return made
+
+
+def _deep_copy(
+    model: nn.Module, children: Iterable[tuple[dict[str, Any], str, nn.Module]], memo: dict[int, Any]
+) -> nn.Module:
+    for modules, name, child in children:
+        modules[name] = copy.deepcopy(child, memo)
+    made: nn.Module = copy.deepcopy(model, memo)
+    return made
+
+
+def _shared_attributes(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
+    """Attributes of modules that cannot be copied, and are therefore shared with the copy."""
+    shared: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                shared[id(value)] = value
+    return shared
+
+
+def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Container]) -> None:
+    """Lists with one entry for each block (``config.layer_types``) lose those of the blocks left out."""
+    kept: dict[int, tuple[int, ...] | None] = {}
+    for container in containers:
+        length = len(container.blocks)
+        kept[length] = container.kept if kept.get(length, container.kept) == container.kept else None
+    originals = {id(owner) for module in model.modules() for owner in _owners(module)}
+    seen: set[int] = set()
+    for module in made.modules():
+        for owner in _owners(module):
+            if id(owner) in originals or id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for name, value in list(vars(owner).items()):
+                places = kept.get(len(value)) if isinstance(value, (list, tuple)) else None
+                if places is not None and not unique_tensors_of(value):
+                    vars(owner)[name] = type(value)(value[place] for place in places)
+
+
+def _renumber(made: nn.Module, container: Container) -> None:
+    """Blocks that know their place know the one in the shortened list."""
+    for place, index in enumerate(container.kept):
+        for counter in container.counters:
+            path, _, name = f"{container.copy_path(place)}.{counter}".rpartition(".")
+            owner = made.get_submodule(path)
+            setattr(owner, name, getattr(owner, name) - index + place)
+
+
+def _owners(module: nn.Module) -> list[Any]:
+    """What holds a module's settings: itself and its config."""
+    config = vars(module).get("config")
+    return [module] if config is None or not hasattr(config, "__dict__") else [module, config]
+
+
+def _modules_kept(
+    model: nn.Module, shortened: Mapping[str, nn.Module], containers: Mapping[str, Container]
+) -> Iterator[nn.Module]:
+    dropped: set[int] = set()
+    for path, holder in shortened.items():
+        for index, child in enumerate(holder._modules.values()):
+            if index not in containers[path].kept and child is not None:
+                dropped.update(id(module) for module in child.modules())
+    for path, holder in shortened.items():
+        for index in containers[path].kept:  # a module shared with a dropped block stays
+            dropped.difference_update(id(module) for module in list(holder.children())[index].modules())
+    for module in model.modules():
+        if id(module) not in dropped:
+            yield module
+
+
+def _parameter(parameter: nn.Parameter, make: MakeTensor) -> nn.Parameter:
+    made = nn.Parameter(make("parameter", parameter), requires_grad=parameter.requires_grad)
+    made.__dict__.update(vars(parameter))
+    return made

@@ -1,0 +1,197 @@
+"""A job's weights as a plain ``state_dict``, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.checkpoint.contents import held_by_stages, states_of, tensor_records
+from atorch_ns.checkpoint.manifest import TensorRecord
+from atorch_ns.cluster import agree, from_first
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Job, Result, local_part, on_all_stages
+from atorch_ns.torch_compat import persistent_buffers
+
+_SHOWN = 5
+
+
+class Unmatched(NamedTuple):
+    """Names that only one side has, as torch's ``load_state_dict`` returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
+    """All parameters and persistent buffers, whole, as ``state_dict()`` of the plain model names them; collective.
+
+    Weights are fp32 where the job keeps fp32 masters of them. Tied parameters stand under each of their names
+    and share memory.
+
+    Returns:
+        Copies on the CPU on rank 0; an empty dict on the other ranks, which need no memory for it.
+    """
+    exported = whole_tensors(result)
+    for name, others in result.job.original.tied.items():
+        if name in exported:
+            exported |= dict.fromkeys(others, exported[name])
+    return exported
+
+
+def whole_tensors(
+    result: Result, *, everywhere: bool = False, buffers: bool = True
+) -> dict[str, torch.Tensor]:
+    """As :func:`export_state_dict`, with tied parameters under their first name only; collective.
+
+    Args:
+        result: of ``auto_accelerate``.
+        everywhere: on every rank, not on rank 0 alone.
+        buffers: persistent buffers too.
+    """
+    job = result.job
+    own = states_of(result).weights()
+    if buffers:
+        own |= persistent_buffers(job.module)
+    group = job.stage_group
+    keeps = everywhere or job.cluster.rank == 0
+    found = {}
+    for place, names in enumerate(_by_stage(job, own)):
+        for name, record in names.items():
+            whole = _whole(own[name]) if group is None or group.rank() == place else None
+            if group is not None and (everywhere or 0 in dist.get_process_group_ranks(group)):
+                whole = _from_stage(whole, record, place, group, job.device)
+            if keeps and whole is not None:
+                found[name] = whole.detach().to("cpu", copy=True)
+    return {name: found[name] for name in job.original.ordered(found)}
+
+
+def _by_stage(job: Job, own: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:
+    """What each stage gives: of a tensor that several hold, the first one. Collective over the stages."""
+    taken: set[str] = set()
+    given = []
+    for stage in on_all_stages(job, tensor_records(own)):
+        given.append({name: record for name, record in stage.items() if name not in taken})
+        taken |= stage.keys()
+    return given
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _from_stage(
+    whole: torch.Tensor | None,
+    record: TensorRecord,
+    place: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """The tensor that the rank at ``place`` of ``group`` has, on all of them."""
+    if whole is None:
+        sent = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device)
+    else:
+        sent = whole.detach().to(device).contiguous()
+    dist.broadcast(sent, src=dist.get_process_group_ranks(group)[place], group=group)
+    return sent
+
+
+def import_state_dict(
+    result: Result, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+) -> Unmatched:
+    """Gives the model the weights and buffers of ``state_dict``; collective.
+
+    The optimizer's states, if it has any, stay as they are. A tied parameter needs one of its names.
+
+    Args:
+        result: of ``auto_accelerate``.
+        state_dict: whole tensors by the plain model's names; rank 0's counts, what the others give is not read.
+        strict: every name must be in both.
+
+    Returns:
+        The names that were left out; empty with ``strict``.
+
+    Raises:
+        CheckpointError: on every rank, naming the first few names that do not match or tensors whose shapes differ.
+    """
+    job = result.job
+    states = states_of(result)
+    weights = states.weights()
+    targets = {**weights, **persistent_buffers(job.module)}
+    records = held_by_stages(job, targets)
+    aliases = {name: (name, *job.original.tied.get(name, ())) for name in records}
+    first, distributed = job.cluster.rank == 0, job.cluster.distributed
+
+    def match() -> tuple[dict[str, str], Unmatched]:
+        return _match(state_dict, records, aliases, strict=strict) if first else ({}, Unmatched([], []))
+
+    matched = agree(match, what="comparing the names", distributed=distributed)
+    keys, unmatched = from_first(matched, distributed=distributed)
+    for name, key in keys.items():
+        source = state_dict[key] if first else None
+        _fill(targets.get(name), records[name], source, job.device, distributed=distributed)
+    states.set_weights(weights)
+    return unmatched
+
+
+def _match(
+    given: Mapping[str, torch.Tensor],
+    targets: Mapping[str, TensorRecord],
+    aliases: Mapping[str, Sequence[str]],
+    *,
+    strict: bool,
+) -> tuple[dict[str, str], Unmatched]:
+    """For each target the key to take, and what is left over."""
+    keys: dict[str, str] = {}
+    problems = []
+    for name, names in aliases.items():
+        present = [key for key in names if key in given]
+        if not present:
+            continue
+        keys[name] = present[0]
+        shape, wanted = tuple(given[present[0]].shape), targets[name].shape
+        if shape != wanted:
+            problems.append(f"{name} is {wanted} here and {shape} there")
+        if any(not torch.equal(given[present[0]], given[key]) for key in present[1:]):
+            problems.append(f"{' and '.join(present)} are tied here and differ there")
+    known = {key for names in aliases.values() for key in names}
+    unmatched = Unmatched(
+        [name for name in targets if name not in keys], [key for key in given if key not in known]
+    )
+    if strict and unmatched.missing_keys:
+        problems.append(f"{len(unmatched.missing_keys)} missing: {_few(unmatched.missing_keys)}")
+    if strict and unmatched.unexpected_keys:
+        problems.append(f"{len(unmatched.unexpected_keys)} unexpected: {_few(unmatched.unexpected_keys)}")
+    if problems:
+        raise CheckpointError("the weights are of another model: " + "; ".join(problems[:_SHOWN]))
+    return keys, unmatched
+
+
+@torch.no_grad()
+def _fill(
+    target: torch.Tensor | None,
+    record: TensorRecord,
+    source: torch.Tensor | None,
+    device: torch.device,
+    *,
+    distributed: bool,
+) -> None:
+    """Copies rank 0's ``source`` into every rank's ``target``, or the rank's part of it."""
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    if source is None:
+        whole = torch.empty(record.shape, dtype=dtype, device=device)
+    else:
+        whole = source.to(device=device, dtype=dtype).contiguous()
+    if distributed:
+        dist.broadcast(whole, src=0)
+    if isinstance(target, DTensor):
+        target.to_local().copy_(local_part(whole, target))
+    elif target is not None:
+        target.copy_(whole)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

@@ -1,0 +1,142 @@
+"""The files of a checkpoint: their sizes and digests, taken when they were written and checked before they are read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from atorch_ns.checkpoint.folder import DamagedError, other_steps
+from atorch_ns.checkpoint.manifest import FileRecord, Manifest
+from atorch_ns.checkpoint.tensors import INDEX, stored_sizes
+from atorch_ns.errors import CheckpointError
+
+_CHUNK_BYTES: Final = 4 * 1024**2
+_SHOWN: Final = 4
+
+
+def record_files(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """Size and digest of each file that ``rank`` has written into ``folder``; reads them once.
+
+    Raises:
+        CheckpointError: if one cannot be read.
+    """
+    # torch names the files of a rank so; rank 0 writes the index too.
+    paths = [*folder.glob(f"__{rank}_*.distcp"), *([folder / INDEX] if rank == 0 else [])]
+    try:
+        return {path.name: _record(path) for path in sorted(paths)}
+    except OSError as error:
+        raise CheckpointError(
+            f"what was written to {folder} cannot be read back ({error}), so it was not made a checkpoint."
+        ) from error
+
+
+def check_files(folder: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> None:
+    """Reads the files of these names, and compares them with what was written. A file without a record is not read.
+
+    Raises:
+        CheckpointError: naming each file that differs, with the sizes and digests expected and found.
+    """
+    named = [name for name in names if name in records]
+    check_sizes(folder, {name: records[name].size for name in named})
+    problems = []
+    for name in named:
+        wanted = records[name]
+        try:
+            found = _record(folder / name)
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error}")
+            continue
+        if found != wanted:
+            problems.append(
+                f"{name} has {found.size} bytes with CRC-32 {found.crc32}, and {wanted.size} bytes with CRC-32 "
+                f"{wanted.crc32} were written"
+            )
+    _raise(folder, problems)
+
+
+def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = False) -> None:
+    """Compares the sizes of files, in bytes, without reading them.
+
+    Args:
+        folder: where they are.
+        sizes: by name.
+        at_least: whether a larger file will do too.
+
+    Raises:
+        CheckpointError: naming each file that is missing or of another size.
+    """
+    problems = []
+    for name, wanted in sizes.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            problems.append(f"{name} of {wanted} bytes cannot be opened: {error.strerror}")
+            continue
+        if found < wanted or (found > wanted and not at_least):
+            problems.append(f"{name} has {found} bytes, and {wanted} were written")
+    _raise(folder, problems)
+
+
+def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
+    """The files that a rank checks: those that ranks of its machine need are divided among these ranks.
+
+    Args:
+        rank: whose share.
+        needed: for each rank the name of its machine, and the size of each file that it reads.
+    """
+    host = needed[rank][0]
+    ranks = [one for one, (other, _) in enumerate(needed) if other == host]
+    sizes = {name: size for one in ranks for name, size in needed[one][1].items()}
+    load = dict.fromkeys(ranks, 0)
+    share = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        one = min(ranks, key=lambda one: (load[one], one))
+        load[one] += sizes[name]
+        if one == rank:
+            share.append(name)
+    return share
+
+
+def way_out(folder: Path) -> str:
+    """A sentence on what to load in the place of a damaged checkpoint."""
+    for place in other_steps(folder):
+        if _is_whole(place):
+            return (
+                f"The newest other step whose files are all there in full is {place}: "
+                f"checkpoint.load({str(place)!r}, result) checks and loads it."
+            )
+    return (
+        f"There is no other whole step in {folder.parent}: copy the damaged files again from where they came."
+    )
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether all files are there with their sizes; only the index is read."""
+    try:
+        records = Manifest.read(place).files
+        if records is None:
+            check_sizes(place, stored_sizes(place), at_least=True)
+        else:
+            check_files(place, records, [INDEX])
+            check_sizes(place, {name: record.size for name, record in records.items()})
+    except CheckpointError:
+        return False
+    return True
+
+
+def _record(path: Path) -> FileRecord:
+    size, digest, chunk = 0, 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            # Against accidents, and faster than disks; nobody is kept from writing a digest that fits.
+            digest = zlib.crc32(chunk[:count], digest)
+            size += count
+    return FileRecord(size=size, crc32=f"{digest:08x}")
+
+
+def _raise(folder: Path, problems: Sequence[str]) -> None:
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise DamagedError(f"{folder} is damaged: {'; '.join(problems[:_SHOWN])}{more}.")

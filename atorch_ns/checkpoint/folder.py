@@ -1,0 +1,158 @@
+"""Folders of checkpoints: one a step, complete or absent, and a pointer to the latest.
+
+::
+
+    runs/
+      latest              the name of the newest complete checkpoint: "step-200"
+      step-100/           complete
+      step-200/           complete
+      .tmp-step-300-4f2a/ being written, or left by a save that was interrupted
+      .old-step-200-91bc/ being replaced by a new step-200
+
+Everything is written into a ``.tmp`` folder, which a rename makes a checkpoint when all ranks have written.
+Whatever interrupts a save, the last complete checkpoint stays what ``latest`` finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+from atorch_ns.errors import CheckpointError
+from atorch_ns.strategy import JSON
+
+MANIFEST: Final = "manifest.json"
+"""Written last: a folder that has it is complete."""
+
+_POINTER: Final = "latest"
+_STEP: Final = re.compile(r"step-(\d+)")
+_REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was saved."""
+
+
+def step_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step}"
+
+
+def latest(path: str | PathLike[str]) -> Path | None:
+    """The newest complete checkpoint below ``path``: the one saved last; ``None`` if there is none."""
+    parent = Path(path)
+    try:
+        named = (parent / _POINTER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        named = ""
+    if _STEP.fullmatch(named):
+        for place in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
+            if (place / MANIFEST).is_file():
+                return place
+    steps = _steps(parent)
+    return steps[0] if steps else None
+
+
+def other_steps(folder: Path) -> list[Path]:
+    """The complete checkpoints beside that in ``folder``, the highest step first."""
+    return [place for place in _steps(folder.parent) if place != folder]
+
+
+def find(path: str | PathLike[str]) -> Path:
+    """The checkpoint that ``path`` means: itself, or the latest below it.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    place = Path(path)
+    if (place / MANIFEST).is_file():
+        return place
+    found = latest(place)
+    if found is not None:
+        return found
+    if not place.is_dir():
+        raise CheckpointError(
+            f"there is no folder {place}. Give the folder that was given to save, or one step's."
+        )
+    if _STEP.fullmatch(place.name) or (place / ".metadata").is_file():
+        raise DamagedError(f"{place} is incomplete: it has no {MANIFEST}, which is written last.")
+    raise CheckpointError(
+        f"{place} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
+    )
+
+
+def new_folder(parent: Path, step: int) -> Path:
+    """Makes an empty folder to write the checkpoint of ``step`` into."""
+    folder = parent / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def clean(parent: Path) -> None:
+    """Removes what interrupted saves left, and brings back a checkpoint whose replacement never came."""
+    for place in parent.glob(".old-step-*"):
+        match = _REPLACED.fullmatch(place.name)
+        if match and not (parent / match[1]).exists():
+            place.rename(parent / match[1])
+        else:
+            shutil.rmtree(place)
+    for place in parent.glob(".tmp-step-*"):
+        shutil.rmtree(place)
+
+
+def commit(folder: Path, step: int) -> Path:
+    """Makes the complete ``folder`` the checkpoint of ``step``, and the latest one.
+
+    Returns:
+        Its final place. An older checkpoint of the same step is gone.
+    """
+    parent = folder.parent
+    place = parent / step_name(step)
+    replaced = parent / f".old-{place.name}-{secrets.token_hex(4)}"
+    if place.exists():
+        place.rename(replaced)
+    folder.rename(place)
+    pointer = parent / f".tmp-{_POINTER}"
+    _write(pointer, place.name + "\n")
+    pointer.replace(parent / _POINTER)
+    _sync_folder(parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return place
+
+
+def write_json(path: Path, document: JSON) -> None:
+    """Writes ``document`` to ``path``, through to the disk, by way of a file beside it."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    _write(temporary, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _steps(parent: Path) -> list[Path]:
+    """The complete checkpoints below ``parent``, the highest step first."""
+    complete = [place for place in parent.glob("step-*") if (place / MANIFEST).is_file()]
+    numbered = [(int(match[1]), place) for place in complete if (match := _STEP.fullmatch(place.name))]
+    return [place for _, place in sorted(numbered, reverse=True)]
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """A rename is on the disk when its folder is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

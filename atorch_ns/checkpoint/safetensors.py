@@ -1,0 +1,157 @@
+"""Weights in the folder form of Hugging Face: ``model.safetensors`` and ``config.json``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from atorch_ns.checkpoint.export import Unmatched, import_state_dict, whole_tensors
+from atorch_ns.checkpoint.folder import write_json
+from atorch_ns.cluster import agree
+from atorch_ns.errors import CheckpointError, MissingPackageError
+from atorch_ns.job import Result
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+
+
+def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
+    """Writes the weights so that ``from_pretrained(folder)`` of transformers reads them; collective.
+
+    ``model.safetensors`` holds every parameter and persistent buffer, whole; a tied parameter once, under its
+    first name. If the model has a ``config`` of transformers, ``config.json`` is written too, with the dtype of
+    the weights as they are exported (fp32 where the job keeps fp32 masters).
+
+    Args:
+        result: of ``auto_accelerate``.
+        folder: made if it does not exist; rank 0 writes.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        MissingPackageError: without the package safetensors.
+        CheckpointError: if the folder cannot be written.
+    """
+    place, job = Path(folder), result.job
+    distributed = job.cluster.distributed
+    library = agree(
+        lambda: _library("safetensors.torch"), what="importing safetensors", distributed=distributed
+    )
+    tensors = whole_tensors(result)
+
+    def write() -> None:
+        if job.cluster.rank != 0:
+            return
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            _write(library, tensors, place)
+            _write_config(job.module, tensors, place)
+        except OSError as error:
+            raise CheckpointError(f"cannot write weights to {place}: {error}") from error
+
+    agree(write, what="writing the weights", distributed=distributed)
+    return place
+
+
+def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool = True) -> Unmatched:
+    """Reads weights from a folder of ``*.safetensors``, in one file or several with an index; collective.
+
+    Only rank 0 reads, tensor by tensor.
+
+    Args:
+        result: of ``auto_accelerate``.
+        folder: as transformers' ``save_pretrained`` or :func:`export_safetensors` writes it.
+        strict: every name must be in both.
+
+    Returns:
+        The names that were left out; empty with ``strict``.
+
+    Raises:
+        MissingPackageError: without the package safetensors.
+        CheckpointError: if the files are missing, damaged or of another model.
+    """
+    cluster = result.job.cluster
+
+    def open_files() -> Mapping[str, torch.Tensor]:
+        return _Files(_library("safetensors"), Path(folder)) if cluster.rank == 0 else {}
+
+    files = agree(open_files, what="opening the weights", distributed=cluster.distributed)
+    return import_state_dict(result, files, strict)
+
+
+class _Files(Mapping[str, torch.Tensor]):
+    """Tensors by name, read when asked for."""
+
+    def __init__(self, library: ModuleType, folder: Path) -> None:
+        self._places: dict[str, Any] = {}
+        try:
+            for file in _files_of(folder):
+                opened = library.safe_open(file, framework="pt")
+                self._places |= dict.fromkeys(opened.keys(), opened)
+        except (OSError, ValueError, library.SafetensorError) as error:
+            raise CheckpointError(f"cannot read weights from {folder}: {error}") from error
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._places[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.is_file():
+        return [folder / _WEIGHTS]
+    names = set(json.loads(index.read_text())["weight_map"].values())
+    return [folder / name for name in sorted(names)]
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a broken installation raises anything
+        raise MissingPackageError(
+            "safetensors",
+            needed_by="reading and writing model.safetensors",
+            install="pip install safetensors",
+            reason=str(error),
+        ) from error
+
+
+def _write(library: ModuleType, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
+    temporary = place / f".tmp-{_WEIGHTS}"
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    library.save_file(whole, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)
+    temporary.replace(place / _WEIGHTS)
+
+
+def _write_config(model: nn.Module, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    config.save_pretrained(place)
+    document = json.loads((place / _CONFIG).read_text())
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        document["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        document.pop("torch_dtype", None)
+    # Sharding gives a model a class of its own, derived from the user's.
+    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    document["architectures"] = [own.__name__]
+    write_json(place / _CONFIG, document)

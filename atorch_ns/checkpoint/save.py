@@ -1,0 +1,221 @@
+"""Saving: all of it or nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from atorch_ns.checkpoint import folder as folder_module
+from atorch_ns.checkpoint.contents import Contents, read_contents, with_all_ranks
+from atorch_ns.checkpoint.files import record_files
+from atorch_ns.checkpoint.manifest import FileRecord, plain_json
+from atorch_ns.checkpoint.tensors import write_tensors
+from atorch_ns.cluster import agree, from_first, gathered
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Job, Result
+from atorch_ns.strategy import JSON
+
+
+class PendingSave:
+    """A checkpoint being written by a thread of every rank.
+
+    Args:
+        place: where it will be.
+        write: writes it.
+    """
+
+    def __init__(self, place: Path, write: Callable[[], None]) -> None:
+        self.place = place
+        self._write = write
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"atorch_ns save {place.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been written, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Waits until all ranks have written.
+
+        Call it on every rank before the process group is destroyed.
+
+        Args:
+            timeout_s: seconds to wait; ``None`` for as long as it takes.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: if it failed (once: the next save goes ahead), or is not done in time.
+        """
+        self._thread.join(timeout_s)
+        if not self.done:
+            raise CheckpointError(f"{self.place} is still being written after {timeout_s} s; wait longer.")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.place
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # raised where somebody waits
+            self._error = error
+
+
+class SaveLane:
+    """The saves of one job, one after the other."""
+
+    def __init__(self) -> None:
+        self._pending: PendingSave | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def wait(self) -> None:
+        """Waits for the save in the background, if any, and raises its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def begin(self, pending: PendingSave) -> PendingSave:
+        """Makes ``pending`` what the next save waits for."""
+        self._pending = pending
+        return pending
+
+    def group(self, job: Job) -> dist.ProcessGroup | None:
+        """All ranks, connected apart from training, whose collectives may run meanwhile. Collective once."""
+        if self._group is None and job.cluster.distributed:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+
+def lane_of(job: Job) -> SaveLane:
+    """The job's lane."""
+    if not isinstance(job.save_lane, SaveLane):
+        job.save_lane = SaveLane()
+    return job.save_lane
+
+
+def save(
+    path: str | PathLike[str],
+    result: Result,
+    *,
+    extra: Mapping[str, JSON] | None = None,
+    step: int | None = None,
+    asynchronous: bool = False,
+) -> PendingSave | None:
+    """Saves everything that a run needs to go on, as ``path/step-N``; collective.
+
+    Saved are the weights (fp32 where the job has fp32 masters) and persistent buffers, the optimizer's states
+    and hyperparameters, the scheduler, the loss scaler, every rank's random states, the position in the data
+    and the number of steps. It is written through ``torch.distributed.checkpoint``, each rank its own part,
+    under names that depend on the model alone, so that any strategy on any number of ranks can load it.
+
+    Nobody sees an incomplete checkpoint: whatever interrupts a save, the one before stays the latest. What an
+    interrupted save left is removed by the next. Call it between steps, on every rank.
+
+    Args:
+        path: a folder that all ranks see; made if it does not exist. One job at a time may save into it.
+        result: of ``auto_accelerate``.
+        extra: more to keep, JSON values; rank 0's are saved.
+        step: N; ``None`` for ``result.train_step.num_steps``, which the plain training loop does not count.
+            A checkpoint of the same step is replaced.
+        asynchronous: copy the states to CPU memory, then write them in the background while training goes on.
+            One save is under way at a time: the next waits for it.
+
+    Returns:
+        With ``asynchronous``, what to wait for; else ``None``.
+
+    Raises:
+        CheckpointError: for states that have no form in a checkpoint, a folder that cannot be written or that
+            a rank does not see, and for a failure of the save before this one in the background.
+        RankError: if another rank failed.
+    """
+    job = result.job
+    lane = lane_of(job)
+    lane.wait()
+    number = result.train_step.num_steps if step is None else step
+    part = agree(
+        lambda: _read(result, number, extra), what="reading the states", distributed=job.cluster.distributed
+    )
+    contents = with_all_ranks(part, job)
+    parent = Path(path).absolute()
+    folder = _open(parent, number, job)
+    if not asynchronous:
+        _write(folder, contents, job, None)
+        return None
+    copied, group = contents.copied(), lane.group(job)
+    place = parent / folder_module.step_name(number)
+    return lane.begin(PendingSave(place, lambda: _write(folder, copied, job, group)))
+
+
+def _read(result: Result, step: int, extra: Mapping[str, JSON] | None) -> Contents:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step must be an integer from 0 on; it is {step!r}.")
+    given: Any = plain_json(dict(extra or {}), what="extra")
+    return read_contents(result, step=step, extra=given)
+
+
+def _open(parent: Path, step: int, job: Job) -> Path:
+    """A new folder to write into, which all ranks see; collective."""
+    first, distributed = job.cluster.rank == 0, job.cluster.distributed
+
+    def make() -> str:
+        if not first:
+            return ""
+        try:
+            folder_module.clean(parent)
+            return str(folder_module.new_folder(parent, step))
+        except OSError as error:
+            raise CheckpointError(f"cannot write checkpoints to {parent}: {error}") from error
+
+    def see() -> Path:
+        if not Path(made).is_dir():
+            raise CheckpointError(
+                f"rank 0 has made {made}, which is not there for rank {job.cluster.rank}. Save to a folder that "
+                "all ranks share."
+            )
+        return Path(made)
+
+    made = from_first(
+        agree(make, what="opening the checkpoint", distributed=distributed), distributed=distributed
+    )
+    return agree(see, what="opening the checkpoint", distributed=distributed)
+
+
+def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:
+    """Fills ``folder`` and makes it the latest checkpoint; collective over ``group``."""
+    distributed = job.cluster.distributed
+    write_tensors(contents.tensors, folder, distributed=distributed, group=group)
+
+    files = _record(folder, job, group)
+
+    def complete() -> None:
+        if job.cluster.rank != 0:
+            return
+        try:
+            contents.manifest.model_copy(update={"files": files}).write(folder)
+            folder_module.commit(folder, contents.manifest.step)
+        except OSError as error:
+            raise CheckpointError(f"cannot complete the checkpoint in {folder.parent}: {error}") from error
+
+    agree(complete, what="completing the checkpoint", distributed=distributed, group=group)
+
+
+def _record(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+    """Sizes and digests of what all ranks have written, each of its own files; collective over ``group``."""
+    cluster = job.cluster
+    own = agree(
+        lambda: record_files(folder, cluster.rank),
+        what="reading what was written",
+        distributed=cluster.distributed,
+        group=group,
+    )
+    written = gathered(own, distributed=cluster.distributed, group=group)
+    return {name: record for files in written for name, record in files.items()}

@@ -1,0 +1,320 @@
+"""A checkpoint that has been found to fit a job, and the tensors of the job that it is read into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from atorch_ns.checkpoint.contents import (
+    BUFFER,
+    EXTRA_STATE,
+    RNG,
+    STATE,
+    WEIGHT,
+    class_name,
+    extra_states,
+    held_by_stages,
+    restore_rng,
+    spread_rng,
+    state_specs,
+    states_of,
+)
+from atorch_ns.checkpoint.files import check_files, check_sizes
+from atorch_ns.checkpoint.manifest import Manifest, TensorRecord, check_groups, decode, restore_groups
+from atorch_ns.checkpoint.tensors import INDEX, describe_tensors, files_read, read_tensors
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import OptimizerStates, Result, StateSpec, StepOptimizer, TrainingStates
+from atorch_ns.torch_compat import persistent_buffers, plain_name
+
+_SHOWN = 5
+
+
+def check_model(
+    manifest: Manifest,
+    weights: Mapping[str, TensorRecord],
+    buffers: Mapping[str, TensorRecord],
+    extra_states: Mapping[str, TensorRecord],
+) -> None:
+    """Compares names, shapes and kinds of dtype of the whole model here with those of the checkpoint.
+
+    Raises:
+        CheckpointError: naming the first few tensors that are missing, unexpected or different.
+    """
+    problems = [
+        *_differences("parameter", manifest.weights, weights),
+        *_differences("buffer", manifest.buffers, buffers),
+        *_names("extra state", manifest.extra_states.keys(), extra_states.keys()),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint is of another model ({manifest.model_class} at step {manifest.step}):\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def check_training(
+    manifest: Manifest, states: TrainingStates, result: Result, *, data_position: bool
+) -> None:
+    """Compares optimizer, parameter groups, scheduler and batches, where both sides have them.
+
+    Raises:
+        CheckpointError: saying what differs.
+    """
+    _check_optimizer(manifest, states, result)
+    _check_scheduler(manifest, result)
+    if data_position:
+        _check_data(manifest, result)
+
+
+def left_out(manifest: Manifest, result: Result, *, data_position: bool) -> list[str]:
+    """What the checkpoint holds that there is nothing here to restore to, or the reverse; a sentence each."""
+    optimizer = result.optim
+    scaler = optimizer.scaler if isinstance(optimizer, StepOptimizer) else None
+    rows: list[tuple[str, object, object]] = [
+        ("optimizer", manifest.optimizer, optimizer),
+        ("lr_scheduler", manifest.scheduler, result.lr_scheduler),
+        ("loss scaler", manifest.scaler, scaler),
+    ]
+    if data_position:
+        rows.append(("data position", manifest.data, result.dataloader))
+    notes = [
+        _note(what, saved is not None) for what, saved, here in rows if (saved is None) != (here is None)
+    ]
+    if manifest.world_size != result.job.cluster.world_size:
+        notes.append(
+            f"saved by {manifest.world_size} rank(s) and loaded by {result.job.cluster.world_size}: random numbers "
+            "drawn during training (dropout) do not continue exactly"
+        )
+    return notes
+
+
+def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result) -> None:
+    record, optimizer = manifest.optimizer, result.optim
+    if record is None or optimizer is None:
+        return
+    if record.class_name != states.optimizer_class():
+        raise CheckpointError(
+            f"the checkpoint holds states of {record.class_name}, and this job trains with "
+            f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
+        )
+    ordered = manifest.scheduler is not None and result.lr_scheduler is not None
+    check_groups(record.groups, states.group_names(), optimizer.param_groups, ordered=ordered)
+
+
+def _check_scheduler(manifest: Manifest, result: Result) -> None:
+    record, scheduler = manifest.scheduler, result.lr_scheduler
+    if record is not None and scheduler is not None and record.class_name != class_name(scheduler):
+        raise CheckpointError(
+            f"the checkpoint holds the state of {record.class_name}, and this job has {class_name(scheduler)}. "
+            "Use the same lr_scheduler_cls, or none and make a new one after loading."
+        )
+
+
+def _check_data(manifest: Manifest, result: Result) -> None:
+    loader, saved = result.dataloader, manifest.data
+    if loader is None or saved is None:
+        return
+    if saved.get("global_batch_size") != loader.global_batch_size:
+        raise CheckpointError(
+            f"the checkpoint counts batches of {saved.get('global_batch_size')} samples, and the global batch here "
+            f"has {loader.global_batch_size}, so the position in the data does not carry over. Use the batch_size "
+            "it was saved with, or load(..., data_position=False) to begin an epoch."
+        )
+
+
+def _differences(what: str, there: Mapping[str, TensorRecord], here: Mapping[str, TensorRecord]) -> list[str]:
+    problems = _names(what, there.keys(), here.keys())
+    changed = []
+    for name in here.keys() & there.keys():
+        shape = here[name].shape
+        dtype: torch.dtype = getattr(torch, here[name].dtype)
+        saved: torch.dtype = getattr(torch, there[name].dtype)
+        if shape != there[name].shape:
+            changed.append(f"{name} is {shape} here and {there[name].shape} in the checkpoint")
+        elif dtype.is_floating_point != saved.is_floating_point or dtype.is_complex != saved.is_complex:
+            changed.append(f"{name} is {dtype} here and {saved} in the checkpoint")
+    if changed:
+        problems.append(f"{len(changed)} {what}(s) differ: {_few(changed)}")
+    return problems
+
+
+def _names(what: str, there: Iterable[str], here: Iterable[str]) -> list[str]:
+    saved, present = set(there), set(here)
+    problems = []
+    if missing := present - saved:
+        problems.append(f"{len(missing)} {what}(s) missing in the checkpoint: {_few(missing)}")
+    if unexpected := saved - present:
+        problems.append(f"{len(unexpected)} {what}(s) that this model does not have: {_few(unexpected)}")
+    return problems
+
+
+def _few(texts: Iterable[str]) -> str:
+    ordered = sorted(texts)
+    return ", ".join(ordered[:_SHOWN]) + (", …" if len(ordered) > _SHOWN else "")
+
+
+def _note(what: str, saved: bool) -> str:
+    if saved:
+        return f"its {what} is not used: this job has none"
+    return f"it holds no {what}: the one here begins anew"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that has been found to fit, and the tensors to read it into.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it holds besides tensors.
+        result: what it is loaded into.
+        states: of the result.
+        weights: the tensors to fill with weights, by name.
+        blank: the tensors to fill with the optimizer's states.
+        rng: the same for the random states of this rank, or of rank 0.
+        buffers: live.
+        extras: extra states of modules, to be filled and handed to them.
+        notes: what will not be restored.
+        data_position: whether the position in the data is.
+        files: those that this rank will read, and how many bytes each has at least.
+    """
+
+    folder: Path
+    manifest: Manifest
+    result: Result
+    states: TrainingStates
+    weights: dict[str, torch.Tensor]
+    blank: dict[str, dict[str, torch.Tensor]]
+    rng: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    extras: dict[str, torch.Tensor]
+    notes: list[str]
+    data_position: bool
+    files: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, result: Result, *, data_position: bool) -> Source:
+        """Checks everything and makes room; nothing of ``result`` is changed."""
+        manifest = Manifest.read(folder)
+        check_files(folder, manifest.files or {}, [INDEX])
+        specs = describe_tensors(folder)
+        states = states_of(result)
+        weights, job = states.weights(), result.job
+        buffers, extras = persistent_buffers(job.module), extra_states(job.module)
+        check_model(manifest, *(held_by_stages(job, found) for found in (weights, buffers, extras)))
+        check_training(manifest, states, result, data_position=data_position)
+        wanted = _wanted_specs(manifest, specs, weights)
+        blank_extras = {name: _empty(specs[EXTRA_STATE + name]) for name in extras}
+        source = cls(
+            folder=folder,
+            manifest=manifest,
+            result=result,
+            states=states,
+            weights=weights,
+            blank=states.blank_states(wanted) if result.optim is not None else {},
+            rng=_blank_rng(specs, _rng_source(manifest, result)),
+            buffers=buffers,
+            extras=blank_extras,
+            notes=left_out(manifest, result, data_position=data_position),
+            data_position=data_position,
+        )
+        source._check_values()
+        files = files_read(source._tensors(), folder, whole_chunks=source._whole_chunks())
+        check_sizes(folder, files, at_least=True)
+        return replace(source, files=files)
+
+    def read(self, *, distributed: bool) -> None:
+        """Fills all tensors; collective."""
+        read_tensors(self._tensors(), self.folder, distributed=distributed, whole_chunks=self._whole_chunks())
+
+    def _check_values(self) -> None:
+        """Reads the small states, to say now what has no meaning here."""
+        record, scheduler = self.manifest.optimizer, self.manifest.scheduler
+        decode(self.manifest.scaler)
+        decode(None if scheduler is None else scheduler.state)
+        for entries in () if record is None else record.values.values():
+            decode(entries)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What is filled, by its key in the checkpoint."""
+        tensors = {WEIGHT + name: tensor for name, tensor in self.weights.items()}
+        tensors |= {BUFFER + name: tensor for name, tensor in self.buffers.items()}
+        tensors |= {EXTRA_STATE + name: tensor for name, tensor in self.extras.items()}
+        tensors |= {
+            f"{STATE}{name}.{entry}": tensor
+            for name, entries in self.blank.items()
+            for entry, tensor in entries.items()
+        }
+        source = _rng_source(self.manifest, self.result)
+        return tensors | {f"{RNG}{source}.{kind}": tensor for kind, tensor in self.rng.items()}
+
+    def _whole_chunks(self) -> frozenset[str]:
+        """The keys of states that are stored in blocks."""
+        record = self.manifest.optimizer
+        if record is None or not record.class_name.startswith("torchao."):
+            return frozenset()
+        return frozenset(f"{STATE}{name}.{entry}" for name in self.blank for entry in self.blank[name])
+
+    def restore(self) -> None:
+        """Puts what was read where it belongs; collective for some strategies."""
+        manifest, result = self.manifest, self.result
+        self.states.set_weights(self.weights)
+        for path, child in result.job.module.named_modules():
+            if (name := plain_name(path)) in self.extras:
+                child.set_extra_state(self.extras[name])
+        self._restore_optimizer()
+        if manifest.scheduler is not None and result.lr_scheduler is not None:
+            result.lr_scheduler.load_state_dict(decode(manifest.scheduler.state))
+        if self.data_position and manifest.data is not None and result.dataloader is not None:
+            result.dataloader.load_state_dict(manifest.data)
+        result.train_step.num_steps = manifest.step
+        restore_rng(self.rng, result.job.device, result.job.step.randomness)
+        rank = result.job.cluster.rank
+        if rank >= manifest.world_size and len(set(manifest.rng_digests)) > 1:
+            spread_rng(rank)
+
+    def _restore_optimizer(self) -> None:
+        record, optimizer = self.manifest.optimizer, self.result.optim
+        if record is None or optimizer is None:
+            return
+        values = {name: decode(entries) for name, entries in record.values.items()}
+        self.states.set_optimizer_states(OptimizerStates(self.blank, values))
+        restore_groups(record.groups, self.states.group_names(), optimizer.param_groups)
+        optimizer.zero_grad()
+        if isinstance(optimizer, StepOptimizer):
+            optimizer.num_skipped = record.num_skipped
+            if optimizer.scaler is not None and self.manifest.scaler is not None:
+                optimizer.scaler.scaler.load_state_dict(decode(self.manifest.scaler))
+
+
+def _wanted_specs(
+    manifest: Manifest, specs: Mapping[str, StateSpec], weights: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, StateSpec]]:
+    """The optimizer's tensors, in the dtypes they shall have here: what followed the weight's follows it here."""
+
+    def here(name: str, spec: StateSpec) -> StateSpec:
+        saved: torch.dtype = getattr(torch, manifest.weights[name].dtype)
+        follows = spec.dtype == saved and spec.shape == manifest.weights[name].shape and name in weights
+        return StateSpec(spec.shape, weights[name].dtype) if follows else spec
+
+    return {
+        name: {entry: here(name, spec) for entry, spec in entries.items()}
+        for name, entries in state_specs(dict(specs)).items()
+    }
+
+
+def _rng_source(manifest: Manifest, result: Result) -> int:
+    """Whose random states this rank reads."""
+    rank = result.job.cluster.rank
+    return rank if rank < manifest.world_size else 0
+
+
+def _blank_rng(specs: Mapping[str, StateSpec], source: int) -> dict[str, torch.Tensor]:
+    prefix = f"{RNG}{source}."
+    return {key.removeprefix(prefix): _empty(spec) for key, spec in specs.items() if key.startswith(prefix)}
+
+
+def _empty(spec: StateSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype)

@@ -1,0 +1,214 @@
+"""Tensors to and from a folder, through ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from atorch_ns.checkpoint.folder import DamagedError
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import StateSpec
+
+
+class WholeChunks(DefaultLoadPlanner):
+    """Reads stored chunks whole into plain tensors, of which it takes the part that is wanted.
+
+    torch slices what it has read from a file. Tensors in 8 or 4 bits with a scale for each block, such as
+    torchao's, can be sliced along the first dim alone, and there between blocks. A copy of them into a plain
+    tensor is exact, and can be sliced anywhere; it takes the memory of one chunk.
+
+    Args:
+        names: the tensors to read so; others are read as torch does.
+    """
+
+    def __init__(self, names: Container[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._wanted: dict[ReadItem, ReadItem] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """That of torch, with whole chunks in the place of parts."""
+        plan = super().create_local_plan()
+        return replace(plan, items=[self._widened(item) for item in plan.items])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where torch puts what it has read."""
+        wanted = self._wanted.get(read_item)
+        target: torch.Tensor = super().resolve_tensor(read_item if wanted is None else wanted)
+        return target if wanted is None else target.new_empty(read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Takes the part that is wanted."""
+        wanted = self._wanted.get(read_item)
+        if wanted is None:
+            return
+        for dim, (offset, length) in enumerate(zip(wanted.storage_offsets, wanted.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+        super().resolve_tensor(wanted).detach().copy_(tensor)
+
+    def _widened(self, item: ReadItem) -> ReadItem:
+        if item.type is not LoadItemType.TENSOR or item.dest_index.fqn not in self._names:
+            return item
+        sizes = self._chunk_sizes(item.storage_index)
+        if item.lengths == sizes:
+            return item
+        whole = replace(item, storage_offsets=torch.Size([0] * len(sizes)), lengths=sizes)
+        self._wanted[whole] = item
+        return whole
+
+    def _chunk_sizes(self, index: MetadataIndex) -> torch.Size:
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
+
+
+INDEX: Final = ".metadata"
+"""The file in which torch keeps what lies where."""
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool, group: dist.ProcessGroup | None
+) -> None:
+    """Writes every rank's tensors; what several ranks hold alike is written once. Collective.
+
+    Args:
+        tensors: this rank's.
+        folder: empty, the same for all ranks.
+        distributed: whether there is a process group.
+        group: all ranks; ``None`` for the default group.
+
+    Raises:
+        CheckpointError: on every rank, with the reason of each that failed.
+    """
+    try:
+        if distributed:
+            save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
+        else:
+            _write_alone(tensors, FileSystemWriter(folder))
+    except CheckpointException as error:
+        raise CheckpointError(f"the checkpoint was not written: {_reasons(error)}") from error
+    except (OSError, RuntimeError) as error:  # a full disk; a rank that is gone
+        raise CheckpointError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
+
+
+def describe_tensors(folder: Path) -> dict[str, StateSpec]:
+    """Shape and dtype of everything in ``folder``.
+
+    torch keeps this in a pickle of its own, ``.metadata``, and reading it can run what it holds: load
+    checkpoints of people you trust.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    return {
+        key: StateSpec(tuple(entry.size), entry.properties.dtype)
+        for key, entry in _index(folder).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def stored_sizes(folder: Path) -> dict[str, int]:
+    """Every file of tensors, and how many bytes it has at least.
+
+    Raises:
+        CheckpointError: if torch's index cannot be read.
+    """
+    metadata = _index(folder)
+    return _sizes(metadata, metadata.storage_data or {})
+
+
+def files_read(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, whole_chunks: Container[str] = ()
+) -> dict[str, int]:
+    """The files from which :func:`read_tensors` will fill ``tensors``, and how many bytes each has at least.
+
+    Raises:
+        CheckpointError: if the folder does not have these tensors.
+    """
+    metadata, planner = _index(folder), WholeChunks(whole_chunks)
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
+    try:
+        items = planner.create_local_plan().items
+        return _sizes(metadata, [item.storage_index for item in items])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise DamagedError(f"{folder / INDEX} is not of this checkpoint: {error}.") from error
+
+
+def read_tensors(
+    tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool, whole_chunks: Container[str] = ()
+) -> None:
+    """Fills ``tensors`` in place, however they were sharded when written. Collective.
+
+    Args:
+        tensors: this rank's.
+        folder: the same for all ranks.
+        distributed: whether there is a process group.
+        whole_chunks: those that may be stored in a form that cannot be sliced.
+
+    Raises:
+        CheckpointError: on every rank, with the reason of each that failed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # It says that there is no process group, which is so.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(
+                dict(tensors),
+                storage_reader=FileSystemReader(folder),
+                planner=WholeChunks(whole_chunks),
+                no_dist=not distributed,
+            )
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} was not read: {_reasons(error)}") from error
+
+
+def _index(folder: Path) -> Metadata:
+    try:
+        metadata: Metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # damaged pickles raise nearly anything
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise DamagedError(f"{folder / INDEX} is missing or damaged: {reason}.") from error
+    return metadata
+
+
+def _sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for index in indices:
+        place = metadata.storage_data[index]
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    return sizes
+
+
+def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) -> None:
+    """What ``save`` does in one process, without its warning: it may run in a thread, where none can be caught."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), storage_meta=writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    written = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [written])
+
+
+def _reasons(error: CheckpointException) -> str:
+    found = [
+        f"rank {rank}: {type(cause).__name__}: {cause}".removesuffix(": ")
+        for rank, (cause, _) in error.failures.items()
+    ]
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    return "; ".join(found[:4]) + more

@@ -1,0 +1,188 @@
+"""Program of each rank of a verb that trains: ``python -m atorch_ns.cli._rank_work VERB FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from atorch_ns.cli._failures import described, exit_code
+from atorch_ns.cli._planning import read_strategy, say
+from atorch_ns.errors import InputError
+from atorch_ns.text import error_text, with_article
+from atorch_ns.usercode import build_model, check_format, chosen_format, load_object, load_sample
+
+if TYPE_CHECKING:
+    from atorch_ns.search import SearchOutcome
+
+_SEED = 0
+
+
+def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects that a request names, as arguments of ``auto_accelerate`` or ``Inputs``; seeded alike on every rank.
+
+    Raises:
+        InputError: if something cannot be found, built or used.
+    """
+    import torch
+
+    from atorch_ns.engine.offline import AssumedLoss
+
+    torch.manual_seed(_SEED)
+    model, _ = build_model(request["model"], on_meta=False)
+    sample = load_sample(request["sample"])
+    loss = AssumedLoss() if request["loss"] is None else load_object(request["loss"], option="--loss")
+    if not callable(loss):
+        raise InputError(
+            f"--loss={request['loss']!r} is {with_article(loss)}; it must be a function (batch, output) -> loss."
+        )
+    given, why = chosen_format(check_format(request["input_format"]), model, sample)
+    if why and os.environ.get("RANK", "0") == "0":
+        say(why)
+    optimizer = load_object(request["optimizer"], option="--optimizer")
+    if not callable(optimizer):
+        raise InputError(
+            f"--optimizer={request['optimizer']!r} is {with_article(optimizer)}; it must make an optimizer."
+        )
+    return {
+        "model": model,
+        "optim_func": optimizer,
+        "loss_func": loss,
+        "model_input_format": None if given == "none" else given,
+        "sample_batch": sample,
+    }
+
+
+def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Searches, and lets rank 0 write what was asked for; collective.
+
+    Raises:
+        KeyboardInterrupt: if Ctrl-C ended the search before anything was measured.
+    """
+    from atorch_ns.api import auto_accelerate
+    from atorch_ns.cluster import Cluster, agree, join_process_group
+    from atorch_ns.job.sampling import num_samples
+
+    cluster = Cluster.detect()
+    join_process_group(cluster)
+    job = agree(lambda: named_job(request), what="building the model", distributed=cluster.distributed)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # Ctrl-C ends the search from now on, not the rank
+    _, result, strategy = auto_accelerate(
+        **job,
+        batch_size=request["batch"] or cluster.world_size * num_samples(job["sample_batch"]),
+        excluded=_constraints(request["exclude"]),
+        included=_constraints(request["include"]),
+        search=request["settings"],
+        search_history=request["history"],
+        search_logs=request["logs"],
+        verbose=request["verbose"],
+    )
+    assert result is not None
+    assert strategy is not None
+    if cluster.rank != 0:
+        return {}
+    report = result.report
+    found = report.search
+    assert found is not None
+    if "Ctrl-C" in found.stop_reason and not _is_measured(found):
+        raise KeyboardInterrupt
+    if request["save"] is not None:
+        strategy.save(request["save"])
+    if request["report"] is not None:
+        report.save(request["report"])
+    return {
+        "strategy": str(strategy),
+        "report": report.to_json(),
+        "stop_reason": found.stop_reason,
+    }
+
+
+def _is_measured(found: SearchOutcome) -> bool:
+    """Whether the winner was tried."""
+    return found.winner is not None and found.winner.trial is not None
+
+
+def _constraints(given: list[Any]) -> list[Any] | None:
+    return [tuple(each) if isinstance(each, list) else each for each in given] or None
+
+
+def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares the strategy with one process; collective."""
+    from atorch_ns.cluster import Cluster, agree, join_process_group
+    from atorch_ns.job import Inputs
+    from atorch_ns.method import load_registry
+    from atorch_ns.verify import verify
+
+    cluster = Cluster.detect()
+    join_process_group(cluster)
+    inputs, strategy = agree(
+        lambda: (Inputs(**named_job(request)), read_strategy(request["strategy"])),
+        what="building the model",
+        distributed=cluster.distributed,
+    )
+    found = verify(inputs, cluster, strategy, load_registry(), num_steps=request["steps"])
+    return found.as_json()
+
+
+def main() -> NoReturn:
+    """Handles the folder's ``request.json``, and leaves an answer there.
+
+    A process that holds a mesh may abort while Python finalises, so this one leaves without.
+    """
+    work, folder = sys.argv[1], Path(sys.argv[2])
+    request = json.loads((folder / "request.json").read_text())
+    if request.get("debug"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    code, answer = _attempt(WORKS[work], request)
+    draft = folder / f"answer_{os.environ['RANK']}.tmp"
+    draft.write_text(json.dumps(answer))
+    draft.replace(draft.with_suffix(".json"))
+    _leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _attempt(
+    work: Callable[[Mapping[str, Any]], dict[str, Any]], request: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    try:
+        return 0, {"value": work(request)}
+    except KeyboardInterrupt:
+        if request.get("debug"):
+            traceback.print_exc()
+        return 130, {"error": "interrupted.", "code": 130}
+    except SystemExit as error:
+        return 2, {"error": f"the model or the loss ended the process: {error_text(error)}.", "code": 2}
+    except Exception as error:
+        if request.get("debug"):
+            traceback.print_exc()
+        code = exit_code(error)
+        answer = {"error": described(error), "code": code, "kind": type(error).__name__}
+        return code, answer
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except Exception:  # another rank is gone already; this one is about to be
+            return
+
+
+WORKS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
+    "search": search_on_rank,
+    "verify": verify_on_rank,
+}
+
+if __name__ == "__main__":
+    main()

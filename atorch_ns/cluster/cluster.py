@@ -1,0 +1,260 @@
+"""Cluster: the processes, nodes, devices and installed packages of a job."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from atorch_ns.cluster.devices import DEVICES, device_named
+from atorch_ns.cluster.hardware import LINKS, Device, Figure, Hardware, Link, Rate
+from atorch_ns.errors import BackendError, InputError
+
+CPU_FIGURES: Final = {
+    "flops_per_s.float32": Figure(
+        60e9, "assumed, per core: AVX2 at 2.5 GHz, three quarters of its peak of 80"
+    ),
+    "flops_per_s.bfloat16": Figure(60e9, "assumed: as float32; AVX-512 BF16 is faster, emulation slower"),
+    "flops_per_s.float16": Figure(30e9, "assumed: half of float32, by conversion"),
+    "memory_bytes_per_s": Figure(8e9, "assumed, per core: two channels of DDR4-3200 among six cores"),
+    "launch_s": Figure(5e-6, "assumed: host time of one eager operator with autograd"),
+}
+"""What a core is taken to do until :func:`~atorch_ns.cluster.calibrate` measures it."""
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
+    """The share of this machine that one of ``num_ranks`` equal ranks has.
+
+    Args:
+        num_ranks: ranks on the machine.
+        memory_bytes: of one rank; ``None`` for its share of :func:`machine_memory_bytes`.
+    """
+    cores = max(1.0, (os.cpu_count() or 1) / num_ranks)
+    rates = {name: figure.value * cores for name, figure in CPU_FIGURES.items() if name != "launch_s"}
+    return Device(
+        name="cpu",
+        type="cpu",
+        memory_bytes=machine_memory_bytes() // num_ranks if memory_bytes is None else memory_bytes,
+        memory_bytes_per_s=rates["memory_bytes_per_s"],
+        flops_per_s={dtype: rates[f"flops_per_s.{dtype}"] for dtype in ("float32", "bfloat16", "float16")},
+        launch_s=CPU_FIGURES["launch_s"].value,
+        source="; ".join(dict.fromkeys(figure.source for figure in CPU_FIGURES.values())),
+    )
+
+
+def cpu_hardware(num_ranks: int, memory_bytes: int | None = None) -> Hardware:
+    """CPU ranks that talk by gloo."""
+    gloo, device = LINKS["gloo"].link("gloo"), cpu_device(num_ranks, memory_bytes)
+    to_host = Link(
+        name="memory", rate=Rate(device.launch_s, device.memory_bytes_per_s / 2), overlap=0.0, source="a copy"
+    )
+    return Hardware(device=device, within_node=gloo, between_nodes=gloo, to_host=to_host)
+
+
+def machine_memory_bytes() -> int:
+    """Memory that all processes here may use: the machine's, or less where a cgroup limits it."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [_read_limit(path) for path in _limit_files()]
+    return min([machine, *(limit for limit in limits if limit is not None)])
+
+
+def _limit_files() -> list[Path]:
+    """Where the memory limits of this process's cgroups may stand, in version 2 and version 1.
+
+    Inside a container the own group is usually mounted as the root.
+    """
+    files = [_CGROUPS / "memory.max", _CGROUPS / "memory" / "memory.limit_in_bytes"]
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return files
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files.append(_CGROUPS / path.strip("/") / "memory.max")
+        elif "memory" in controllers.split(","):
+            files.append(_CGROUPS / "memory" / path.strip("/") / "memory.limit_in_bytes")
+    return files
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+OPTIONAL_PACKAGES: Mapping[str, str] = {
+    "fairscale": "fairscale",
+    "deepspeed": "deepspeed",
+    "transformers": "transformers",
+    "torchao": "torchao",
+    "transformer_engine": "transformer-engine",
+    "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
+    "apex": "apex",
+    "liger_kernel": "liger-kernel",
+}
+"""Import name → distribution of every package that a built-in method can use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The setting of a job, as one rank sees it. Made by :meth:`detect`, or by hand for planning and tests.
+
+    Attributes:
+        world_size: number of processes.
+        rank: this process, 0 to ``world_size - 1``.
+        local_rank: this process within its node.
+        local_world_size: processes on this node.
+        distributed: whether the process was started as one of a group (by torchrun or by the caller), even
+            if the group has one member.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        device_name: the device's own name.
+        device_memory_bytes: memory of one device; 0 where unknown.
+        capability: CUDA compute capability, ``None`` on CPU.
+        packages: version of each optional package that is installed.
+        torch: version of torch.
+        hardware: how fast devices and links are; ``None`` until somebody asks the table or measures.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    distributed: bool = False
+    device_type: str = "cpu"
+    device_name: str = "cpu"
+    device_memory_bytes: int = 0
+    capability: tuple[int, int] | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch: str = ""
+    hardware: Hardware | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, assuming that all have as many processes as this one."""
+        return max(1, self.world_size // self.local_world_size)
+
+    @property
+    def device(self) -> str:
+        """The device of this process, as torch writes it."""
+        return f"cuda:{self.local_rank}" if self.device_type == "cuda" else self.device_type
+
+    @classmethod
+    def detect(cls) -> Cluster:
+        """Reads the process group if there is one, else the launcher's environment, and the devices here.
+
+        Raises:
+            BackendError: if the launcher's environment holds something else than numbers.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            ranks: dict[str, Any] = {
+                "world_size": dist.get_world_size(),
+                "rank": dist.get_rank(),
+                "distributed": True,
+            }
+        else:
+            world_size = _environment_integer("WORLD_SIZE", 1)
+            ranks = {
+                "world_size": world_size,
+                "rank": _environment_integer("RANK", 0),
+                "distributed": "RANK" in os.environ or world_size > 1,
+            }
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 1
+        local_rank = _environment_integer("LOCAL_RANK", ranks["rank"] % num_devices)
+        return cls(
+            **ranks,
+            local_rank=local_rank,
+            local_world_size=_environment_integer("LOCAL_WORLD_SIZE", ranks["world_size"]),
+            packages=installed_packages(),
+            torch=torch.__version__,
+            **_device_facts(local_rank),
+        )
+
+    def with_hardware(self) -> Cluster:
+        """The same with figures for its devices and links, from the table; those it has are kept.
+
+        On CPU each rank has its share of the machine's cores and memory, or of its cgroup's memory.
+
+        Raises:
+            InputError: if the table does not know the device.
+        """
+        if self.hardware is not None:
+            return self
+        if self.device_type == "cpu":
+            hardware = cpu_hardware(self.local_world_size)
+            return replace(self, hardware=hardware, device_memory_bytes=hardware.device.memory_bytes)
+        return replace(self, hardware=self._hardware_of_table())
+
+    def _hardware_of_table(self) -> Hardware:
+        name = device_named(self.device_name)
+        if name is None:
+            raise InputError(
+                f"the table of devices has no {self.device_name!r}. Describe it in a cluster file and give that, or "
+                f"let calibrate() measure it. Known: {', '.join(DEVICES)}."
+            )
+        sheet = DEVICES[name]
+        device = replace(sheet.device(name), memory_bytes=self.device_memory_bytes)
+        within, host = LINKS[sheet.within_node], LINKS[sheet.to_host]
+        return Hardware(
+            device=device,
+            within_node=within.link(sheet.within_node),
+            between_nodes=LINKS["ib400"].link("ib400", self.local_world_size),
+            to_host=host.link(sheet.to_host),
+        )
+
+
+def _environment_integer(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise BackendError(
+            f"the environment variable {name}={text!r} is no number. Launchers such as torchrun set it; unset "
+            "it to run one process."
+        ) from None
+
+
+def _device_facts(local_rank: int) -> dict[str, Any]:
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(local_rank)
+        return {
+            "device_type": "cuda",
+            "device_name": properties.name,
+            "device_memory_bytes": properties.total_memory,
+            "capability": (properties.major, properties.minor),
+        }
+    return {
+        "device_type": "cpu",
+        "device_name": platform.processor() or platform.machine(),
+        "device_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def installed_packages() -> dict[str, str]:
+    """Version by import name of the optional packages that are installed; none is imported."""
+    found = {}
+    for module, distribution in OPTIONAL_PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        try:
+            found[module] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            found[module] = "unknown"
+    return found

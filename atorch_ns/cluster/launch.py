@@ -1,0 +1,153 @@
+"""Joining the process group that a launcher such as torchrun describes.
+
+A store for one generation of an elastic job.
+
+torchrun's agents keep one TCPStore for all generations of their workers, and torch's own rendezvous puts the keys of
+each process group into it under the same names. A rank of a new generation may so read the address that a dead one
+left there ("Connection refused"), until the restarts are used up. Nothing that torchrun tells its workers is the same
+for all of a generation and of no other: the count of restarts is each agent's own. So the ranks agree on a name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from atorch_ns.cluster.cluster import Cluster
+from atorch_ns.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of __all__
+
+_PREFIX: Final = "atorch_ns/generation"
+_POLL_S: Final = 0.02
+
+
+def keeps_stores(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher's store lives on when the workers are started again."""
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """A name that the ranks of this generation have in common, and no others; collective.
+
+    Every rank writes a word of its own where dead ones may have left theirs. Rank 0 answers whatever word it finds with
+    the generation's name, under that word, until every rank has said that it read an answer to its own: answers to dead
+    words are read by nobody. All workers of earlier generations have ended before torchrun starts new ones.
+
+    Raises:
+        TimeoutError: naming the ranks that did not come.
+    """
+    limit = time.monotonic() + timeout_s
+    if rank == 0:
+        name = uuid.uuid4().hex
+        _answer(store, name, range(1, world_size), limit)
+        return name
+    word = uuid.uuid4().hex
+    store.set(f"{_PREFIX}/word/{rank}", word)
+    answer = f"{_PREFIX}/answer/{word}"
+    while not store.check([answer]):
+        _wait(limit, "rank 0")
+    given: str = store.get(answer).decode()
+    store.set(f"{_PREFIX}/{given}/{rank}", "")
+    return given
+
+
+def _answer(store: Store, name: str, ranks: Iterable[int], limit: float) -> None:
+    waiting, answered = set(ranks), set[str]()
+    while waiting:
+        for rank in sorted(waiting):
+            if store.check([f"{_PREFIX}/{name}/{rank}"]):
+                waiting.discard(rank)
+            elif store.check([f"{_PREFIX}/word/{rank}"]):
+                word = store.get(f"{_PREFIX}/word/{rank}").decode()
+                if word not in answered:
+                    answered.add(word)
+                    store.set(f"{_PREFIX}/answer/{word}", name)
+        if waiting:
+            _wait(limit, "rank(s) " + ", ".join(map(str, sorted(waiting)[:8])))
+
+
+def _wait(limit: float, whom: str) -> None:
+    if time.monotonic() > limit:
+        raise TimeoutError(f"{whom} did not come")
+    time.sleep(_POLL_S)
+
+
+_SETTLING_S = 0.2
+_JOINING_S = 600.0
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_process_group(cluster: Cluster) -> None:
+    """Initialises ``torch.distributed`` if a launcher asked for it and nobody has done so yet.
+
+    Uses gloo for CPU tensors and NCCL for CUDA tensors. A process group that is made here is left in order
+    at the end of the interpreter; one that the caller made stays the caller's.
+
+    Raises:
+        BackendError: if the launcher's environment is incomplete or the other processes cannot be reached.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not cluster.distributed or dist.is_initialized():
+        return
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if missing:
+        raise BackendError(
+            f"the environment names a process group but lacks {', '.join(missing)}. Start the script with "
+            "torchrun, or unset RANK and WORLD_SIZE to run one process."
+        )
+    backend = "gloo"
+    if cluster.device_type == "cuda":
+        torch.cuda.set_device(cluster.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        if keeps_stores():
+            dist.init_process_group(
+                backend, store=_own_store(cluster), rank=cluster.rank, world_size=cluster.world_size
+            )
+        else:
+            dist.init_process_group(backend)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise BackendError(
+            f"rank {cluster.rank} of {cluster.world_size} could not join the process group at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} with {backend}: {error}"
+        ) from error
+    atexit.register(_leave)
+
+
+def _own_store(cluster: Cluster) -> Store:
+    """The launcher's store, for the keys of this generation of workers alone."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
+
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=_JOINING_S),
+    )
+    name = agree_on_generation(store, cluster.rank, cluster.world_size, _JOINING_S)
+    return PrefixStore(name, store)
+
+
+def _leave() -> None:
+    """Leaves the process group and lets its threads come to rest before the interpreter goes.
+
+    A thread of the backend that still holds a tensor of the last collective needs the interpreter lock to
+    release it. Once the interpreter is finalising, asking for the lock ends the thread, and with it the
+    process ("terminate called without an active exception"). Sleeping hands the lock over in time.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    time.sleep(_SETTLING_S)

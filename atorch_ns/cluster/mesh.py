@@ -1,0 +1,221 @@
+"""The device mesh of a job: torch's ``DeviceMesh`` over the groups that :func:`layout` names.
+
+Which ranks form a group along each axis: pure functions, so any world can be checked without starting it.
+
+The first axis named is the innermost: its groups are neighbouring ranks. With
+``[("tensor", 4), ("pipeline", 2), ("data", 2)]`` on 16 ranks, tensor groups are ``[0, 1, 2, 3], …``, pipeline
+groups ``[0, 4], …`` and data groups ``[0, 8], …``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from atorch_ns.errors import LayoutError
+from atorch_ns.torch_compat import flatten_mesh
+
+AXES = ("data", "zero", "tensor", "sequence", "pipeline", "expert")
+"""The axes a mesh may have. ``pipe`` is read as ``pipeline``."""
+
+_ALIASES = {"pipe": "pipeline"}
+
+Axes = Sequence[tuple[str, int]]
+
+
+def check_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Checks names and sizes and writes aliases out.
+
+    Raises:
+        LayoutError: for an unknown name, a repeated name, or a size that is not a positive integer.
+    """
+    checked: list[tuple[str, int]] = []
+    for name, size in axes:
+        full = _ALIASES.get(name, name)
+        if full not in AXES:
+            raise LayoutError(f"unknown axis {name!r}. Axes are {', '.join(AXES)}.")
+        if any(full == other for other, _ in checked):
+            raise LayoutError(f"the axis {full!r} is named twice.")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise LayoutError(f"{full}={size!r} is no size: give a positive integer.")
+        checked.append((full, size))
+    return tuple(checked)
+
+
+def fit(axes: Iterable[tuple[str, int]], world_size: int) -> tuple[tuple[str, int], ...]:
+    """Sets the size of ``data`` so that all sizes multiply to the number of processes.
+
+    A missing ``data`` axis is added, outermost, where the other sizes leave room for it.
+
+    Raises:
+        LayoutError: if the other sizes do not divide ``world_size``.
+    """
+    checked = check_axes(axes)
+    others = [(name, size) for name, size in checked if name != "data"]
+    product = math.prod(size for _, size in others)
+    if world_size % product:
+        raise LayoutError(_does_not_divide(others, product, world_size))
+    data = world_size // product
+    if all(name != "data" for name, _ in checked):
+        return (*checked, ("data", data)) if data > 1 or not checked else checked
+    return tuple((name, data if name == "data" else size) for name, size in checked)
+
+
+def layout(
+    axes: Iterable[tuple[str, int]], world_size: int, rank_order: Sequence[int] | None = None
+) -> dict[str, list[list[int]]]:
+    """The groups of ranks along each axis.
+
+    Args:
+        axes: ``(name, size)``, innermost first. The size of ``data`` is fitted to ``world_size``.
+        world_size: number of processes.
+        rank_order: ``rank_order[i]`` is the rank at position ``i``; ``None`` for 0, 1, 2, ….
+
+    Returns:
+        For every axis its groups, each a list of ranks in mesh order.
+
+    Raises:
+        LayoutError: if sizes or rank order do not describe ``world_size`` processes.
+
+    Example:
+        >>> layout([("tensor", 2), ("data", 2)], 4)
+        {'tensor': [[0, 1], [2, 3]], 'data': [[0, 2], [1, 3]]}
+    """
+    fitted = fit(axes, world_size)
+    ranks = mesh_ranks(fitted, world_size, rank_order)
+    groups: dict[str, list[list[int]]] = {}
+    for position, (name, size) in enumerate(reversed(fitted)):
+        lines = np.moveaxis(ranks, position, -1).reshape(-1, size)
+        groups[name] = lines.tolist()
+    return {name: groups[name] for name, _ in fitted}
+
+
+def mesh_ranks(
+    axes: Iterable[tuple[str, int]], world_size: int, rank_order: Sequence[int] | None = None
+) -> np.ndarray:
+    """The ranks as an array with one dimension per axis, outermost axis first (as ``DeviceMesh`` wants it).
+
+    Raises:
+        LayoutError: if sizes do not multiply to ``world_size`` or ``rank_order`` is no permutation.
+    """
+    sizes = [size for _, size in check_axes(axes)]
+    if math.prod(sizes) != world_size:
+        raise LayoutError(f"the sizes multiply to {math.prod(sizes)}, but there are {world_size} processes.")
+    order = list(range(world_size)) if rank_order is None else list(rank_order)
+    if sorted(order) != list(range(world_size)):
+        raise LayoutError(
+            f"the rank order must name each of the ranks 0 to {world_size - 1} once; it is {_short(order)}."
+        )
+    return np.asarray(order).reshape(list(reversed(sizes)))
+
+
+def _does_not_divide(others: Axes, product: int, world_size: int) -> str:
+    shown = " × ".join(f"{name}={size}" for name, size in others)
+    total = f" (= {product})" if len(others) > 1 else ""
+    advice = f"Start {product * max(1, round(world_size / product))} processes"
+    if len(others) == 1:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        shown_divisors = ", ".join(map(str, divisors[:12]))
+        advice = f"Use {others[0][0]} in {{{shown_divisors}}} or start {product} processes"
+    return f"{shown}{total} does not divide {world_size} processes. {advice}."
+
+
+def _short(order: list[int]) -> str:
+    text = repr(order)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# The order of the mesh's dimensions. The groups along each axis are those of the user's order of axes, which
+# the array of ranks keeps; but torch slices a mesh only in its own order, and hybrid sharding wants
+# (replicate, shard), tensor parallelism its axis last.
+_MESH_ORDER = ("pipeline", "data", "expert", "zero", "sequence", "tensor")
+
+
+class Mesh:
+    """The ranks of a job arranged along named axes.
+
+    Creating one is collective: every rank of the job must do it, with the same axes.
+
+    Args:
+        axes: ``(name, size)``, innermost first; sizes multiply to the number of processes.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        rank_order: the rank at each position; ``None`` for 0, 1, 2, ….
+
+    Attributes:
+        axes: the axes, innermost first.
+        device_mesh: torch's mesh over all axes, in the order pipeline, data, expert, zero, sequence, tensor.
+    """
+
+    def __init__(
+        self,
+        axes: Iterable[tuple[str, int]],
+        *,
+        device_type: str,
+        rank_order: Sequence[int] | None = None,
+    ) -> None:
+        self.axes = check_axes(axes)
+        if not {"data", "zero"} & {name for name, _ in self.axes}:
+            self.axes = (*self.axes, ("data", 1))
+        ranks = mesh_ranks(self.axes, dist.get_world_size(), rank_order)
+        written = [name for name, _ in reversed(self.axes)]
+        names = [name for name in _MESH_ORDER if name in written]
+        ranks = ranks.transpose([written.index(name) for name in names])
+        self.device_mesh = DeviceMesh(device_type, torch.tensor(ranks), mesh_dim_names=tuple(names))
+        self._data = self._flat(tuple(name for name in names if name in ("data", "zero", "expert")))
+        self._copies = self._flat(tuple(name for name in names if name in ("data", "zero")))
+        self._replicas = tuple(name for name in names if name in ("data", "expert") and self.size(name) > 1)
+        if self.size("zero") > 1 and len(self._replicas) > 1:
+            self._flat(self._replicas)
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold different parts of the model or of a sample."""
+        return any(self.size(name) > 1 for name in ("tensor", "sequence", "pipeline", "expert"))
+
+    def size(self, name: str) -> int:
+        """The size of an axis; 1 if the mesh has no such axis."""
+        return dict(self.axes).get(name, 1)
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The one-dimensional mesh of this rank along ``name``."""
+        return self.device_mesh[name]
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The ranks that see different data: ``data``, ``zero`` and ``expert`` together, as one dimension."""
+        return self._data
+
+    @property
+    def copies(self) -> DeviceMesh:
+        """Those of :attr:`data` that hold the same experts: ``data`` and ``zero`` together, as one dimension."""
+        return self._copies
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The process group of :attr:`data`."""
+        return self._data.get_group()
+
+    @property
+    def shard(self) -> DeviceMesh:
+        """Where states are sharded: ``zero`` if it is larger than 1, else ``data``."""
+        return self.axis("zero") if self.size("zero") > 1 else self._data
+
+    @property
+    def replicate_and_shard(self) -> DeviceMesh:
+        """For fully sharded training: ``(replicate, shard)`` where zero is not alone, else one dimension.
+
+        What is not sharded over ``expert`` is replicated there, as it is over ``data``.
+        """
+        if self._replicas and self.size("zero") > 1:
+            return self.device_mesh["_".join(self._replicas), "zero"]
+        return self.shard
+
+    def _flat(self, names: tuple[str, ...]) -> DeviceMesh:
+        if len(names) == 1:
+            return self.device_mesh[names[0]]
+        return flatten_mesh(self.device_mesh[names], "_".join(names))

@@ -1,0 +1,409 @@
+"""A cluster made from what is written of it.
+
+Clusters that are written down: a line as ``"8xH100-80GB, 16 nodes, ib400"``, or a file with its keys.
+
+=====================  ======================================  =======================================
+on the line            key in a file                           meaning
+=====================  ======================================  =======================================
+``8xH100-80GB``        ``devices: 8xH100-80GB``                devices of each node, and their kind
+..                     ``device`` and ``devices_per_node``     the same apart; ``device`` may be a mapping
+``16 nodes``           ``nodes: 16``                           1 unless given
+``nvlink4``            ``within_node: nvlink4``                between devices of a node
+``ib400``              ``between_nodes: ib400``                between nodes
+``60GiB``              ``memory: 60GiB``                       of one device, in place of the table's
+``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
+..                     ``to_host: pcie5``                      between a device and its host's memory
+=====================  ======================================  =======================================
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, installed_packages
+from atorch_ns.cluster.devices import DEVICES
+from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.errors import InputError
+from atorch_ns.text import did_you_mean
+
+_SIZES: Final = {
+    "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, problems: list[str]) -> None:
+    """Notes every key of ``given`` that is not known, with what may have been meant."""
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(str(key), known)
+            problems.append(f"{what}.{key} is no key.{hint} Keys: {', '.join(known)}.")
+
+
+def read_count(value: Any, what: str, problems: list[str]) -> int:
+    """A whole number of at least 1; 1 where there is a problem."""
+    count = _read(value, int)
+    if count is None or count < 1:
+        problems.append(f"{value!r} {what}: give a whole number of at least 1.")
+        return 1
+    return int(count)
+
+
+def read_number(value: Any, what: str, problems: list[str]) -> float:
+    """A number that is not negative, and above 0 where 0 would stop the estimate; 1 where there is a problem."""
+    number = _read(value, float)
+    least_is_positive = what.endswith(("bytes_per_s", "efficiency")) or "flops_per_s" in what
+    if number is None or not math.isfinite(number) or number < 0 or (least_is_positive and number == 0):
+        problems.append(f"{what}={value!r}: give a positive number.")
+        return 1.0
+    return float(number)
+
+
+def read_memory(value: Any, problems: list[str]) -> int:
+    """Bytes of ``"60GiB"``; a bare number is bytes. 1 where there is a problem."""
+    text = str(value).strip().lower()
+    digits = text.rstrip("bgikmt ")
+    number, unit = _read(digits, float), text[len(digits) :].strip() or "b"
+    if number is None or number <= 0 or not math.isfinite(number) or unit not in _SIZES:
+        problems.append(f"memory={value!r}: write a positive size such as 60GiB or 512MiB.")
+        return 1
+    return int(number * _SIZES[unit])
+
+
+def _read(value: Any, kind: Callable[[Any], Any]) -> Any:
+    if isinstance(value, bool):
+        return None
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+SPEC_KEYS: Final = (
+    "devices",
+    "device",
+    "devices_per_node",
+    "nodes",
+    "within_node",
+    "between_nodes",
+    "to_host",
+    "memory",
+    "price_per_hour",
+)
+"""The keys of a cluster file."""
+
+_NUMBER = r"(?P<count>[+-]?\d[\d_]*(\.\d+)?)"
+_COUNTED = re.compile(rf"^{_NUMBER}\s*[xX*×]\s*(?P<device>\S.*)$")
+_NODES = re.compile(rf"^{_NUMBER}\s*nodes?$", re.IGNORECASE)
+_MEMORY = re.compile(r"^\d+(\.\d+)?\s*[kmgt]i?b$", re.IGNORECASE)
+_PRICE = re.compile(r"^\$\s*(?P<price>\d+(\.\d+)?)\s*(/\s*h(our)?)?$", re.IGNORECASE)
+_SUFFIXES: Final = (".json", ".yaml", ".yml")
+
+
+def read_spec(text_or_path: str | Path, problems: list[str]) -> dict[str, Any]:
+    """The keys of a cluster file that a line or a file amounts to; what cannot be read goes to ``problems``."""
+    if isinstance(text_or_path, Path) or text_or_path.strip().endswith(_SUFFIXES):
+        return _read_file(Path(text_or_path), problems)
+    return _read_line(text_or_path, problems)
+
+
+def split_devices(text: str) -> tuple[str | None, str]:
+    """``"8xH100"`` as ``("8", "H100")``; no count gives ``None``."""
+    found = _COUNTED.match(text.strip())
+    return (found["count"], found["device"].strip()) if found else (None, text.strip())
+
+
+def _read_line(text: str, problems: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        read = _read_part(part)
+        if read is None:
+            problems.append(_unknown_part(part))
+            continue
+        key, value = read
+        if key in values:
+            problems.append(f"{key} is given twice: {values[key]!r} and {value!r}.")
+        values[key] = value
+    return values
+
+
+def _read_part(part: str) -> tuple[str, Any] | None:
+    if found := _NODES.match(part):
+        return "nodes", found["count"]
+    if _COUNTED.match(part):
+        return "devices", part
+    if _MEMORY.match(part):
+        return "memory", part
+    if found := _PRICE.match(part):
+        return "price_per_hour", found["price"]
+    sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
+    if sheet is not None:
+        return ("within_node" if sheet.level == "within" else "between_nodes"), part
+    if part.lower() == "cpu" or any(part.lower() in _names(name) for name in DEVICES):
+        return "devices", part
+    return None
+
+
+def _names(device: str) -> tuple[str, ...]:
+    return tuple(name.lower() for name in (device, *DEVICES[device].aliases))
+
+
+def _unknown_part(part: str) -> str:
+    known = [*DEVICES, "cpu", *LINKS]
+    return (
+        f"{part!r} is no device, link, number of nodes, memory or price.{did_you_mean(part, known)} "
+        "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
+    )
+
+
+def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"the cluster file {path} cannot be read: {why}") from error
+    try:
+        values = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
+    except ValueError as error:
+        raise InputError(f"the cluster file {path} is not {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(values, Mapping):
+        raise InputError(
+            f"the cluster file {path} holds a {type(values).__name__}; it should map {', '.join(SPEC_KEYS)}."
+        )
+    keys = ", ".join(SPEC_KEYS)
+    problems += [
+        f"{key!r} is no key.{did_you_mean(str(key), SPEC_KEYS)} Keys: {keys}."
+        for key in values
+        if key not in SPEC_KEYS
+    ]
+    return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}
+
+
+def _load_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+_DEVICE_KEYS: Final = (
+    "name", "like", "type", "memory", "memory_bytes_per_s", "flops_per_s", "launch_s", "efficiency",
+    "capability", "price_per_hour", "source",
+)  # fmt: skip
+_LINK_KEYS: Final = ("name", "like", "latency_s", "bytes_per_s", "overlap", "source")
+_MOST_RANKS: Final = 10_000_000
+
+
+def cluster_from_spec(text_or_path: str | Path) -> Cluster:
+    """A cluster that is written down, for planning without it; packages and torch are those of this machine.
+
+    Args:
+        text_or_path: ``"8xH100-80GB, 16 nodes, ib400"``, ``"4xA100"``, ``"2xcpu"``, or a YAML or JSON file
+            with the keys ``devices``, ``nodes``, ``within_node``, ``between_nodes``, ``memory``, ….
+
+    Raises:
+        InputError: naming everything that is wrong, and names that are almost right.
+    """
+    problems: list[str] = []
+    values = read_spec(text_or_path, problems)
+    per_node, wanted = _devices(values, problems)
+    nodes = read_count(values.get("nodes", 1), "nodes", problems)
+    memory = read_memory(values["memory"], problems) if "memory" in values else None
+    device = _device(wanted, per_node, problems)
+    if device is not None:
+        price = read_number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
+        device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
+    hardware = None if device is None else _hardware(device, values, per_node, nodes, problems)
+    if not problems and per_node * nodes > _MOST_RANKS:
+        problems.append(f"{per_node} x {nodes} devices are more than any cluster has; check the counts.")
+    if problems or hardware is None or device is None:
+        raise InputError(_all(problems, text_or_path))
+    return Cluster(
+        world_size=per_node * nodes,
+        local_world_size=per_node,
+        distributed=per_node * nodes > 1,
+        device_type=device.type,
+        device_name=device.name,
+        device_memory_bytes=device.memory_bytes,
+        capability=device.capability,
+        packages=installed_packages(),
+        torch=importlib.metadata.version("torch"),
+        hardware=hardware,
+    )
+
+
+def _all(problems: list[str], source: str | Path) -> str:
+    shown = str(source) if len(str(source)) <= 120 else f"{str(source)[:117]}..."
+    if len(problems) == 1:
+        return f"{problems[0]} (cluster {shown!r})"
+    lines = [f"{len(problems)} problems in the cluster {shown!r}:"]
+    return "\n".join(lines + [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)])
+
+
+def _devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, Any]:
+    """Devices of each node, and what is said of their kind."""
+    if "devices" not in values and "device" not in values:
+        if not problems:
+            problems.append("no device is named; write for example '8xH100-80GB'.")
+        return 1, None
+    if "devices" in values and "device" in values:
+        problems.append("devices and device are both given; write one of them.")
+    wanted, count = values.get("devices", values.get("device")), None
+    if isinstance(wanted, str):
+        count, wanted = split_devices(wanted)
+    if count is not None and "devices_per_node" in values:
+        problems.append(
+            f"devices_per_node={values['devices_per_node']} and {count}x are both given; write one."
+        )
+    return read_count(count or values.get("devices_per_node", 1), "devices of a node", problems), wanted
+
+
+def _device(wanted: Any, per_node: int, problems: list[str]) -> Device | None:
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        return _known_device(wanted, per_node, problems)
+    if not isinstance(wanted, Mapping):
+        problems.append(f"device={wanted!r} is neither a name nor a mapping of {', '.join(_DEVICE_KEYS)}.")
+        return None
+    return _own_device(wanted, per_node, problems)
+
+
+def _known_device(name: str, per_node: int, problems: list[str]) -> Device | None:
+    if name.lower() == "cpu":
+        return cpu_device(per_node)
+    for known, sheet in DEVICES.items():
+        if name.lower() in (known.lower(), *(alias.lower() for alias in sheet.aliases)):
+            return sheet.device(known)
+    aliases = {alias for sheet in DEVICES.values() for alias in sheet.aliases}
+    problems.append(
+        f"{name!r} is no device of the table.{did_you_mean(name, [*DEVICES, *aliases, 'cpu'])} "
+        f"Known: {', '.join(DEVICES)}, cpu; others can be described in a file."
+    )
+    return None
+
+
+def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
+    """A device described by its figures, on top of a known one where ``like`` names it."""
+    refuse_unknown(given, _DEVICE_KEYS, "device", problems)
+    like = given.get("like", given.get("name") if "flops_per_s" not in given else None)
+    base = _known_device(str(like), per_node, problems) if like is not None else None
+    if like is not None and base is None:
+        return None
+    needed = () if base else ("name", "memory", "memory_bytes_per_s", "flops_per_s")
+    missing = [key for key in needed if key not in given]
+    if missing:
+        problems.append(f"device: {', '.join(missing)} must be given, or like=<a known device>.")
+        return None
+    start = base or Device(
+        name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
+    )
+    numbers = {
+        key: read_number(given[key], f"device.{key}", problems)
+        for key in ("memory_bytes_per_s", "launch_s", "efficiency", "price_per_hour")
+        if key in given
+    }
+    return replace(
+        start,
+        **numbers,
+        name=str(given.get("name", start.name)),
+        type=_type(given.get("type", start.type), problems),
+        memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
+        flops_per_s={**start.flops_per_s, **_flops(given.get("flops_per_s", {}), start, problems)},
+        capability=_capability(given.get("capability", start.capability), problems),
+        source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
+    )
+
+
+def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        problems.append(f"device.flops_per_s={given!r} should map dtypes such as bfloat16 to FLOP/s.")
+        return {}
+    read = {
+        str(key): read_number(value, f"device.flops_per_s.{key}", problems) for key, value in given.items()
+    }
+    if "float32" not in {**start.flops_per_s, **read}:
+        problems.append("device.flops_per_s lacks float32, which stands for dtypes that are not given.")
+    return read
+
+
+def _type(value: Any, problems: list[str]) -> str:
+    if value not in ("cuda", "cpu"):
+        problems.append(f"device.type={value!r}; accepted: cuda, cpu.")
+    return str(value)
+
+
+def _capability(value: Any, problems: list[str]) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, int) for part in value):
+        return (value[0], value[1])
+    problems.append(f"device.capability={value!r} should be two integers such as [9, 0].")
+    return None
+
+
+def _hardware(
+    device: Device, values: Mapping[str, Any], per_node: int, nodes: int, problems: list[str]
+) -> Hardware:
+    if device.type == "cpu":
+        start = replace(cpu_hardware(per_node, device.memory_bytes), device=device)
+        usual = {
+            "within_node": start.within_node,
+            "between_nodes": start.between_nodes,
+            "to_host": start.to_host,
+        }
+    else:
+        sheet = DEVICES.get(device.name)
+        names = {
+            "within_node": sheet.within_node if sheet else "pcie4",
+            "between_nodes": "ib400",
+            "to_host": sheet.to_host if sheet else "pcie4",
+        }
+        usual = {key: LINKS[name].link(name, per_node) for key, name in names.items()}
+    if nodes > 1 and "between_nodes" not in values and device.type != "cpu":
+        problems.append(f"{nodes} nodes need the link between them: name one, such as ib400 or eth100.")
+    links = {
+        key: _link(values[key], key, usual[key], per_node, problems) if key in values else usual[key]
+        for key in usual
+    }
+    return Hardware(
+        device=device,
+        within_node=links["within_node"],
+        between_nodes=links["between_nodes"],
+        to_host=links["to_host"],
+    )
+
+
+def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
+    if isinstance(wanted, str):
+        return _known_link(wanted, key, per_node, problems) or usual
+    if not isinstance(wanted, Mapping):
+        problems.append(f"{key}={wanted!r} is neither a name nor a mapping of {', '.join(_LINK_KEYS)}.")
+        return usual
+    refuse_unknown(wanted, _LINK_KEYS, key, problems)
+    base = (_known_link(str(wanted["like"]), key, per_node, problems) if "like" in wanted else None) or usual
+    rate = Rate(
+        read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
+        read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
+    )
+    overlap = read_number(wanted.get("overlap", base.overlap), f"{key}.overlap", problems)
+    source = str(wanted.get("source", f"given; else {base.source}"))
+    return Link(name=str(wanted.get("name", base.name)), rate=rate, overlap=overlap, source=source)
+
+
+def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link | None:
+    for known, sheet in LINKS.items():
+        if name.lower() in (known, *sheet.aliases):
+            return sheet.link(known, per_node)
+    problems.append(
+        f"{key}={name!r} is no link of the table.{did_you_mean(name, LINKS)} Known: {', '.join(LINKS)}."
+    )
+    return None

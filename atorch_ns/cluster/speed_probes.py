@@ -1,0 +1,329 @@
+"""Probes of the links between ranks: each collective at several sizes, and how well it hides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from atorch_ns.cluster.hardware import Rate
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+# (rows, inner, columns): a feed-forward layer of a small model, a square, a head.
+_PRODUCTS: Final = {"cpu": ((256, 256, 1024), (384, 384, 384), (128, 512, 2048)),
+                    "cuda": ((4096, 4096, 4096), (8192, 2048, 8192), (2048, 8192, 2048))}  # fmt: skip
+# Without AVX-512 FP16, products in fp16 are a hundred times slower than others: small ones tell it as well.
+_FAST: Final = {"cpu": ("float32", "bfloat16"), "cuda": _DTYPES}
+_SMALL_PRODUCTS: Final = ((64, 128, 128),)
+_ELEMENTS: Final = {"cpu": 2**18, "cuda": 2**24}
+_NUM_TENSORS: Final = 16
+_MIN_SECONDS: Final = 0.004
+_OPERATOR_CHAIN: Final = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSpeed:
+    """What was measured of one device.
+
+    Attributes:
+        flops_per_s: by dtype, the median over shapes of products.
+        memory_bytes_per_s, in_place_bytes_per_s, launch_s: as in :class:`Device`.
+    """
+
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    in_place_bytes_per_s: float
+    launch_s: float
+
+
+def compute_probes(device: str) -> dict[str, Callable[[], float]]:
+    """What to time, by a name that :func:`compute_speed` reads; dtypes that the device lacks are left out."""
+    kind = device.partition(":")[0]
+    probes: dict[str, Callable[[], float]] = {}
+    for dtype in _DTYPES:
+        for shape in _PRODUCTS[kind] if dtype in _FAST[kind] else _SMALL_PRODUCTS:
+            probe = _product(device, dtype, shape)
+            if probe is not None:
+                probes[f"product/{dtype}/{'x'.join(map(str, shape))}"] = probe
+    probes |= dict(_element_wise(device, _ELEMENTS[kind]))
+    layers, operators = _small_layers(device)
+    probes[f"operators/{operators}"] = timed(layers, device)
+    return probes
+
+
+def compute_speed(times: Mapping[str, float]) -> ComputeSpeed:
+    """The speed that the probes' median seconds amount to."""
+    launch = next(
+        seconds / int(name.split("/")[1]) for name, seconds in times.items() if name.startswith("operators/")
+    )
+    rates: dict[str, list[float]] = {}
+    moved: dict[str, list[float]] = {"elements": [0.0, 0.0], "in_place": [0.0, 0.0]}
+    for name, seconds in times.items():
+        what, *rest = name.split("/")
+        # A bare operator costs less than one in a module under autograd: about a third.
+        net = max(seconds - launch / 3, seconds / 10)
+        if what == "product":
+            flops = 2 * np.prod([float(size) for size in rest[1].split("x")])
+            rates.setdefault(rest[0], []).append(float(flops) / net)
+        elif what in moved:
+            moved[what][0] += float(rest[1])
+            moved[what][1] += net
+    return ComputeSpeed(
+        flops_per_s={dtype: float(np.median(values)) for dtype, values in rates.items()},
+        memory_bytes_per_s=moved["elements"][0] / moved["elements"][1],
+        in_place_bytes_per_s=moved["in_place"][0] / moved["in_place"][1],
+        launch_s=launch,
+    )
+
+
+def timed(action: Callable[[], Any], device: str) -> Callable[[], float]:
+    """A probe that repeats ``action`` until a few milliseconds have passed, and gives the seconds of one."""
+
+    def probe() -> float:
+        repeats, seconds = 1, 0.0
+        while True:
+            wait_for(device)
+            started = time.perf_counter()
+            for _ in range(repeats):
+                action()
+            wait_for(device)
+            seconds = time.perf_counter() - started
+            if seconds >= _MIN_SECONDS or repeats >= 1024:
+                return seconds / repeats
+            repeats = min(1024, max(2 * repeats, int(repeats * _MIN_SECONDS / max(seconds, 1e-7)) + 1))
+
+    return probe
+
+
+def wait_for(device: str) -> None:
+    """Waits until a GPU has done what it was given."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[], float] | None:
+    import torch
+
+    rows, inner, columns = shape
+    kind = getattr(torch, dtype)
+    try:
+        left = torch.ones(rows, inner, dtype=kind, device=device)
+        right = torch.ones(inner, columns, dtype=kind, device=device)
+        torch.mm(left[:1], right)
+    except (RuntimeError, NotImplementedError):  # the device has no such product
+        return None
+    return timed(lambda: torch.mm(left, right), device)
+
+
+def _element_wise(device: str, num_elements: int) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Operators of transformer blocks, with the bytes that they move.
+
+    Results are kept until all tensors are done, as a forward pass keeps them: on a CPU it is fresh memory that
+    costs most, and memory that was just given back would hide it.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    tensors = [torch.linspace(-1, 1, num_elements, device=device).view(-1, 256) for _ in range(_NUM_TENSORS)]
+    other, weight = tensors[0].clone(), torch.ones(256, device=device)
+    size = num_elements * 4 * _NUM_TENSORS
+    fresh: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "copy": (2 * size, torch.clone),
+        "add": (3 * size, lambda tensor: tensor + other),
+        "multiply": (3 * size, lambda tensor: tensor * other),
+        "silu": (2 * size, F.silu),
+        "softmax": (2 * size, lambda tensor: torch.softmax(tensor, -1)),
+        "norm": (2 * size, lambda tensor: F.layer_norm(tensor, (256,), weight, weight)),
+        "cast": (size + size // 2, torch.Tensor.bfloat16),
+    }
+    in_place: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
+        "add": (3 * size, lambda tensor: tensor.add_(other)),
+        "scale": (2 * size, lambda tensor: tensor.mul_(0.5)),
+    }
+    for kind, actions in (("elements", fresh), ("in_place", in_place)):
+        for name, (num_bytes, action) in actions.items():
+            yield f"{kind}/{name}/{num_bytes}", timed(partial(_on_all, action, tensors), device)
+
+
+def _on_all(
+    action: Callable[[torch.Tensor], torch.Tensor], tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [action(tensor) for tensor in tensors]
+
+
+def _small_layers(device: str) -> tuple[Callable[[], None], int]:
+    """Forward and backward of layers too small to compute anything, and the operators that they start."""
+    import torch
+    from torch import nn
+
+    from atorch_ns.torch_compat import count_operators
+
+    with torch.random.fork_rng(devices=[]):
+        blocks: list[nn.Module] = []
+        for _ in range(_OPERATOR_CHAIN):
+            blocks += [nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)]
+        model = nn.Sequential(*blocks).to(device)
+    inputs = torch.ones(2, 8, device=device)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        model(inputs).sum().backward()
+
+    return run, count_operators(run)
+
+
+RING_STEPS: Final[Mapping[str, int]] = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "broadcast": 1,
+    "reduce": 1,
+    "all_to_all": 1,
+    "send": 1,
+}
+"""How often a ring passes the whole tensor around: in a ring of n ranks each sends this many times n - 1
+messages of 1/n of the tensor."""
+
+_MEASURED: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+_NUM_BYTES: Final = {"cpu": (2**12, 2**17, 2**20, 2**22), "cuda": (2**14, 2**20, 2**24, 2**27)}
+_REPEATS: Final = {"cpu": (4, 3, 2, 2), "cuda": (10, 5, 3, 2)}
+_OVERLAP_BYTES: Final = {"cpu": 2**22, "cuda": 2**27}
+
+
+def link_probes(group: dist.ProcessGroup, device: str) -> dict[str, Callable[[], float]]:
+    """What to time, by a name that :func:`fit_rates` and :func:`measured_overlap` read."""
+    kind = device.partition(":")[0]
+    probes: dict[str, Callable[[], float]] = {}
+    for collective in _MEASURED:
+        for num_bytes, repeats in zip(_NUM_BYTES[kind], _REPEATS[kind], strict=True):
+            start = _starter(collective, num_bytes, group, device)
+            if start is not None:
+                probes[f"{collective}/{num_bytes}"] = _timed_together(start, repeats, group, device)
+    return probes | _overlap_probes(_OVERLAP_BYTES[kind], group, device)
+
+
+def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
+    """α and β of every collective by least squares over its sizes, each error relative to its time.
+
+    Args:
+        times: median seconds by ``"<collective>/<bytes>"``; other names are passed over.
+        num_ranks: of the ring.
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, seconds in times.items():
+        collective, _, num_bytes = name.partition("/")
+        if collective in RING_STEPS and num_bytes.isdecimal():
+            points.setdefault(collective, []).append((float(num_bytes), seconds))
+    return {
+        name: _fit(RING_STEPS[name] * (num_ranks - 1), num_ranks, found) for name, found in points.items()
+    }
+
+
+def measured_overlap(times: Mapping[str, float]) -> float:
+    """Share of a collective's time that ran beside a computation of about its length: 0 to 1."""
+    alone, computing, both = (times[f"overlap/{what}"] for what in ("alone", "computing", "both"))
+    return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
+
+
+def _fit(messages: int, num_ranks: int, points: list[tuple[float, float]]) -> Rate:
+    sizes, seconds = (np.asarray(values) for values in zip(*points, strict=True))
+    columns = np.stack([np.full(len(sizes), messages), messages * sizes / num_ranks], axis=1)
+    weights = 1 / seconds
+    solution, *_ = np.linalg.lstsq(columns * weights[:, None], np.ones(len(sizes)), rcond=None)
+    # Noise can make either negative; no message is free, and none is faster than the largest that was seen.
+    latency = max(float(solution[0]), 0.1 * float(seconds.min()) / messages)
+    slowest = 0.2 * float(seconds[-1]) / (messages * float(sizes[-1]) / num_ranks)
+    return Rate(latency, 1 / max(float(solution[1]), slowest))
+
+
+def _starter(
+    collective: str, num_bytes: int, group: dist.ProcessGroup, device: str
+) -> Callable[[bool], Any] | None:
+    """Starts a collective on whole tensors of that size; ``None`` where the backend has none."""
+    import torch
+    import torch.distributed as dist
+
+    num_ranks = dist.get_world_size(group)
+    each = max(1, num_bytes // 4 // num_ranks)
+    whole, part = torch.zeros(each * num_ranks, device=device), torch.zeros(each, device=device)
+    other = torch.zeros_like(whole)
+    first = dist.get_process_group_ranks(group)[0]
+    # torch 2.13 gave these two shorter names; the old ones warn.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    starters: dict[str, Callable[[bool], Any]] = {
+        "all_reduce": lambda later: dist.all_reduce(whole, group=group, async_op=later),
+        "all_gather": lambda later: gather(whole, part, group=group, async_op=later),
+        "reduce_scatter": lambda later: scatter(part, whole, group=group, async_op=later),
+        "broadcast": lambda later: dist.broadcast(whole, src=first, group=group, async_op=later),
+        "all_to_all": lambda later: dist.all_to_all_single(other, whole, group=group, async_op=later),
+    }
+    start = starters[collective]
+    try:
+        start(False)
+    except (RuntimeError, NotImplementedError):  # on every rank alike: the backend lacks it
+        return None
+    return start
+
+
+def _timed_together(
+    start: Callable[[bool], Any], repeats: int, group: dist.ProcessGroup, device: str
+) -> Callable[[], float]:
+    import torch.distributed as dist
+
+    def probe() -> float:
+        dist.barrier(group=group)
+        wait_for(device)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            start(False)
+        wait_for(device)
+        return (time.perf_counter() - started) / repeats
+
+    return probe
+
+
+def _overlap_probes(num_bytes: int, group: dist.ProcessGroup, device: str) -> dict[str, Callable[[], float]]:
+    """A collective alone, products of about its length alone, and both at once."""
+    import torch
+    import torch.distributed as dist
+
+    communicate = _starter("all_reduce", num_bytes, group, device)
+    assert communicate is not None
+    size = 256 if device == "cpu" else 2048
+    left = torch.ones(size, size, device=device)
+    alone = _timed_together(communicate, 2, group, device)
+    for _ in range(2):
+        seconds = alone()
+    started = time.perf_counter()
+    for _ in range(4):
+        torch.mm(left, left)
+    wait_for(device)
+    products = torch.tensor([seconds / max((time.perf_counter() - started) / 4, 1e-7)], device=device)
+    dist.all_reduce(products, op=dist.ReduceOp.MIN, group=group)
+    repeats = int(np.clip(float(products), 1, 1000))
+
+    def compute(later: bool) -> None:
+        for _ in range(repeats):
+            torch.mm(left, left)
+
+    def both(later: bool) -> None:
+        work = communicate(True)
+        compute(False)
+        work.wait()
+
+    return {
+        "overlap/alone": alone,
+        "overlap/computing": _timed_together(compute, 2, group, device),
+        "overlap/both": _timed_together(both, 2, group, device),
+    }

@@ -1,0 +1,306 @@
+"""Batches between the loader and the model: moved to a device, split, and passed to forward.
+
+A batch is any nest of dictionaries, lists, tuples, named tuples and dataclass instances with tensors
+at its leaves. Legend: B the size of dim 0 that all its tensors share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import Path, is_dataclass_instance, leaves, map_leaves
+from atorch_ns.data.samplers import nearest_sizes
+from atorch_ns.errors import BatchSizeError, InputError
+from atorch_ns.text import did_you_mean
+
+_log = logging.getLogger(__name__)
+
+_WRAPPED_AS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+_WRAPPERS: Final = ("torch", "deepspeed", "peft", "atorch_ns")
+_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class _Taken(NamedTuple):
+    """Of one ``forward``: the names that it takes, ``None`` for all, and what was said about those it does not."""
+
+    names: frozenset[str] | None
+    said: set[tuple[str, ...]]
+
+
+_READ: Final[weakref.WeakKeyDictionary[Any, _Taken]] = weakref.WeakKeyDictionary()
+
+
+def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The items of ``data`` that the model's ``forward`` names; all of them where it has ``**kwargs``.
+
+    Wrappers (DDP, FSDP, compiled modules, engines) are looked through. Where the signature cannot be read, all items
+    are passed. It is read once; the keys that stay out are logged once, at info level.
+    """
+    taken = _taken_by(model)
+    if taken.names is None or taken.names.issuperset(data):
+        return data
+    left_out = tuple(key for key in data if key not in taken.names)
+    if left_out not in taken.said:
+        taken.said.add(left_out)
+        _log.info(
+            "%s of the batch are not passed to the model: forward of %s does not take them. The loss is given the "
+            "whole batch.",
+            ", ".join(map(repr, left_out)),
+            type(_inside(model)).__name__,
+        )
+    return {key: value for key, value in data.items() if key in taken.names}
+
+
+def forward_signature(model: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of the user's ``forward``, without ``self``; ``None`` if it cannot be read."""
+    try:
+        return inspect.signature(_forward(model))
+    except (TypeError, ValueError):  # a forward that is not written in Python
+        return None
+
+
+def _taken_by(model: Callable[..., Any]) -> _Taken:
+    forward = _forward(model)
+    key = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
+    try:
+        return _READ[key]
+    except (KeyError, TypeError):  # not seen before, or nothing that can be referred to weakly
+        taken = _Taken(_names(forward_signature(model)), set())
+    with contextlib.suppress(TypeError):
+        _READ[key] = taken
+    return taken
+
+
+def _names(signature: inspect.Signature | None) -> frozenset[str] | None:
+    if signature is None:
+        return None
+    parameters = signature.parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return None
+    return frozenset(each.name for each in parameters if each.kind in _BY_NAME)
+
+
+def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
+    inside = _inside(model)
+    return inside.forward if isinstance(inside, nn.Module) else inside
+
+
+def _inside(model: Any) -> Any:
+    """The user's module inside wrappers of the libraries; a module of the user's that wraps another is the user's."""
+    while isinstance(model, nn.Module):
+        own = type(model).forward
+        package = (getattr(own, "__module__", None) or "").partition(".")[0]
+        if package not in _WRAPPERS or not _is_variadic(own):
+            return model
+        base = getattr(model, "get_base_model", None)  # peft's
+        inner = base() if callable(base) else _first(model)
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+    return model
+
+
+def _first(model: nn.Module) -> Any:
+    return next((getattr(model, name) for name in _WRAPPED_AS if name in model._modules), None)
+
+
+def _is_variadic(function: Any) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
+
+
+ModelInputFormat = Literal["unpack_sequence", "unpack_dict", "first"]
+_FORMATS: tuple[ModelInputFormat, ...] = ("unpack_sequence", "unpack_dict", "first")
+
+
+def default_prepare_input(data: Any, device: torch.device | str) -> Any:
+    """``data`` with every tensor on ``device``; all else, and ``data`` itself, stays as it is.
+
+    Copies from pinned memory do not block. An object with a ``to`` of its own (a packed sequence, the
+    batch encoding of a tokenizer) is moved by that, on a shallow copy.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
+        duplicate = copy.copy(leaf)  # some `to` methods change the object they are called on
+        moved = duplicate.to(device)
+        return duplicate if moved is None else moved
+
+    return map_leaves(lambda _, leaf: move(leaf) if _has_to(leaf) else leaf, data, is_leaf=_has_to)
+
+
+def check_model_input_format(value: object) -> ModelInputFormat | None:
+    """``value``, if it is a known ``model_input_format``.
+
+    Raises:
+        InputError: it is not; the message lists what is, nearest first.
+    """
+    if value is None:
+        return None
+    for known in _FORMATS:
+        if value == known:
+            return known
+    raise InputError(
+        f"model_input_format={value!r} is not known.{did_you_mean(str(value), _FORMATS)} "
+        "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data) with the keys that forward names, "
+        "'first' for model(data[0])."
+    )
+
+
+def call_model(model: Callable[..., Any], data: Any, model_input_format: str | None) -> Any:
+    """The model's output for ``data``, passed as ``model_input_format`` says.
+
+    Of a dictionary that is unpacked, the keys that the model's ``forward`` names are passed, and all of them where
+    it has ``**kwargs``.
+
+    Raises:
+        InputError: an unknown format, or data that it does not fit.
+    """
+    known = check_model_input_format(model_input_format)
+    if known is None:
+        try:
+            return model(data)
+        except (TypeError, AttributeError) as error:
+            if isinstance(data, (Mapping, list, tuple)):
+                error.add_note(_as_it_is(data))
+            raise
+    if known in ("unpack_sequence", "first"):
+        if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
+            raise _misfit(known, "a list or tuple", data)
+        if known == "unpack_sequence":
+            return model(*data)
+        if not data:
+            raise _misfit(known, "a list or tuple with an item", data)
+        return model(data[0])
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise _misfit(known, "a dictionary with strings as keys", data)
+    return model(**taken_items(model, data))
+
+
+def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
+    """``data`` as that many equal parts, in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
+
+    Tensors are split along dim 0 into views. A list of B plain values (one that holds no tensor and no
+    nested batch) is split too. Tensors without dims and everything else are repeated in each part.
+
+    Raises:
+        BatchSizeError: n does not divide B, the tensors differ in B, or there is no tensor to split.
+        InputError: ``num_micro_batches`` is not a positive integer, or the batch holds an object that
+            can be moved to a device but that nobody knows how to split.
+    """
+    num = num_micro_batches
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise InputError(f"the number of micro-batches must be a positive integer; it is {num!r}.")
+    if num == 1:
+        return [data]
+    size = _common_size(data)
+    if size % num:
+        raise BatchSizeError(
+            f"a batch of {size} rows per rank cannot be split into {num} equal micro-batches. "
+            f"{nearest_sizes(size, num)}"
+        )
+    step = size // num
+
+    def part(begin: int) -> Any:
+        def select(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return leaf.narrow(0, begin, step) if leaf.dim() else leaf
+            return leaf[begin : begin + step] if _is_plain_list(leaf) and len(leaf) == size else leaf
+
+        return map_leaves(lambda _, leaf: select(leaf), data, is_leaf=_is_plain_list)
+
+    return [part(begin) for begin in range(0, size, step)] if step else [data] * num
+
+
+def batch_sizes(data: Any) -> frozenset[int]:
+    """The sizes of dim 0 of all tensors and arrays in a batch; those without dims say none."""
+    found = [leaf for _, leaf in leaves(data, is_leaf=_is_unsplittable)]
+    shapes = [getattr(leaf, "shape", None) for leaf in found]
+    sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
+    return frozenset(
+        sizes | {len(leaf) for leaf in found if _is_unsplittable(leaf) and hasattr(leaf, "__len__")}
+    )
+
+
+def _as_it_is(data: Any) -> str:
+    how = "unpack_dict" if isinstance(data, Mapping) else "unpack_sequence"
+    return (
+        f"The model was called with the whole batch, a {type(data).__name__}, as model_input_format=None has it. If "
+        f"forward takes its items, pass model_input_format={how!r}."
+    )
+
+
+def _misfit(model_input_format: str, wanted: str, data: Any) -> InputError:
+    return InputError(
+        f"model_input_format={model_input_format!r} needs each batch to be {wanted}, but the data is "
+        f"{_describe(data)}. Use another model_input_format, or return {wanted} from prepare_input."
+    )
+
+
+def _describe(data: Any) -> str:
+    kind = type(data).__name__
+    if isinstance(data, torch.Tensor):
+        return f"a {kind} of shape {tuple(data.shape)}"
+    if isinstance(data, Mapping):
+        return f"a {kind} with the keys {[key for key, _ in zip(data, range(8), strict=False)]}"
+    if isinstance(data, (list, tuple)):
+        return f"a {kind} of {len(data)} items"
+    return f"a {kind}"
+
+
+def _has_to(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "to", None))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple)) or is_dataclass_instance(value)
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and not any(
+        isinstance(item, torch.Tensor) or _is_container(item) or _has_to(item) for item in value
+    )
+
+
+def _is_unsplittable(value: Any) -> bool:
+    """Whether it holds data for a device in a form of its own, such as a packed sequence."""
+    return _has_to(value) and not isinstance(value, (torch.Tensor, Mapping))
+
+
+def _access(path: Path) -> str:
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def _common_size(data: Any) -> int:
+    """B, the size of dim 0 of every tensor in ``data`` that has dims."""
+    sizes: dict[int, str] = {}
+    for path, leaf in leaves(data, is_leaf=_is_unsplittable):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.dim():
+                sizes.setdefault(leaf.shape[0], _access(path))
+        elif _is_unsplittable(leaf):
+            raise InputError(
+                f"{_access(path)} is a {type(leaf).__name__}, which cannot be split into micro-batches. "
+                "Turn it into tensors in prepare_input, or use one micro-batch."
+            )
+    if not sizes:
+        raise BatchSizeError(
+            f"there is no tensor to split into micro-batches: the data is {_describe(data)}."
+        )
+    if len(sizes) > 1:
+        found = ", ".join(f"{path} has {size} rows" for size, path in sizes.items())
+        raise BatchSizeError(
+            f"the tensors of a batch differ in dim 0, so it cannot be split into micro-batches: {found}."
+        )
+    return next(iter(sizes))

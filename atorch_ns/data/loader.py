@@ -1,0 +1,252 @@
+"""The loader that training iterates over: it knows its epoch and its place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from atorch_ns.data.samplers import StepSampler, epoch_source, readable_epoch
+from atorch_ns.errors import InputError
+
+
+@final
+class EpochClock:
+    """The epoch of the next iteration, kept where the user can set it too.
+
+    Where the sampler (or the iterable dataset) shows its ``epoch``, that is the truth: a call of its
+    ``set_epoch`` by the user counts as much as one of the loader's. Where it has ``set_epoch`` but no
+    ``epoch`` to read, it hears only of the epochs that the user names to the loader, since to set one
+    unasked could undo what the user has set. Without a source the clock counts by itself.
+
+    Args:
+        source: the object with ``set_epoch``, or None.
+    """
+
+    def __init__(self, source: Any | None) -> None:
+        self._source = source
+        self._count = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, from 0."""
+        shown = readable_epoch(self._source)
+        return self._count if shown is None else shown
+
+    def set(self, epoch: int) -> None:
+        """The user names the epoch of the next iteration."""
+        self._count = epoch
+        if self._source is not None:
+            self._source.set_epoch(epoch)
+
+    def begin(self) -> int:
+        """The epoch of the iteration that begins now."""
+        epoch = self.epoch
+        if readable_epoch(self._source) is not None:
+            self.set(epoch)  # workers that live on hear what the user told the object in this process
+        return epoch
+
+    def end(self, epoch: int) -> None:
+        """The iteration of ``epoch`` is over: the next epoch comes, unless the user has set another since."""
+        if self.epoch != epoch:
+            return
+        self._count = epoch + 1
+        if readable_epoch(self._source) is not None:
+            self.set(epoch + 1)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One iteration: its epoch, and how many batches of the epoch have been handed out."""
+
+    epoch: int
+    batches: int
+    over: bool = False
+
+
+@final
+class TrainLoader(DataLoader[Any]):
+    """A torch ``DataLoader`` that reshuffles each epoch and can be resumed.
+
+    **Epochs.** Without any call, the first iteration is epoch 0 and each iteration after it the next
+    one; an iteration left early counts as one as soon as it has given a batch. ``set_epoch`` of the
+    loader, or of its sampler, names the epoch of the next iteration instead. An object whose ``set_epoch``
+    leaves no ``epoch`` attribute to read is told only what is said to the loader.
+
+    **Position.** :meth:`state_dict` counts the batches handed out, in global batches, so that a state
+    saved with one number of ranks loads with another. It does not count what workers have loaded ahead.
+    With ``in_order=False`` the count says how many batches, but not which ones. The place in an order is
+    found by drawing the order again, so a user's sampler that draws from a generator rather than from the
+    epoch resumes rightly only if that generator is back in the state it had when the epoch began.
+
+    ``len`` is the number of batches in a whole epoch, also where the next iteration is a resumed one.
+    All ranks iterate together: with a sampler whose order is broadcast, the first batch of an
+    iteration is a collective, and so asking for it on one rank alone waits for the others.
+
+    Args:
+        dataset: the dataset, or the rank's view of it.
+        global_batch_size: samples in a step of all ranks together; None where a batch sampler decides.
+        batch_size: samples in a step of this rank.
+
+    The other arguments are those of ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int | None,
+        batch_size: int | None = 1,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: BaseContext | str | None = None,
+        generator: torch.Generator | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            batch_sampler=batch_sampler,  # type: ignore[arg-type]  # torch says list, and takes any sequence
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.global_batch_size = global_batch_size
+        self._steps = StepSampler(super()._index_sampler)
+        self._is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        self._clock = EpochClock(_listener(dataset) if self._is_stream else epoch_source(self._steps))
+        self._resume: _Run | None = None  # where the next iteration starts, if its epoch is still that one
+        self._run: _Run | None = None  # the latest iteration, unless it came to its end
+
+    @property
+    def _index_sampler(self) -> StepSampler:
+        # What torch draws from. To name it here is what lets a resumed epoch skip samples unloaded while
+        # `batch_size`, `sampler` and `batch_sampler` stay what every user of a DataLoader expects.
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a private class
+        run, skip = self._begin()
+        self._steps.skip = 0 if self._is_stream else skip
+        batches = self._start(skip)
+        try:
+            if self._is_stream:
+                for _ in range(skip):
+                    next(batches, None)
+            for batch in batches:
+                run.batches += 1
+                yield batch
+            self._end(run)
+            if self._run is run:
+                self._run = None
+        finally:
+            if run.batches > skip:
+                self._end(run)
+            elif not run.over and self._run is run:  # the first batch failed to load: it is still to come
+                self._run, self._resume = None, run
+
+    def set_epoch(self, epoch: int) -> None:
+        """Names the epoch of the next iteration, and tells the sampler or dataset.
+
+        The batches that a loaded state says to skip are skipped only in that state's own epoch.
+
+        Raises:
+            InputError: ``epoch`` is not an integer from 0 on.
+        """
+        self._clock.set(_count("epoch", epoch))
+        if self._run is not None:
+            self._run.over = True  # its end no longer says what comes next
+            self._run = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: ``epoch``, ``batches`` handed out in it, and the ``global_batch_size`` they had."""
+        place = self._run or self._resume
+        epoch = self._clock.epoch if self._run is None else self._run.epoch
+        batches = place.batches if place is not None and place.epoch == epoch else 0
+        return {"epoch": epoch, "batches": batches, "global_batch_size": self.global_batch_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration resumes at the position that :meth:`state_dict` gave, with any number of ranks.
+
+        Samples of a map-style dataset are skipped without loading them; an iterable one is read up to the
+        position. A position at the end of an epoch gives one empty iteration.
+
+        Raises:
+            InputError: an entry is missing or of the wrong type, or the global batch size is another one.
+        """
+        missing = [key for key in ("epoch", "batches", "global_batch_size") if key not in state]
+        if missing:
+            raise InputError(f"the loader's state lacks {missing}; it has {sorted(map(str, state))}.")
+        saved = state["global_batch_size"]
+        if saved != self.global_batch_size:
+            raise InputError(
+                f"the loader's state counts batches of {saved} samples, and this loader's global batch has "
+                f"{self.global_batch_size}, so the position does not carry over. Use the batch_size it was "
+                "saved with, or begin an epoch with set_epoch."
+            )
+        place = _Run(epoch=_count("epoch", state["epoch"]), batches=_count("batches", state["batches"]))
+        self.set_epoch(place.epoch)
+        self._resume = place
+
+    def _begin(self) -> tuple[_Run, int]:
+        """The iteration that begins now, and how many batches of its epoch it skips."""
+        if self._run is not None:
+            self._end(self._run)  # left early, by somebody who still holds its iterator
+        epoch = self._clock.begin()
+        place, self._resume = self._resume, None
+        skip = place.batches if place is not None and place.epoch == epoch else 0
+        self._run = _Run(epoch=epoch, batches=skip)
+        return self._run, skip
+
+    def _start(self, skip: int) -> Iterator[Any]:
+        """Torch's iterator.
+
+        It draws a seed for its workers from the global random state. The iteration that is being resumed did
+        so when it began; the state is therefore put back, and what the model draws next is what it would have
+        drawn.
+        """
+        if not skip or self.generator is not None:
+            return super().__iter__()
+        state = torch.get_rng_state()
+        try:
+            return super().__iter__()
+        finally:
+            torch.set_rng_state(state)
+
+    def _end(self, run: _Run) -> None:
+        """The epoch of ``run`` has passed, once."""
+        if not run.over:
+            run.over = True
+            self._clock.end(run.epoch)
+
+
+def _listener(dataset: Any) -> Any | None:
+    return dataset if callable(getattr(dataset, "set_epoch", None)) else None
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"{name} of the loader must be an integer from 0 on; it is {value!r}.")
+    return value

@@ -1,0 +1,220 @@
+"""``dataloader_args``: checked as a whole, with every problem reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+
+from atorch_ns.data.samplers import distributed_position, nearest_sizes
+from atorch_ns.errors import BatchSizeError, InputError
+from atorch_ns.text import did_you_mean
+
+_OURS: Final = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+_PASSED: Final = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+KNOWN_KEYS: Final = _OURS + _PASSED
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoaderArgs:
+    """What the user asked of the loader, and the place of this rank in the global batch.
+
+    Attributes:
+        batch_size: the global batch size; None if a batch sampler decides, or nothing batches.
+        num_ranks: data-parallel ranks that share a batch.
+        rank: position of this one among them.
+        shuffle: whether the default sampler shuffles.
+        sampler: the user's sampler.
+        batch_sampler: the user's batch sampler.
+        drop_last: whether the incomplete last batch is dropped.
+        generator: the user's generator.
+        passed: the other arguments, for torch's loader.
+    """
+
+    batch_size: int | None
+    num_ranks: int
+    rank: int
+    shuffle: bool
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[Sequence[Any]] | None
+    drop_last: bool
+    generator: torch.Generator | None
+    passed: Mapping[str, Any]
+
+    @property
+    def batch_size_per_rank(self) -> int | None:
+        """Samples that this rank loads for one step."""
+        return None if self.batch_size is None else self.batch_size // self.num_ranks
+
+
+def read_loader_args(
+    args: Mapping[str, Any] | None,
+    *,
+    is_stream: bool,
+    has_sampler_cls: bool,
+    rank: int,
+    num_ranks: int,
+) -> LoaderArgs:
+    """The arguments for a map-style dataset, or for an iterable one (``is_stream``), if they can be used.
+
+    Raises:
+        BatchSizeError: the one problem is a batch size that the ranks cannot share.
+        InputError: anything else, or several problems; the message lists all of them.
+    """
+    if not isinstance(args or {}, Mapping):
+        raise InputError(f"dataloader_args must be a dictionary; it is a {type(args).__name__}.")
+    given = dict(args or {})
+    position = (num_ranks, rank)
+    size_problem = _batch_size_problem(given, num_ranks)
+    problems = [
+        *_unknown_keys(given),
+        *_wrong_types(given),
+        *_conflicts(given, has_sampler_cls=has_sampler_cls),
+        *(_stream_problems(given, has_sampler_cls=has_sampler_cls) if is_stream else ()),
+        *_position_problems(given, position),
+        *_unbatched_problems(given, num_ranks),
+    ]
+    if size_problem and not problems:
+        raise BatchSizeError(size_problem)
+    problems += [size_problem] if size_problem else []
+    if problems:
+        raise InputError("\n".join(problems))
+    batches_itself = given.get("batch_sampler") is not None
+    return LoaderArgs(
+        batch_size=None if batches_itself else given.get("batch_size", num_ranks),
+        num_ranks=num_ranks,
+        rank=rank,
+        shuffle=bool(given.get("shuffle")),
+        sampler=given.get("sampler"),
+        batch_sampler=given.get("batch_sampler"),
+        drop_last=bool(given.get("drop_last")),
+        generator=given.get("generator"),
+        passed={key: given[key] for key in _PASSED if key in given},
+    )
+
+
+def _unknown_keys(given: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for key in given:
+        if key == "dataset":
+            problems.append(
+                "dataloader_args['dataset']: the dataset is an argument of its own; leave it out."
+            )
+        elif key not in KNOWN_KEYS:
+            hint = did_you_mean(str(key), KNOWN_KEYS, otherwise=f"Known are {', '.join(KNOWN_KEYS)}.")
+            problems.append(f"dataloader_args[{key!r}]: torch's DataLoader has no such argument.{hint}")
+    return problems
+
+
+def _batch_size_problem(given: Mapping[str, Any], num_ranks: int) -> str | None:
+    size: Any = given.get("batch_size")
+    if not _is_size(size) or given.get("batch_sampler") is not None or size % num_ranks == 0:
+        return None
+    return (
+        f"dataloader_args['batch_size']={size} is the global batch size, and {num_ranks} data-parallel "
+        f"ranks cannot share it evenly. {nearest_sizes(size, num_ranks)}"
+    )
+
+
+def _wrong_types(given: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"dataloader_args[{key!r}]={given[key]!r} must be True or False."
+        for key in ("shuffle", "drop_last")
+        if not isinstance(given.get(key), (bool, type(None)))
+    ]
+    size = given.get("batch_size")
+    if size is not None and not _is_size(size):
+        problems.append(f"dataloader_args['batch_size']={size!r} must be a positive integer.")
+    if not isinstance(given.get("generator"), (torch.Generator, type(None))):
+        kind = type(given["generator"]).__name__
+        problems.append(f"dataloader_args['generator'] must be a torch.Generator; it is a {kind}.")
+    for key in ("sampler", "batch_sampler"):
+        value = given.get(key)
+        if value is not None and not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
+            problems.append(f"dataloader_args[{key!r}] must be iterable; it is a {type(value).__name__}.")
+        elif hasattr(value, "__next__"):
+            problems.append(
+                f"dataloader_args[{key!r}] is an iterator, which is empty after one epoch: give a Sampler or a list."
+            )
+    return problems
+
+
+def _conflicts(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
+    problems = []
+    if given.get("batch_sampler") is not None:
+        clashes = [key for key in ("shuffle", "sampler", "drop_last") if _is_asked(given, key)]
+        if given.get("batch_size", 1) != 1:
+            clashes.insert(0, "batch_size")
+        if clashes:
+            problems.append(
+                f"dataloader_args: batch_sampler decides alone what a batch is; leave out {', '.join(clashes)}."
+            )
+    elif given.get("sampler") is not None and given.get("shuffle"):
+        problems.append("dataloader_args: a sampler gives the order; leave out shuffle, or the sampler.")
+    if has_sampler_cls:
+        problems += [
+            f"distributed_sampler_cls and dataloader_args[{key!r}] both give the order; leave out one of them."
+            for key in ("sampler", "batch_sampler")
+            if given.get(key) is not None
+        ]
+    return problems
+
+
+def _stream_problems(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
+    named = [
+        f"dataloader_args[{key!r}]"
+        for key in ("shuffle", "sampler", "batch_sampler")
+        if _is_asked(given, key)
+    ]
+    named += ["distributed_sampler_cls"] if has_sampler_cls else []
+    reason = "cannot be used with an iterable dataset, which gives its own order; shuffle inside the dataset."
+    return [f"{name} {reason}" for name in named]
+
+
+def _position_problems(given: Mapping[str, Any], expected: tuple[int, int]) -> list[str]:
+    problems = []
+    for key in ("sampler", "batch_sampler"):
+        found = distributed_position(given.get(key))
+        if found is not None and found != expected:
+            problems.append(
+                f"dataloader_args[{key!r}] is a distributed sampler with (num_replicas, rank)={found}, but the "
+                f"data-parallel position of this process is {expected}. Make it with those, or leave it out."
+            )
+    return problems
+
+
+def _unbatched_problems(given: Mapping[str, Any], num_ranks: int) -> list[str]:
+    if given.get("batch_size", 1) is not None or given.get("batch_sampler") is not None:
+        return []
+    problems = []
+    if num_ranks > 1:
+        problems.append(
+            f"dataloader_args['batch_size']=None turns batching off, so there is no global batch that {num_ranks} "
+            "data-parallel ranks could share. Give a batch_size, or a batch_sampler."
+        )
+    if given.get("drop_last"):
+        problems.append("dataloader_args: batch_size=None turns batching off; leave out drop_last.")
+    return problems
+
+
+def _is_asked(given: Mapping[str, Any], key: str) -> bool:
+    return given.get(key) is not None and given[key] is not False
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) > 0

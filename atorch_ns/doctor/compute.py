@@ -1,0 +1,148 @@
+"""Checks of the compiler, and of matrix products in each dtype."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from atorch_ns.doctor.base import Finding, Place, Verdict, failed, isolated, passed, warned
+from atorch_ns.text import seconds_text
+
+_COMPILER: Final = "compiler"
+_PROGRAM: Final = "#include <omp.h>\nint main() { return omp_get_max_threads() > 0 ? 0 : 1; }\n"
+_APT: Final = "sudo apt install g++   # without it the method compile is left out"
+
+
+def check_compiler(place: Place) -> list[Finding]:
+    """inductor finds a C++ compiler with OpenMP, and Triton where there is a GPU."""
+    import torch
+
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        return [
+            warned(
+                _COMPILER, "there is no Triton, with which inductor compiles for GPUs", "pip install triton"
+            )
+        ]
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    if compiler is None:
+        return [warned(_COMPILER, "there is no C++ compiler, which inductor needs on CPUs", _APT)]
+    name = Path(compiler).name
+    problem = _try(compiler)
+    if problem:
+        return [warned(_COMPILER, f"{name} compiles no program with OpenMP: {problem}", _APT)]
+    return [passed(_COMPILER, f"{name} compiles programs with OpenMP, as inductor asks for")]
+
+
+def _try(compiler: str) -> str:
+    """Reason why the compiler fails; empty if it does not."""
+    with tempfile.TemporaryDirectory(prefix="atorch_ns_doctor_") as folder:
+        source = Path(folder) / "program.cpp"
+        source.write_text(_PROGRAM)
+        command = [compiler, "-fopenmp", str(source), "-o", str(Path(folder) / "program")]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
+
+
+_DTYPES: Final = "dtypes"
+_SIZE: Final = 512
+_REPEATS: Final = 7
+_TOLERANCE: Final = 0.02
+"""Of the largest element: bfloat16 has 8 bits, a sum of 512 products rounds to about 0.4%."""
+_SHORTEST_S: Final = 60.0
+
+
+class Measured(NamedTuple):
+    """A matrix product in one dtype: seconds, and its largest error relative to float32."""
+
+    seconds: float
+    error: float
+    problem: str = ""
+
+
+def check_dtypes(place: Place) -> list[Finding]:
+    """float32, bfloat16 and float16 are tried forwards and backwards under autocast, and timed."""
+    outcome = isolated(measure_dtypes, timeout_s=max(place.timeout_s, _SHORTEST_S))
+    if outcome.problem:
+        return [
+            failed(
+                _DTYPES,
+                f"matrix products cannot be computed: {outcome.problem}",
+                "pip install --force-reinstall torch",
+            )
+        ]
+    device, measured = outcome.value
+    plain = measured["float32"]
+    found, texts = [], []
+    for name, one in measured.items():
+        verdict, text = _judge(name, one, plain)
+        texts.append(text)
+        if verdict != "pass":
+            found.append(Finding(check=_DTYPES, verdict=verdict, text=text, fix=_fix(name)))
+    figures = {f"{name}_seconds": one.seconds for name, one in measured.items() if not one.problem}
+    return [*found, passed(_DTYPES, f"on {device}: {'; '.join(texts)}", figures=figures)]
+
+
+def measure_dtypes() -> tuple[str, dict[str, Measured]]:
+    """The device's name, and each dtype's matrix product on it."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    return name, {dtype: _measure(dtype, device) for dtype in ("float32", "bfloat16", "float16")}
+
+
+def _measure(dtype: str, device: str) -> Measured:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    one, other = (
+        torch.randn(_SIZE, _SIZE, generator=generator).to(device).requires_grad_() for _ in range(2)
+    )
+
+    def step() -> Any:
+        with torch.autocast(device, dtype=getattr(torch, dtype), enabled=dtype != "float32"):
+            product = one @ other
+        product.float().sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return product
+
+    try:
+        product = step()
+        times = []
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+        exact = one.detach().double() @ other.detach().double()
+        error = float((product.detach().double() - exact).abs().max() / exact.abs().max())
+    except Exception as failure:
+        return Measured(float("nan"), float("nan"), f"{type(failure).__name__}: {failure}")
+    return Measured(statistics.median(times), error)
+
+
+def _judge(name: str, one: Measured, plain: Measured) -> tuple[Verdict, str]:
+    if one.problem:
+        return ("fail" if name == "float32" else "warn"), f"{name} does not work here: {one.problem}"
+    if not one.error <= _TOLERANCE:
+        return "fail", f"{name} is wrong here: its product is off by {one.error:.1%}"
+    speed = "" if name == "float32" else f", {plain.seconds / one.seconds:.1f} × the speed of float32"
+    return "pass", f"{name} works ({seconds_text(one.seconds)}, n={_REPEATS}{speed})"
+
+
+def _fix(name: str) -> str:
+    if name == "float32":
+        return "pip install --force-reinstall torch"
+    other = "bf16" if name == "float16" else "fp16"
+    return f'leave {name} out: excluded=["{name}"], or use ("amp_native", "{other}")'

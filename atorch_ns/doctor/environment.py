@@ -1,0 +1,170 @@
+"""Description of a machine for a bug report: versions, devices, limits; no secrets, names or paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from atorch_ns._version import __version__
+from atorch_ns.cluster import OPTIONAL_PACKAGES
+from atorch_ns.cluster.cluster import machine_memory_bytes
+from atorch_ns.doctor.machine import shared_memory_bytes
+from atorch_ns.launch import num_usable_cores
+
+_PACKAGES: Final = (
+    "torch", "numpy", "pydantic", "optuna", "grpcio", "protobuf", "typer", "rich", "cloudpickle", "triton",
+    "accelerate", "peft", "bitsandbytes", "safetensors", "tensorboard", "wandb",
+    *OPTIONAL_PACKAGES.values(),
+)  # fmt: skip
+_VARIABLES: Final = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE",
+    "NCCL_ALGO", "NCCL_PROTO", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISTRIBUTED_DEBUG", "TORCHDYNAMO_DISABLE",
+    "TORCH_COMPILE_DISABLE", "TORCH_LOGS", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "HF_HUB_OFFLINE", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_",
+)  # fmt: skip
+"""Shown with their values, which are switches and numbers. All others may hold addresses, paths or secrets."""
+_SEEN: Final = (
+    "MASTER_ADDR",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "LD_PRELOAD",
+    "ATORCH_NS_ENGINE_TOKEN",
+)
+"""Shown as set or not, without their values."""
+
+
+def environment() -> dict[str, Any]:
+    """Everything, as plain values; sizes in bytes say so in their names."""
+    return {
+        "schema": 1,
+        "atorch_ns": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": _system(),
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "torch": _torch(),
+        "devices": _devices(),
+        "packages": _versions(),
+        "methods": _methods(),
+        "variables": _variables(os.environ),
+    }
+
+
+def _system() -> dict[str, Any]:
+    release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
+    return {
+        "os": release.get("PRETTY_NAME", platform.system()),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "libc": " ".join(platform.libc_ver()).strip(),
+        "machine": platform.machine(),
+        "in_container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+        "virtual_environment": sys.prefix != sys.base_prefix,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    return {
+        "model": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": num_usable_cores(),
+        "cgroup_cores": _cgroup_cores(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
+
+
+def _cgroup_cores() -> float | None:
+    """Cores that the control group allows; ``None`` where it sets no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _memory() -> dict[str, Any]:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "machine_bytes": machine,
+        "usable_bytes": machine_memory_bytes(),
+        "shared_memory_bytes": shared_memory_bytes(),
+        "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "open_files": None if files == resource.RLIM_INFINITY else files,
+    }
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    there = dist.is_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi", "ucc")
+            if there and getattr(dist, f"is_{name}_available", bool)()
+        ],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        found.append(
+            {"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability}
+        )
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in sorted(set(_PACKAGES)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _methods() -> dict[str, list[str]]:
+    """Names of the methods, by the package that brings them."""
+    from atorch_ns.method import load_registry  # imports every method, and torch with them
+
+    registry = load_registry()
+    found: dict[str, list[str]] = {}
+    for method in registry:
+        found.setdefault(registry.origin(method.name), []).append(method.name)
+    return found
+
+
+def _variables(given: Mapping[str, str]) -> dict[str, str]:
+    shown = {name: given[name] for name in _VARIABLES if name in given}
+    return {**shown, **{name: "(set)" for name in _SEEN if name in given}}

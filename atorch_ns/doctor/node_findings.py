@@ -1,0 +1,297 @@
+"""Findings about several nodes: from what their ranks reported to the node that is absent, different, broken or slow."""
+
+from __future__ import annotations
+
+import ipaddress
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from atorch_ns.doctor.base import Finding, Verdict, failed, passed, warned
+from atorch_ns.doctor.rank_info import Who
+from atorch_ns.text import bytes_text, seconds_text
+
+_SLOW: Final = 0.5
+"""A node with less than this share of the others' bandwidth or speed is named."""
+_SKEW_S: Final = 0.5
+"""Clocks further apart than this make logs and time limits hard to compare."""
+_EXPECTED: Final[Mapping[str, tuple[Verdict, str]]] = {
+    "torch": ("fail", "pip install torch=={}"),
+    "atorch-ns": ("fail", "pip install atorch-ns=={}"),
+    "NCCL": ("fail", "pip install --force-reinstall torch   # the same build as the others have"),
+    "Python": ("warn", "use one image or environment for all nodes"),
+    "devices": ("warn", "give the job nodes of one kind: the slowest sets the pace"),
+}
+"""How bad a difference between nodes is, and its fix; optional packages are worth a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """A rank's node, software and devices.
+
+    Attributes:
+        host: the node's name.
+        versions: what all nodes should share: versions by package, and ``devices``.
+        address: where the node's first rank listens, ``(host, port)``; ``None`` for other ranks.
+        problem: why this rank cannot take part; empty if it can.
+        fix: what solves that.
+    """
+
+    host: str
+    versions: Mapping[str, str]
+    address: tuple[str, int] | None = None
+    problem: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes by name.
+
+    Attributes:
+        who: a rank.
+        inventories: inventories by rank, of ranks that came.
+    """
+
+    who: Who
+    inventories: Mapping[int, Inventory] = field(default_factory=dict)
+
+    def named(self, nodes: Iterable[int], *, most: int = 8) -> str:
+        """``"node 1 (host-b), node 2"``: with host names as far as they are known."""
+        names = []
+        for node in nodes:
+            hosts = (
+                self.inventories[rank].host for rank in self.who.ranks_of(node) if rank in self.inventories
+            )
+            host = next(hosts, "")
+            names.append(f"node {node} ({host})" if host else f"node {node}")
+        more = [f"{len(names) - most} more"] if len(names) > most else []
+        return ", ".join([*names[:most], *more])
+
+    def of(self, ranks: Iterable[int]) -> list[int]:
+        """The nodes of ranks, in order."""
+        return sorted({rank // self.who.local_world_size for rank in ranks})
+
+
+def arrivals(nodes: Nodes, timeout_s: float) -> list[Finding]:
+    """All ranks are there, and nothing keeps them from taking part."""
+    who, came, found = nodes.who, nodes.inventories, []
+    for node in range(who.num_nodes):
+        missing = [rank for rank in who.ranks_of(node) if rank not in came]
+        if missing:
+            text = (
+                f"{nodes.named([node])} is silent: rank(s) {', '.join(map(str, missing))} did not come within "
+                f"{timeout_s:.0f} s of rank 0"
+            )
+            fix = "look at what torchrun printed on that node, and run there: atorch-ns doctor"
+            found.append(failed("nodes", text, fix))
+        for rank in who.ranks_of(node):
+            if rank in came and came[rank].problem:
+                text = f"{nodes.named([node])}: {came[rank].problem}"
+                found.append(failed("nodes", text, came[rank].fix))
+                break
+    text = f"{who.world_size} ranks on {who.num_nodes} node(s) have come: {nodes.named(range(who.num_nodes))}"
+    return found or [passed("nodes", text)]
+
+
+def differences(nodes: Nodes) -> list[Finding]:
+    """The nodes have the same versions and devices; those that differ from the majority are named."""
+    leaders = [nodes.inventories[rank].versions for rank in nodes.who.leaders]
+    found = []
+    for name in dict.fromkeys(name for versions in leaders for name in versions):
+        by_value: dict[str, list[int]] = {}
+        for node, versions in enumerate(leaders):
+            by_value.setdefault(versions.get(name, "none"), []).append(node)
+        if len(by_value) < 2:
+            continue
+        usual = max(by_value, key=lambda value: len(by_value[value]))
+        rest = nodes.named(by_value.pop(usual), most=3)
+        odd = "; ".join(f"{value} on {nodes.named(group)}" for value, group in by_value.items())
+        package = f"pip uninstall {name}" if usual == "none" else f"pip install {name}=={{}}"
+        verdict, fix = _EXPECTED.get(name, ("warn", package))
+        text, fix = f"{name}: {odd}, but {usual} on {rest}", fix.format(usual)
+        found.append(Finding(check="alike", verdict=verdict, text=text, fix=fix))
+    same = ", ".join(f"{name} {leaders[0][name]}" for name in _EXPECTED if name in leaders[0])
+    return found or [passed("alike", f"all nodes have {same}")]
+
+
+def reachability(rows: Mapping[int, Mapping[int, tuple[float, str]]], nodes: Nodes) -> list[Finding]:
+    """Every node reaches every other one.
+
+    Args:
+        rows: seconds and problem (or empty) of each connection, by the node that connects, then by the other.
+        nodes: all of them.
+    """
+    silent = [node for node in range(nodes.who.num_nodes) if node not in rows]
+    if silent:
+        text = f"{nodes.named(silent)} did not say whom it reaches"
+        fix = "look at what torchrun printed on that node"
+        return [failed("reach", text, fix)]
+    found = []
+    for node, leader in enumerate(nodes.who.leaders):
+        unreached = {other: row[node][1] for other, row in rows.items() if row[node][1]}
+        if not unreached:
+            continue
+        address = nodes.inventories[leader].address
+        reason = next(iter(unreached.values()))
+        text = f"{nodes.named([node])} cannot be reached from {nodes.named(unreached, most=3)}: {reason}"
+        fix = "open the ports between the nodes, or export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=eth0"
+        if address is not None and ipaddress.ip_address(address[0]).is_loopback:
+            text += ". Its name resolves to itself alone, and gloo listens there"
+            fix = "export GLOO_SOCKET_IFNAME=eth0   # on that node; or correct its line in /etc/hosts"
+        found.append(failed("reach", text, fix))
+    times = [(row[to][0], node, to) for node, row in rows.items() for to in row if to != node]
+    if found or not times:
+        return found
+    worst, node, to = max(times)
+    text = (
+        f"every node reaches every other; the slowest connection takes {seconds_text(worst)}, from "
+        f"{nodes.named([node])} to {nodes.named([to])}"
+    )
+    return [passed("reach", text, figures={"round_trip_seconds": worst})]
+
+
+def clocks(measured: Mapping[str, Any], nodes: Nodes) -> Finding:
+    """No node's clock is far from the majority's."""
+    ahead = {int(node): seconds for node, seconds in measured["ahead_s"].items()}
+    doubt = measured["uncertainty_s"]
+    apart = max(ahead.values()) - min(ahead.values())
+    figures = {"skew_seconds": apart, "uncertainty_seconds": doubt}
+    text = f"the nodes' clocks are {seconds_text(apart)} apart, to {seconds_text(doubt)}"
+    middle = statistics.median(ahead.values())
+    wrong = [node for node in sorted(ahead) if abs(ahead[node] - middle) > _SKEW_S + doubt]
+    if not wrong:
+        return passed("clock", text, figures=figures)
+    text += f": {nodes.named(wrong)} {'is' if len(wrong) == 1 else 'are'} away from the middle"
+    fix = "sudo chronyc makestep   # on that node; then let chronyd or systemd-timesyncd run"
+    return warned("clock", text, fix, figures=figures)
+
+
+def failures(answers: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Finding]:
+    """All ranks have measured; else the one that came least far, or failed first, is named.
+
+    Args:
+        answers: answers by rank: ``steps`` that it began, ``problem``, whether it was ``late``, and ``seconds`` that it took.
+        nodes: all of them.
+    """
+    who = nodes.who
+    silent = nodes.of(rank for rank in range(who.world_size) if rank not in answers)
+    if silent:
+        text = f"{nodes.named(silent)} fell silent while the ranks summed tensors"
+        fix = "look at what torchrun printed on that node, and run there: atorch-ns doctor"
+        return [failed("all-reduce", text, fix)]
+    broken = {rank: answer for rank, answer in answers.items() if "problem" in answer}
+    if not broken:
+        return []
+    # What one rank breaks, the others notice later, as a lost connection or at the time limit.
+    fewest = min(len(answer["steps"]) for answer in broken.values())
+    behind = {rank: answer for rank, answer in broken.items() if len(answer["steps"]) == fewest}
+    rank, first = min(behind.items(), key=lambda item: (item[1]["late"], item[1]["seconds"]))
+    where = f"rank {rank} on {nodes.named(nodes.of([rank]))}"
+    if len(nodes.of(behind)) == who.num_nodes > 1:
+        where = f"all nodes, first {where}"
+    last = first["steps"][-1] if first["steps"] else "nothing"
+    text = f"{who.world_size} ranks could not sum a tensor: {where}: {first['problem']} (begun until then: {last})"
+    fix = (
+        "NCCL_DEBUG=INFO GLOO_SOCKET_IFNAME=eth0 torchrun ... -m atorch_ns.cli doctor   # names the interface"
+    )
+    return [failed("all-reduce", text, fix)]
+
+
+def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Finding]:
+    """The figures of all nodes, and which of them is slow.
+
+    A link has two ends: a node is judged by the better of its two links, so that its neighbours are not blamed for it.
+    """
+    who, found = nodes.who, []
+    for backend, first in figures[0]["backends"].items():
+        title = f"{who.world_size} ranks on {who.num_nodes} node(s) by {backend}"
+        found.append(all_reduce_finding("all-reduce", title, first["all"]))
+        of_nodes = [figures[rank]["backends"][backend] for rank in who.leaders]
+        if "within" in first:
+            within = [each["within"] for each in of_nodes]
+            fix = "nvidia-smi topo -m; top   # on that node: how its GPUs are connected, and who else uses it"
+            found.append(_rates("within nodes", f"all-reduce within a node by {backend}", within, fix, nodes))
+        if "between" in first:
+            title = f"all-reduce between nodes by {backend}"
+            found.append(all_reduce_finding("between nodes", title, first["between"]))
+            best = [
+                max(each["links"].values(), key=lambda link: link["best_bytes_per_s"]) for each in of_nodes
+            ]
+            fix = "ethtool eth0 | grep Speed; ibstat   # on that node"
+            found.append(_rates("links", f"best link of a node by {backend}", best, fix, nodes))
+    if who.num_nodes > 1:
+        # A node is as slow as its slowest rank.
+        products = [max(figures[rank]["product_s"] for rank in who.ranks_of(n)) for n in range(who.num_nodes)]
+        usual, worst = statistics.median_low(products), max(products)
+        text = f"a matrix product takes {seconds_text(usual)}"
+        text += f", at most {seconds_text(worst)} on {nodes.named([products.index(worst)])}"
+        fix = "nvidia-smi -q -d PERFORMANCE; top   # on that node: is it hot, throttled, or in use by others?"
+        numbers = {"seconds": usual, "slowest_seconds": worst}
+        found.append(_compared("compute", text, [1 / each for each in products], fix, numbers, nodes))
+    return found
+
+
+def all_reduce_finding(check: str, title: str, one: Mapping[str, float]) -> Finding:
+    """An all-reduce's latency and bandwidth."""
+    figures = {"latency_seconds": one["latency_s"], "bytes_per_second": one["bytes_per_s"]}
+    return passed(check, f"{title}: {_figures(one)}", figures=figures)
+
+
+def _rates(check: str, title: str, by_node: list[Mapping[str, float]], fix: str, nodes: Nodes) -> Finding:
+    """Bandwidths, judged by the fastest repeat: a machine may have been busy for a moment."""
+    best = [one["best_bytes_per_s"] for one in by_node]
+    usual, worst = statistics.median_high(one["bytes_per_s"] for one in by_node), best.index(min(best))
+    text = f"{title}: {bytes_text(usual)}/s in the middle, least {_figures(by_node[worst])} on "
+    numbers = {"bytes_per_second": usual, "least_bytes_per_second": by_node[worst]["bytes_per_s"]}
+    return _compared(check, text + nodes.named([worst]), best, fix, numbers, nodes)
+
+
+def _compared(
+    check: str, text: str, speeds: list[float], fix: str, figures: Mapping[str, float], nodes: Nodes
+) -> Finding:
+    """A warning that names the nodes with less than half the usual speed, if there are any."""
+    slow = [node for node, speed in enumerate(speeds) if speed < _SLOW * statistics.median_high(speeds)]
+    if slow:
+        return warned(check, f"{text}. Slow: {nodes.named(slow)}", fix, figures=figures)
+    return passed(check, text, figures=figures)
+
+
+def _figures(one: Mapping[str, float]) -> str:
+    return (
+        f"{seconds_text(one['latency_s'])} for one number, {bytes_text(one['bytes_per_s'])}/s for "
+        f"{bytes_text(one['num_bytes'])} (n={one['n']})"
+    )
+
+
+def combined(
+    name: str, by_rank: Mapping[int, list[dict[str, Any]]], nodes: Nodes, limit_s: float
+) -> list[Finding]:
+    """A check of one machine that all nodes ran: passes in one line, the rest with the nodes concerned."""
+    who = nodes.who
+    fine: dict[int, Finding] = {}
+    others: dict[tuple[Verdict, str, str], list[int]] = {}
+    for rank, findings in by_rank.items():
+        node = rank // who.local_world_size
+        for one in (Finding(**each) for each in findings):
+            if one.verdict == "pass":
+                fine.setdefault(node, one)
+            else:
+                others.setdefault((one.verdict, one.text, one.fix), []).append(node)
+    found = []
+    if fine:
+        node, first = next(iter(fine.items()))
+        rest = f"; in order on {len(fine) - 1} more node(s) too" if len(fine) > 1 else ""
+        text = f"{nodes.named([node])}: {first.text}{rest}" if who.num_nodes > 1 else first.text
+        found.append(passed(name, text, figures=first.figures))
+    for (verdict, text, fix), where in others.items():
+        whose = "all nodes" if len(where) == who.num_nodes else nodes.named(where)
+        text = text if who.num_nodes == 1 else f"{whose}: {text}"
+        found.append(Finding(check=name, verdict=verdict, text=text, fix=fix))
+    silent = nodes.of(rank for rank in who.leaders if rank not in by_rank)
+    if silent:
+        text = f"{nodes.named(silent)} had not finished this check {limit_s:.0f} s after node 0"
+        fix = f"atorch-ns doctor --only '{name}'   # on that node"
+        found.append(failed(name, text, fix))
+    return found

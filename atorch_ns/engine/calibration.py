@@ -1,0 +1,317 @@
+"""Refit: what trials and training measured corrects the figures that the next estimate uses.
+
+The estimate of a step is split in two: what is computed (forward, backward, recomputation, update, starting
+operators) and what is communicated (gathering, reducing, moving to the host). For each precision ``p``
+
+    measured ≈ compute_factor[p] · computed + communication_factor · communicated
+
+The factors are found by least squares on the logarithms of the two sides, drawn towards 1 by a prior worth
+one observation in ten: a single trial moves them most of the way where it says something about them, and
+leaves those that it says nothing about. Memory has one factor for each precision, the median of measured over
+predicted peaks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from atorch_ns.cluster import Hardware, Link, Rate
+from atorch_ns.errors import AtorchError, InputError
+from atorch_ns.estimate import Estimate
+from atorch_ns.method import Chosen, Registry, fold_plan, load_registry
+from atorch_ns.search import Candidate, SearchOutcome, TrialOutcome
+
+_SCHEMA: Final = 1
+_COMMUNICATED: Final = ("gather", "reduce", "offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """Measured over predicted, on one kind of device.
+
+    Attributes:
+        compute: of computation, by the precision it is done in (``"float32"``, ``"bfloat16"``, …).
+        communication: of communication and transfers.
+        memory: of the peak, by precision.
+        num_trials, num_steps: trials and steps of training that they come from.
+        error_before, error_after: median relative error of the step time, without and with the factors.
+    """
+
+    compute: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    communication: float = 1.0
+    memory: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    num_trials: int = 0
+    num_steps: int = 0
+    error_before: float = 0.0
+    error_after: float = 0.0
+
+    def seconds(self, predicted: Estimate, precision: str) -> float:
+        """A step's predicted time, corrected."""
+        computed, communicated = computed_and_communicated(predicted)
+        return self.compute.get(precision, 1.0) * computed + self.communication * communicated
+
+    def bytes(self, predicted: Estimate, precision: str) -> float:
+        """A peak's prediction, corrected."""
+        return self.memory.get(precision, 1.0) * predicted.peak_bytes
+
+    def on(self, hardware: Hardware) -> Hardware:
+        """The hardware with figures that make estimates come out as measured.
+
+        Bandwidth and the cost of starting an operator, which all precisions share, follow the factor of
+        float32, or the mean of the others.
+        """
+        device = hardware.device
+        shared = self.compute.get("float32") or _mean(self.compute.values())
+        flops = {name: rate / self.compute.get(name, shared) for name, rate in device.flops_per_s.items()}
+        device = replace(
+            device,
+            flops_per_s=flops,
+            memory_bytes_per_s=device.memory_bytes_per_s / shared,
+            launch_s=device.launch_s * shared,
+            source=f"{device.source}; corrected by {self.num_trials} trials".lstrip("; "),
+        )
+        return replace(
+            hardware,
+            device=device,
+            within_node=_slower(hardware.within_node, self.communication),
+            between_nodes=_slower(hardware.between_nodes, self.communication),
+            to_host=_slower(hardware.to_host, self.communication),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Factors by device, as a small JSON file.
+
+    Attributes:
+        devices: by the device's name and the number of processes, as ``"H100-80GB x 16"``.
+    """
+
+    devices: Mapping[str, Factors] = field(default_factory=lambda: MappingProxyType({}))
+
+    @staticmethod
+    def key(device: str, world_size: int) -> str:
+        """The name that factors are kept under."""
+        return f"{device} x {world_size}"
+
+    def factors(self, device: str, world_size: int) -> Factors:
+        """What is known of a device; factors of 1 where nothing is."""
+        return self.devices.get(self.key(device, world_size), Factors())
+
+    def merged(self, other: Calibration) -> Calibration:
+        """Both; of a device in both, what ``other`` says."""
+        return Calibration(devices=MappingProxyType({**self.devices, **other.devices}))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, or adds to the one that is there; replaced in one step.
+
+        Raises:
+            InputError: if the file that is there is no calibration, or cannot be written.
+        """
+        target = Path(path)
+        whole = Calibration.load(target).merged(self) if target.exists() else self
+        text = json.dumps({"schema": _SCHEMA, "devices": _plain(whole.devices)}, indent=2, sort_keys=True)
+        fresh = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            fresh.write_text(text + "\n", encoding="utf-8")
+            fresh.replace(target)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise InputError(f"the calibration was not written: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads the file.
+
+        Raises:
+            InputError: if it is missing, is none, or was written by a later version.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data["schema"] != _SCHEMA:
+                raise InputError(f"{path} has schema {data['schema']!r}; this version reads {_SCHEMA}.")
+            devices = {str(name): _factors(values) for name, values in data["devices"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} is no calibration: {type(error).__name__}: {error}") from error
+        return cls(devices=MappingProxyType(devices))
+
+
+def computed_and_communicated(predicted: Estimate) -> tuple[float, float]:
+    """A predicted step in two parts, in seconds."""
+    communicated = sum(getattr(predicted.time, name) for name in _COMMUNICATED)
+    return predicted.step_seconds - communicated, communicated
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.exp(statistics.fmean(map(math.log, found))) if found else 1.0
+
+
+def _slower(link: Link, factor: float) -> Link:
+    def slower(rate: Rate) -> Rate:
+        return Rate(rate.latency_s * factor, rate.bytes_per_s / factor)
+
+    return replace(
+        link,
+        rate=slower(link.rate),
+        collectives={name: slower(rate) for name, rate in link.collectives.items()},
+    )
+
+
+def _plain(devices: Mapping[str, Factors]) -> dict[str, Any]:
+    return {
+        name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(one).items()}
+        for name, one in devices.items()
+    }
+
+
+def _factors(values: Mapping[str, Any]) -> Factors:
+    def positive(value: Any) -> float:
+        number = float(value)
+        if not 0 < number < math.inf:
+            raise InputError(f"a factor of {number} in a calibration: factors are positive.")
+        return number
+
+    def by_precision(found: Mapping[str, Any]) -> Mapping[str, float]:
+        return MappingProxyType({str(name): positive(value) for name, value in found.items()})
+
+    return Factors(
+        compute=by_precision(values["compute"]),
+        communication=positive(values["communication"]),
+        memory=by_precision(values["memory"]),
+        num_trials=int(values["num_trials"]),
+        num_steps=int(values["num_steps"]),
+        error_before=float(values["error_before"]),
+        error_after=float(values["error_after"]),
+    )
+
+
+_PRIOR: Final = 0.1
+"""Weight of the prior that factors are 1, in observations."""
+_RANGE: Final = (0.05, 20.0)
+"""Factors beyond this mean that the figures are of another machine."""
+_ROUNDS: Final = 30
+
+
+class _Observation(NamedTuple):
+    precision: str
+    computed: float
+    communicated: float
+    measured: float
+    weight: float
+
+
+def refit(
+    outcome: SearchOutcome, actual: TrialOutcome | None = None, *, registry: Registry | None = None
+) -> Calibration:
+    """What a search's trials, and training with its winner, say about the estimate.
+
+    Args:
+        outcome: the search.
+        actual: steps of training with the winner, in the form of a trial; ``None`` for the trials alone.
+            They count as much as all trials together, for they are many and undisturbed.
+        registry: the methods, to read off a candidate in which precision it computes; ``None`` for all that
+            are installed.
+
+    Returns:
+        The factors of the search's device. They are relative to the figures that the search priced with.
+
+    Raises:
+        InputError: if nothing was measured that was also predicted.
+    """
+    known = load_registry() if registry is None else registry
+    pairs = [(row.candidate, row.trial, 1.0) for row in outcome.rows if row.trial is not None]
+    num_trials = sum(trial.succeeded for _, trial, _ in pairs)
+    if actual is not None and outcome.winner is not None:
+        pairs.append((outcome.winner.candidate, actual, float(max(1, num_trials))))
+    times: list[_Observation] = []
+    peaks: dict[str, list[float]] = {}
+    for candidate, measured, weight in pairs:
+        predicted = candidate.estimate
+        if predicted is None:
+            continue
+        precision = _precision(candidate, known)
+        if measured.succeeded and predicted.step_seconds > 0:
+            parts = computed_and_communicated(predicted)
+            times.append(_Observation(precision, *parts, measured.median_seconds, weight))
+        if measured.peak_bytes and predicted.peak_bytes > 0:
+            peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.peak_bytes)
+    if not times and not peaks:
+        raise InputError(
+            "no candidate of the search was both priced and measured, so there is nothing to learn."
+        )
+    compute, communication = _fit(times)
+    factors = Factors(
+        compute=MappingProxyType(compute),
+        communication=communication,
+        memory=MappingProxyType({name: _clamped(statistics.median(found)) for name, found in peaks.items()}),
+        num_trials=num_trials,
+        num_steps=0 if actual is None else len(actual.step_seconds),
+        error_before=_error(times, {}, 1.0),
+        error_after=_error(times, compute, communication),
+    )
+    key = Calibration.key(outcome.setting.device, outcome.setting.world_size)
+    return Calibration(devices=MappingProxyType({key: factors}))
+
+
+def _precision(candidate: Candidate, registry: Registry) -> str:
+    chosen = []
+    for name, config in candidate.steps:
+        if name in registry:
+            method = registry.get(name)
+            chosen.append(Chosen(method, method.Config.model_validate(config)))
+    try:
+        plan = fold_plan(chosen)
+    except AtorchError:
+        return "float32"
+    return plan.precision.compute_dtype or plan.precision.parameter_dtype
+
+
+def _fit(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
+    """Factors of computation by precision, and of communication: Gauss-Newton on their logarithms."""
+    names = sorted({one.precision for one in observed})
+    theta = np.zeros(len(names) + 1)
+    for _ in range(_ROUNDS if observed else 0):
+        rows, targets, weights = [], [], []
+        for one in observed:
+            place = names.index(one.precision)
+            computed = math.exp(theta[place]) * one.computed
+            communicated = math.exp(theta[-1]) * one.communicated
+            total = computed + communicated
+            row = np.zeros(len(theta))
+            row[place], row[-1] = computed / total, communicated / total
+            rows.append(row)
+            targets.append(math.log(one.measured / total) + row @ theta)
+            weights.append(one.weight)
+        design, weight = np.array(rows), np.array(weights)
+        normal = design.T @ (weight[:, None] * design) + _PRIOR * np.eye(len(theta))
+        update = np.linalg.solve(normal, design.T @ (weight * np.array(targets)))
+        theta = np.clip(update, math.log(_RANGE[0]), math.log(_RANGE[1]))
+    return {name: math.exp(theta[place]) for place, name in enumerate(names)}, math.exp(theta[-1])
+
+
+def _error(observed: Sequence[_Observation], compute: Mapping[str, float], communication: float) -> float:
+    errors = [
+        abs(
+            (compute.get(one.precision, 1.0) * one.computed + communication * one.communicated) / one.measured
+            - 1
+        )
+        for one in observed
+    ]
+    return statistics.median(errors) if errors else 0.0
+
+
+def _clamped(value: float) -> float:
+    return min(max(value, _RANGE[0]), _RANGE[1])

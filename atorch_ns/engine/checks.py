@@ -1,0 +1,158 @@
+"""Self-checks of a search: the chosen strategy is priced again, and held against what its trial did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import AtorchError
+from atorch_ns.estimate import Collective, Estimate, Workload, estimate
+from atorch_ns.method import Registry, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.search import Candidate
+from atorch_ns.text import bytes_text
+
+PRICE_TOLERANCE: Final = 1e-9
+"""Relative: the same plan priced alone or in a table of many differs by the order of sums only."""
+BYTES_TOLERANCE: Final = 1e-3
+"""Relative: padding of communication buffers is not modelled to the byte."""
+MAX_BUFFER_DTYPES: Final = 3
+"""Of one model: floating, integer and truth values."""
+MEMORY_TOLERANCE: Final = 0.08
+"""Relative: what the memory estimate promises at worst."""
+MEMORY_SLACK_BYTES: Final = 256 * 2**10
+"""Absolute, so that batches and counters do not fail a model of a few kilobytes."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a self-check found.
+
+    Attributes:
+        name: what was checked.
+        passed: whether it holds.
+        text: the numbers.
+    """
+
+    name: str
+    passed: bool
+    text: str = ""
+
+    def __str__(self) -> str:
+        if not self.passed:
+            return f"{self.name}: failed: {self.text}"
+        return f"{self.name}: passed ({self.text})" if self.text else f"{self.name}: passed"
+
+
+def check_collectives(
+    predicted: Sequence[Collective],
+    executed: Mapping[str, tuple[int, int]] | None,
+    *,
+    unpredicted: str = "",
+) -> Check:
+    """Whether one step communicated what was predicted: kinds and calls exactly, bytes within 0.1%.
+
+    It is the first rank's step: of a pipeline, that of the first stage. Calls of broadcasts may be off by a few:
+    buffers are sent together by dtype, which a trace does not tell.
+
+    Args:
+        predicted: :attr:`~atorch_ns.estimate.Estimate.collectives`.
+        executed: by kind, calls and bytes in one step, as a trial counts them; ``None`` if it did not.
+        unpredicted: why they cannot be predicted, as a clause; then nothing is compared.
+    """
+    name = "collectives as predicted"
+    if unpredicted:
+        return Check(name, True, f"not compared: {unpredicted}")
+    if executed is None and any(one.count for one in predicted):
+        return Check(name, False, "the trial counted none")
+    expected: dict[str, tuple[int, int]] = {}
+    for one in predicted:
+        count, num_bytes = expected.get(one.kind, (0, 0))
+        expected[one.kind] = (count + one.count, num_bytes + one.num_bytes)
+    wanted = {kind: value for kind, value in expected.items() if value[0]}
+    found = {kind: value for kind, value in (executed or {}).items() if value[0]}
+    wrong = [
+        f"{kind} {_calls(found.get(kind, (0, 0)))} executed, {_calls(wanted.get(kind, (0, 0)))} predicted"
+        for kind in sorted({*wanted, *found})
+        if not _same_calls(kind, wanted.get(kind, (0, 0)), found.get(kind, (0, 0)))
+    ]
+    if wrong:
+        return Check(name, False, "; ".join(wrong))
+    return Check(name, True, "; ".join(f"{kind} {_calls(found[kind])}" for kind in sorted(found)) or "none")
+
+
+def check_price(
+    candidate: Candidate, profile: Profile, cluster: Cluster, workload: Workload, registry: Registry
+) -> Check:
+    """Whether the candidate, resolved and priced from scratch, costs what it cost in the search.
+
+    Args:
+        candidate: with its estimate.
+        profile, cluster, workload, registry: what the search priced it with.
+    """
+    name = "price from scratch"
+    if candidate.estimate is None:
+        return Check(name, False, "the candidate was never priced")
+    try:
+        plan = resolve(candidate.strategy, cluster, registry, profile=profile).plan
+        again = estimate(plan, profile, cluster, workload)
+    except AtorchError as error:
+        return Check(name, False, f"{type(error).__name__}: {error}")
+    pairs = {
+        "step": (candidate.estimate.step_seconds * 1e3, again.step_seconds * 1e3, "ms"),
+        "memory": (candidate.estimate.peak_bytes / 2**20, again.peak_bytes / 2**20, "MiB"),
+    }
+    wrong = [
+        f"{what} {now:.6g} {unit} now, {then:.6g} {unit} in the search"
+        for what, (then, now, unit) in pairs.items()
+        if not math.isclose(then, now, rel_tol=PRICE_TOLERANCE, abs_tol=1e-15)
+    ]
+    if wrong:
+        return Check(name, False, "; ".join(wrong))
+    return Check(name, True, ", ".join(f"{what} {now:.4g} {unit}" for what, (_, now, unit) in pairs.items()))
+
+
+def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
+    """Whether the peak over ranks is within 8% of the prediction, or within 256 KiB.
+
+    Args:
+        predicted: the estimate; what the framework reserves whatever the model is left out.
+        measured: peak bytes by rank, as a trial gives them.
+    """
+    name = "memory as predicted"
+    if not measured:
+        return Check(name, False, "the trial measured none")
+    peak = max(measured)
+    expected = predicted.peak_bytes - predicted.memory.reserve
+    text = f"{bytes_text(peak)} measured, {bytes_text(expected)} predicted"
+    text = f"{text}: {_side(expected, peak)}"
+    off = abs(peak - expected)
+    if off <= MEMORY_TOLERANCE * peak:
+        return Check(name, True, text)
+    if off <= MEMORY_SLACK_BYTES:
+        return Check(name, True, f"{text}, but within {bytes_text(MEMORY_SLACK_BYTES)}")
+    return Check(name, False, f"{text}, {MEMORY_TOLERANCE:.0%} allowed")
+
+
+def _same_calls(kind: str, wanted: tuple[int, int], found: tuple[int, int]) -> bool:
+    allowed = MAX_BUFFER_DTYPES if kind == "broadcast" else 0
+    return abs(wanted[0] - found[0]) <= allowed and abs(wanted[1] - found[1]) <= BYTES_TOLERANCE * found[1]
+
+
+def _calls(value: tuple[int, int]) -> str:
+    count, num_bytes = value
+    # Exact below 1 MiB: what differs by a few bytes must not read alike.
+    shown = f"{num_bytes} B" if num_bytes < 2**20 else bytes_text(num_bytes)
+    return f"{count} × ({shown} in all)"
+
+
+def _side(predicted: float, measured: float) -> str:
+    if not measured:
+        return "none was held"
+    percent = (predicted / measured - 1) * 100
+    if abs(percent) < 0.05:
+        return "the same"
+    return f"predicted {abs(percent):.1f}% {'above' if percent > 0 else 'below'} measured"

@@ -1,0 +1,1 @@
+"""Coordinator: hands trials to all ranks and gathers what they report."""

@@ -1,0 +1,292 @@
+"""The jobs of a standalone engine: made by their rank 0, kept over a restart, forgotten when they are over."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from atorch_ns.engine.coordinator.coordinator import Coordinator
+from atorch_ns.engine.rpc.servicer import NoSuchJobError
+from atorch_ns.errors import CoordinatorError, InputError
+from atorch_ns.search import (
+    Candidate,
+    History,
+    Search,
+    SearchSettings,
+    Setting,
+    TrialOutcome,
+    TrialTask,
+    from_json,
+    to_json,
+)
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """What a job is made of.
+
+    Attributes:
+        job: its name.
+        world_size: ranks that take part.
+        setting, settings, candidates: of its search.
+    """
+
+    job: str
+    world_size: int
+    setting: Setting
+    settings: SearchSettings
+    candidates: tuple[Candidate, ...]
+
+
+class JobStore:
+    """Jobs as files.
+
+    A job that cannot be written is served all the same; it does not outlive the engine's process.
+
+    Args:
+        folder: made where there is none.
+
+    Raises:
+        CoordinatorError: another engine uses it, or it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._jobs = folder / "jobs"
+        try:
+            self._jobs.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "engine.lock").open("a")
+        except OSError as error:
+            raise CoordinatorError(
+                f"the history folder {folder} cannot be written: {error.strerror}"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise CoordinatorError(
+                f"another engine serves the history folder {folder}; give this one a folder of its own"
+            ) from error
+
+    def save(self, record: JobRecord) -> None:
+        """Writes a job, whole or not at all."""
+        path = self._path(record.job)
+        draft = path.with_suffix(".tmp")
+        try:
+            with draft.open("w") as file:
+                file.write(to_json(record))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            _LOGGER.warning("job %s cannot be kept and ends with this process: %s", record.job, error)
+
+    def load(self) -> list[JobRecord]:
+        """The jobs under way; what cannot be read is left where it is and said."""
+        records = (_read(path) for path in sorted(self._jobs.glob("*.json")))
+        return [record for record in records if record is not None]
+
+    def forget(self, job: str) -> None:
+        """Removes a job's file, if there is one."""
+        with contextlib.suppress(OSError):
+            self._path(job).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives up the folder; may be called twice."""
+        self._lock.close()
+
+    def _path(self, job: str) -> Path:
+        # Names come from the network: none of their characters becomes part of a path.
+        return self._jobs / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.json"
+
+
+def _read(path: Path) -> JobRecord | None:
+    try:
+        return from_json(JobRecord, path.read_bytes())
+    except (OSError, InputError) as error:
+        _LOGGER.warning("the job in %s cannot be read and is left alone: %s", path, error)
+        return None
+
+
+_MAX_JOBS = 64
+
+
+@dataclass(kw_only=True)
+class _Served:
+    record: JobRecord
+    coordinator: Coordinator
+    ended: float | None = None
+
+
+class _SharedHistory:
+    """A history that the searches of several jobs write to, one at a time."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.lock = threading.RLock()
+
+    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
+        """Appends a trial."""
+        with self.lock:
+            self.history.record(setting, candidate, task, outcome)
+
+
+class EngineJobs:
+    """Searches of many jobs over one history. Thread-safe.
+
+    A job whose fingerprint the history knows begins with the strategy found before; if one trial confirms it,
+    the search ends. Jobs that were under way when the engine ended go on from their trials.
+
+    Args:
+        folder: ``history.jsonl`` with all trials, and ``jobs/`` with the jobs under way.
+        clock: seconds, monotonic.
+        heartbeat_timeout_s: a rank that is silent for longer has vanished.
+        join_timeout_s: how long a new job waits for its ranks.
+        rejoin_timeout_s: how long a job that was taken up again waits for them.
+        keep_s: how long the end of a job can be asked for.
+
+    Raises:
+        CoordinatorError: another engine uses the folder, or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        heartbeat_timeout_s: float = 10.0,
+        join_timeout_s: float = 300.0,
+        rejoin_timeout_s: float = 30.0,
+        keep_s: float = 300.0,
+    ) -> None:
+        self._clock, self._keep_s = clock, keep_s
+        self._heartbeat_timeout_s, self._join_timeout_s = heartbeat_timeout_s, join_timeout_s
+        self._lock = threading.RLock()
+        self._served: dict[str, _Served] = {}
+        self._store = JobStore(folder)
+        try:
+            self._shared = _SharedHistory(History(folder / "history.jsonl", on_note=_LOGGER.warning))
+            for record in self._store.load():
+                self._take_up(record, rejoin_timeout_s)
+        except BaseException:
+            self._store.close()
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the jobs under way."""
+        with self._lock:
+            return tuple(name for name, served in self._served.items() if served.ended is None)
+
+    def get(self, job: str) -> Coordinator:
+        """The coordinator of a job.
+
+        Raises:
+            NoSuchJobError: there is none, or it was over long ago.
+        """
+        with self._lock:
+            if (served := self._served.get(job)) is None:
+                raise NoSuchJobError(f"there is no job '{job}' on this engine, or it was over long ago")
+            return served.coordinator
+
+    def create(
+        self,
+        job: str,
+        world_size: int,
+        setting: Setting,
+        settings: SearchSettings,
+        candidates: list[Candidate],
+    ) -> int:
+        """Makes a job; the same again gives the one there is.
+
+        Returns:
+            How many trials of an unfinished search are taken over, or 1 for a known strategy.
+
+        Raises:
+            CoordinatorError: another job has this name, or there are too many.
+        """
+        record = JobRecord(
+            job=job,
+            world_size=world_size,
+            setting=setting,
+            settings=settings,
+            candidates=tuple(candidates),
+        )
+        with self._lock:
+            if (served := self._served.get(job)) is not None:
+                if served.record != record:
+                    raise CoordinatorError(f"another job is called '{job}'; choose another name")
+                return 0
+            if len(self.names) >= _MAX_JOBS:
+                raise CoordinatorError(f"this engine serves {_MAX_JOBS} jobs already; try again later")
+            self._store.save(record)
+            with self._shared.lock:
+                known = self._shared.history.known(setting.fingerprint)
+                search = Search(setting, settings, record.candidates, known=known, recorder=self._shared)
+                taken_over = 1 if known else self._shared.history.replay(search)
+            self._serve(record, search, self._join_timeout_s)
+        _LOGGER.info("job %s: %d ranks, %d candidates", job, world_size, len(candidates))
+        return taken_over
+
+    def tick(self) -> None:
+        """Moves all coordinators; notes what has ended, and forgets what ended long ago."""
+        with self._lock:
+            served = list(self._served.items())
+        now = self._clock()
+        for name, one in served:
+            one.coordinator.tick()
+            if one.ended is None and one.coordinator.over is not None:
+                self._conclude(one, now)
+            elif one.ended is not None and now - one.ended > self._keep_s:
+                with self._lock:
+                    del self._served[name]
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until ranks know of an end that has come; jobs under way stay in the folder."""
+        with self._lock:
+            served = list(self._served.values())
+        limit = time.monotonic() + timeout_s
+        for one in served:
+            if one.coordinator.over is not None:
+                one.coordinator.wait_told(max(0.0, limit - time.monotonic()))
+        self.tick()
+        self._store.close()
+
+    def _take_up(self, record: JobRecord, join_timeout_s: float) -> None:
+        known = self._shared.history.known(record.setting.fingerprint)
+        search = Search(
+            record.setting, record.settings, record.candidates, known=known, recorder=self._shared
+        )
+        trials = self._shared.history.replay(search)
+        self._serve(record, search, join_timeout_s)
+        _LOGGER.info("job %s goes on after %d trials", record.job, trials)
+
+    def _serve(self, record: JobRecord, search: Search, join_timeout_s: float) -> None:
+        coordinator = Coordinator(
+            search,
+            record.world_size,
+            candidates=record.candidates,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            join_timeout_s=join_timeout_s,
+        )
+        self._served[record.job] = _Served(record=record, coordinator=coordinator)
+
+    def _conclude(self, one: _Served, now: float) -> None:
+        one.ended = now
+        over = one.coordinator.over
+        # A search that somebody ended goes on from its trials when the job comes again.
+        if over is not None and over.outcome is not None and not one.coordinator.cancelled:
+            with self._shared.lock:
+                self._shared.history.conclude(over.outcome)
+        self._store.forget(one.record.job)
+        _LOGGER.info("job %s is over%s", one.record.job, f": {over.error}" if over and over.error else "")

@@ -1,0 +1,226 @@
+"""A trial under way: who has reported, who is to end it, who is late."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.errors import AtorchError
+from atorch_ns.search import SearchOutcome, TrialOutcome, TrialStatus, TrialTask
+
+
+class SearchLike(Protocol):
+    """What a coordinator needs of a search. Called by one thread at a time."""
+
+    @property
+    def best(self) -> str | None:
+        """Key of the best so far."""
+
+    def ask(self) -> TrialTask | None:
+        """The next trial; ``None`` when the search is over."""
+
+    def tell(self, task_id: int, outcome: TrialOutcome) -> None:
+        """What came of a trial."""
+
+    def outcome(self) -> SearchOutcome:
+        """Everything found so far."""
+
+    def cancel(self, reason: str) -> None:
+        """Ends the search: ``ask`` gives ``None`` from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """Answer to a rank that joins.
+
+    Attributes:
+        incarnation: of the coordinator; another one after a restart.
+        world_size: ranks that take part.
+        heartbeat_s: seconds between two heartbeats.
+    """
+
+    incarnation: str
+    world_size: int
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """Answer to a heartbeat.
+
+    Attributes:
+        cancel: the tasks that the rank is to end.
+        over: whether the search is over.
+    """
+
+    cancel: tuple[int, ...] = ()
+    over: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over:
+    """The end of a search, the same for all ranks.
+
+    Attributes:
+        outcome: what was found; ``None`` if the search failed.
+        error: why it failed; empty if it did not.
+        failures: reason by rank.
+    """
+
+    outcome: SearchOutcome | None = None
+    error: str = ""
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+
+class NotJoinedError(AtorchError):
+    """A call by a rank that this coordinator does not know: it was restarted, or the rank never joined."""
+
+
+# What a rank says whose partner went away: a consequence of another rank's failure, not a cause.
+_COLLATERAL = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|remote process|"
+    r"ncclRemoteError|ncclSystemError|socket (closed|error)|\bepipe\b|\beconnreset\b|"
+    r"(wait|read|store|barrier).{0,40}time[d]? ?out",
+    re.IGNORECASE,
+)
+# The likeliest root cause first. A rank that died or ran out of memory makes others raise, seldom the
+# reverse; a rank that raised makes others hang; a rank that was cancelled is nobody's cause.
+_CAUSES: tuple[TrialStatus, ...] = (
+    "out of memory", "died", "non-finite", "wrong", "refused", "raised", "hung", "cancelled", "stopped early", "ok",
+)  # fmt: skip
+_COLLATERAL_PLACE = _CAUSES.index("hung") + 0.5
+
+
+def failed(report: RankReport) -> bool:
+    """Whether the rank gave no step times."""
+    return report.status not in ("ok", "stopped early")
+
+
+def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
+    """One outcome from the reports of all ranks.
+
+    The worst status wins; among ranks that failed, the one that failed on its own before those that were
+    cancelled or lost their partner; among equals, the one that comes first in ``reports``.
+
+    Args:
+        reports: at least one, at most one a rank, in the order in which they arrived.
+    """
+    assert reports, "no rank reported"
+    cause = min(reports, key=_place)
+    by_rank = sorted(reports, key=lambda report: report.rank)
+    first = by_rank[0]
+    losses = [report.loss for report in by_rank if report.loss is not None]
+    trouble = failed(cause)
+    return TrialOutcome(
+        status=cause.status,
+        step_seconds=_slowest([report.step_seconds for report in by_rank]),
+        peak_bytes=_of_all([report.peak_bytes for report in by_rank]),
+        state_bytes=_of_all([report.state_bytes for report in by_rank]),
+        collectives=None if trouble else dict(first.collectives),
+        loss=losses[0] if losses else None,
+        setup_seconds=max(report.setup_seconds for report in by_rank),
+        total_seconds=max(report.total_seconds for report in by_rank),
+        reason=cause.reason,
+        rank=cause.rank if trouble else None,
+        log=cause.log if trouble else first.log,
+        refused_by=cause.refused_by,
+    )
+
+
+def _place(report: RankReport) -> float:
+    if report.status == "raised" and _COLLATERAL.search(report.reason):
+        return _COLLATERAL_PLACE
+    return _CAUSES.index(report.status)
+
+
+def _slowest(steps: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Step by step the maximum; the steps that all ranks timed. Ranks that timed none do not count."""
+    timed = [times for times in steps if times]
+    return tuple(max(times) for times in zip(*timed, strict=False))
+
+
+def _of_all(values: Sequence[int | None]) -> tuple[int, ...]:
+    known = tuple(value for value in values if value is not None)
+    return known if len(known) == len(values) else ()
+
+
+Verdict = Literal["taken", "duplicate", "stale"]
+"""What became of a report."""
+
+
+@dataclass(kw_only=True)
+class TrialUnderWay:
+    """One task from its first hand-out to the last rank's report. Not thread-safe.
+
+    Attributes:
+        task: as the ranks know it.
+        search_id: its id in the search.
+        world_size: how many ranks report.
+        started: when it began, on the coordinator's clock.
+        grace_s: how long a rank may overrun the task's deadline, and how long it may take to end a trial
+            that it was told to end.
+    """
+
+    task: TrialTask
+    search_id: int
+    world_size: int
+    started: float
+    grace_s: float
+    cancelled_at: float | None = None
+    _reports: dict[int, RankReport] = field(default_factory=dict)
+    _late: dict[int, float] = field(default_factory=dict)
+
+    def add(self, report: RankReport, now: float) -> Verdict:
+        """Takes a rank's report; a failure cancels the trial for the others."""
+        if report.task_id != self.task.id or not 0 <= report.rank < self.world_size:
+            return "stale"
+        if report.rank in self._reports:
+            return "duplicate"
+        if report.rank in self._late and report.status == "cancelled":
+            report = replace(report, status="hung", reason=self._late_reason(report.rank))
+        self._reports[report.rank] = report
+        if failed(report):
+            self.cancel(now)
+        return "taken"
+
+    def has_reported(self, rank: int) -> bool:
+        """Whether this rank's report is here."""
+        return rank in self._reports
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose reports are not here."""
+        return [rank for rank in range(self.world_size) if rank not in self._reports]
+
+    def cancel(self, now: float) -> None:
+        """Tells all ranks that have not reported to end the trial."""
+        if self.cancelled_at is None:
+            self.cancelled_at = now
+
+    def look(self, now: float) -> None:
+        """Cancels the trial if a rank has overrun the deadline and not said so itself."""
+        overrun = now - self.started
+        if self.cancelled_at is None and overrun > self.task.deadline_s + self.grace_s:
+            self._late = dict.fromkeys(self.missing, overrun)
+            self.cancel(now)
+
+    def stuck(self, now: float) -> dict[int, str]:
+        """The ranks that did not end the trial in time after they were told to, with the reason."""
+        if self.cancelled_at is None or now - self.cancelled_at <= self.grace_s:
+            return {}
+        waited = now - self.cancelled_at
+        reason = f"did not end trial {self.task.id} within {waited:.1f} s of being told to"
+        return dict.fromkeys(self.missing, reason)
+
+    def outcome(self) -> TrialOutcome:
+        """All reports as one outcome."""
+        return merge_reports(list(self._reports.values()))
+
+    def _late_reason(self, rank: int) -> str:
+        return (
+            f"rank {rank} had not reported after {self._late[rank]:.1f} s; the deadline was "
+            f"{self.task.deadline_s:g} s"
+        )

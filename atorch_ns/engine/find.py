@@ -1,0 +1,187 @@
+"""The fully automatic mode: from the user's objects to the outcome of a search on the real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from atorch_ns.cluster import Cluster, agree, calibrate, from_first, gathered
+from atorch_ns.engine.calibration import Calibration
+from atorch_ns.engine.problem import pose
+from atorch_ns.engine.request import SearchRequest
+from atorch_ns.engine.rpc.channel import UnreachableError
+from atorch_ns.engine.rpc.meeting import Client, Meeting, join, run_agent
+from atorch_ns.engine.trial.in_process import make_worker
+from atorch_ns.engine.trial.pickling import describe_unpicklable
+from atorch_ns.engine.trial.process import Rendezvous, open_rendezvous
+from atorch_ns.engine.trial.report import Worker
+from atorch_ns.engine.trial.worker import log_folder, new_log_folder
+from atorch_ns.errors import RankError, SearchError
+from atorch_ns.job import Inputs
+from atorch_ns.job.sampling import Sample, sample_inputs
+from atorch_ns.method import Registry
+from atorch_ns.search import Note, SearchOutcome
+
+T = TypeVar("T")
+
+_CALIBRATION_S = 4.0
+
+
+def find_strategy(
+    inputs: Inputs, cluster: Cluster, registry: Registry, request: SearchRequest
+) -> SearchOutcome:
+    """Searches for the best strategy; collective, and the outcome is the same on every rank.
+
+    The user's model, data and random states are as before: trials run in processes of their own, on the
+    model's structure and a few samples.
+
+    Raises:
+        InputError: if the arguments do not allow a search.
+        SearchError: if no candidate could be run; it carries the outcome.
+        RankError: if a rank failed or vanished.
+    """
+    sample = agree(
+        lambda: sample_inputs(
+            inputs,
+            num_data_ranks=cluster.world_size,
+            sample_batch=request.sample_batch,
+            batch_size=request.batch_size,
+        ),
+        what="sampling the data",
+        distributed=cluster.distributed,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_kept_environment())
+        measured = _with_measured_hardware(cluster, request)
+        outcome = _search(stack, sample, measured, registry, request)
+    if outcome.best is None:
+        raise SearchError(_why_nothing(outcome), outcome=outcome)
+    return outcome
+
+
+def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster:
+    """The cluster with figures of what it does here, corrected by what earlier jobs have learned."""
+    known = cluster.with_hardware()
+    group = dist.group.WORLD if cluster.distributed else None
+    hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
+    if request.calibration is not None:
+        learned = agree(
+            lambda: Calibration.load(request.calibration),  # type: ignore[arg-type]  # not None, see above
+            what="reading the calibration",
+            distributed=cluster.distributed,
+        )
+        hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
+    return replace(known, hardware=hardware)
+
+
+def _search(
+    stack: contextlib.ExitStack,
+    sample: Sample,
+    cluster: Cluster,
+    registry: Registry,
+    request: SearchRequest,
+) -> SearchOutcome:
+    rendezvous = _rendezvous(stack, cluster)
+    carried = registry.carried()
+    obstacles = gathered(describe_unpicklable(sample.inputs, carried), distributed=cluster.distributed)
+    obstacle = next(filter(None, obstacles), None)
+    logs = _logs(stack, cluster, request)
+    # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
+    worker = agree(
+        lambda: make_worker(
+            stack,
+            sample.inputs,
+            cluster,
+            request,
+            rendezvous=rendezvous,
+            log_dir=logs,
+            obstacle=obstacle,
+            carried=carried,
+        ),
+        what="starting the trial workers",
+        distributed=cluster.distributed,
+    )
+    problem = _on_first(cluster, lambda: pose(sample, cluster, registry, request), what="profiling the model")
+    meeting = _on_first(
+        cluster,
+        lambda: Meeting(cluster, request, problem) if problem is not None else None,
+        what="opening the coordinator",
+    )
+    if meeting is not None:
+        stack.callback(meeting.close)
+    address = from_first(None if meeting is None else meeting.address, distributed=cluster.distributed)
+    here = meeting is not None and not address.address
+    client = meeting.client() if meeting is not None and here else join(address, cluster, request)
+    outcome = _take_part(client, worker, cluster, request)
+    if meeting is not None and problem is not None:
+        meeting.conclude()
+        outcome = replace(outcome, checks=(*outcome.checks, *problem.checks(outcome)))
+    found: SearchOutcome = from_first(outcome, distributed=cluster.distributed)
+    return found
+
+
+@contextlib.contextmanager
+def _kept_environment() -> Iterator[None]:
+    """Takes back what torch writes into the environment when it looks for compilers and devices."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _take_part(client: Client, worker: Worker, cluster: Cluster, request: SearchRequest) -> SearchOutcome:
+    try:
+        return run_agent(client, worker, rank=cluster.rank)
+    except UnreachableError as error:
+        if request.engine is not None:
+            raise
+        reason = f"it coordinates the search and does not answer any more: {error}"
+        raise RankError(f"rank 0 has failed or vanished. {reason}", failures={0: reason}) from error
+
+
+def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:
+    """The address of the store at which the ranks of a trial meet; it lives as long as ``stack``."""
+    if not cluster.distributed:
+        return None
+    opened = _on_first(cluster, lambda: open_rendezvous(cluster), what="opening the store of the trials")
+    stack.callback(lambda: opened)
+    address: Rendezvous = from_first(None if opened is None else opened[1], distributed=cluster.distributed)
+    return address
+
+
+def _logs(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest) -> Path:
+    """The folder for the logs of trials that fail, one for all ranks of a machine; it ends with ``stack`` if empty."""
+    made = _on_first(cluster, lambda: new_log_folder(request.log_dir), what="making a folder for logs")
+    shared, problem = from_first(made, distributed=cluster.distributed)
+    if problem and cluster.rank == 0:
+        request.observer(Note(problem))
+    return agree(
+        lambda: stack.enter_context(log_folder(shared)),
+        what="making a folder for logs",
+        distributed=cluster.distributed,
+    )
+
+
+def _on_first(cluster: Cluster, action: Callable[[], T], *, what: str) -> T | None:
+    """Runs ``action`` on rank 0 while the others wait; a failure is raised on all of them."""
+    return agree(lambda: action() if cluster.rank == 0 else None, what=what, distributed=cluster.distributed)
+
+
+def _why_nothing(outcome: SearchOutcome) -> str:
+    lines = [f"no strategy could be run on {outcome.setting.world_size} process(es): {outcome.stop_reason}"]
+    failed = [row for row in outcome.rows if row.fate in ("failed", "pruned")]
+    lines += [f"  {row.candidate.label}: {row.reason}" for row in failed[:8]]
+    if len(failed) > 8:
+        lines.append(f"  and {len(failed) - 8} more")
+    if outcome.nearest_miss:
+        lines.append(outcome.nearest_miss)
+    return "\n".join(lines)

@@ -1,0 +1,371 @@
+"""Planning without the cluster: from a model and a sample to ranked strategies. Nothing is run but the profile.
+
+The parts are pure: a profile is plain values, so what planned once plans again from its file, without the
+model.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.data import call_model
+from atorch_ns.errors import InputError
+from atorch_ns.estimate import Estimate, Workload, estimate
+from atorch_ns.job import first_loss, optimizer_arguments
+from atorch_ns.method import Registry, load_registry, resolve
+from atorch_ns.profile import Profile, profile_model
+from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
+from atorch_ns.strategy import Strategy
+
+
+class AssumedLoss:
+    """``(batch, output) -> loss``: the loss in the output, else the output's mean.
+
+    Attributes:
+        assumed: which it was, as a sentence; empty before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.assumed = ""
+
+    def __call__(self, batch: Any, output: Any) -> torch.Tensor:
+        """The loss; raises InputError if the output holds no tensor of floats."""
+        loss, what = _find(output)
+        self.assumed = f"No loss function was given; the loss is taken to be {what}."
+        return loss
+
+
+def assumed_format(batch: Any) -> str | None:
+    """The ``model_input_format`` that suits a batch: dictionaries and sequences are unpacked."""
+    if isinstance(batch, Mapping):
+        return "unpack_dict"
+    return "unpack_sequence" if isinstance(batch, (list, tuple)) else None
+
+
+def _find(output: Any) -> tuple[torch.Tensor, str]:
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named, "the output's own loss"
+    first = output[0] if isinstance(output, Sequence) and len(output) else output
+    if isinstance(first, torch.Tensor) and first.numel() == 1:
+        return first, "the output's first item" if first is not output else "the output itself"
+    for tensor in _floats(output):
+        # Not its shape: the trace runs batches of other sizes than the user's.
+        return tensor.mean(), "the mean of the output" + (
+            "" if tensor is output else "'s first tensor of floats"
+        )
+    raise InputError(
+        f"the model returned {type(output).__name__} without a tensor of floats, so there is nothing to "
+        "differentiate. Give a loss function."
+    )
+
+
+def _floats(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _floats(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _floats(value)
+
+
+def offline_rows(candidates: Sequence[Candidate], settings: SearchSettings) -> tuple[Row, ...]:
+    """The candidates in their order, those that can be used first."""
+    usable = [candidate for candidate in candidates if candidate.pruned is None]
+    pruned = [candidate for candidate in candidates if candidate.pruned is not None]
+    rows = [
+        Row(
+            candidate=candidate,
+            fate="won" if position == 0 else "untried",
+            reason=_reason(candidate, usable[0], settings),
+        )
+        for position, candidate in enumerate(usable)
+    ]
+    rows += [
+        Row(candidate=candidate, fate="pruned", reason=candidate.pruned.reason if candidate.pruned else "")
+        for candidate in pruned
+    ]
+    return tuple(rows)
+
+
+def _reason(candidate: Candidate, best: Candidate, settings: SearchSettings) -> str:
+    if candidate is best:
+        goals = {
+            "time": "the shortest predicted step",
+            "memory": "the least predicted memory",
+            "batch": "the largest batch that is predicted to fit",
+            "cost": "the lowest predicted cost per token",
+        }
+        return goals[settings.objective]
+    mine, other = candidate.estimate, best.estimate
+    if mine is None or other is None or not other.step_seconds:
+        return "not priced"
+    ratio = mine.step_seconds / other.step_seconds
+    time_part = f"{ratio:.2f}× the best's step" if ratio >= 1.005 else "as fast as the best"
+    share = mine.peak_bytes / other.peak_bytes - 1 if other.peak_bytes else 0.0
+    memory_part = f", {abs(share):.0%} {'more' if share > 0 else 'less'} memory" if abs(share) >= 0.01 else ""
+    return f"predicted {time_part}{memory_part}"
+
+
+def pareto_front(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Keys of the candidates that no other beats in both time and memory, the fastest first."""
+    priced = [(row.candidate.estimate, row.candidate.key) for row in rows if row.fate != "pruned"]
+    known = sorted(
+        (figures.step_seconds, figures.peak_bytes, key) for figures, key in priced if figures is not None
+    )
+    front: list[str] = []
+    least = float("inf")
+    for _, num_bytes, key in known:
+        if num_bytes < least:
+            least = num_bytes
+            front.append(key)
+    return tuple(front)
+
+
+def nearest_miss(rows: Iterable[Row]) -> str:
+    """The candidate that is over the limit by least, with its reason."""
+    over = [row for row in rows if row.candidate.estimate and row.candidate.pruned and row.fate == "pruned"]
+    over = [row for row in over if row.candidate.pruned and row.candidate.pruned.kind == "memory"]
+    if not over:
+        return ""
+    nearest = min(over, key=lambda row: row.candidate.estimate.peak_bytes if row.candidate.estimate else 0.0)
+    return f"{nearest.candidate.label} {nearest.reason}"
+
+
+InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first"]
+
+
+class PricedStrategy(NamedTuple):
+    """One strategy on one cluster.
+
+    Attributes:
+        strategy: as resolved: with what was added.
+        estimate: what it is predicted to cost, with its collectives.
+        limit_bytes: what one rank may use; 0 where unknown.
+        notes: what was added, left out and fitted, as sentences.
+    """
+
+    strategy: Strategy
+    estimate: Estimate
+    limit_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def over_bytes(self) -> float:
+        """By how much it is over the limit; negative if it fits, and 0 where the limit is unknown."""
+        return self.estimate.peak_bytes - self.limit_bytes if self.limit_bytes else 0.0
+
+
+def profile_offline(
+    model: nn.Module,
+    sample: Any,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = torch.optim.AdamW,
+    input_format: InputFormat = "auto",
+    device: str = "cpu",
+) -> Profile:
+    """The profile of one training step; what was assumed stands in the trace's notes.
+
+    Args:
+        model: on any device; on meta it takes no memory.
+        sample: one batch.
+        loss: ``(batch, output) -> loss``; ``None`` for the loss in the output, else the output's mean.
+        optimizer: makes the optimizer; ``None`` for none.
+        input_format: how the batch is passed; ``auto`` unpacks dictionaries and sequences.
+        device: type of the device that is planned for.
+
+    Raises:
+        InputError: if the model or the loss cannot run on the sample.
+    """
+    chosen = assumed_format(sample) if input_format == "auto" else input_format
+    passed = None if chosen == "none" else chosen
+    assumed = AssumedLoss()
+    loss_func = assumed if loss is None else loss
+
+    def forward_loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return first_loss(loss_func(batch, call_model(module, batch, passed)))
+
+    # Fake tensors of a device that torch was built without abort the interpreter.
+    here = device if device == "cpu" or torch.cuda.is_available() else "cpu"
+    profile = profile_model(
+        model, sample, forward_loss, make_optimizer=_as_in_training(optimizer), device=here
+    )
+    elsewhere = (
+        ""
+        if here == device
+        else f"The step was traced with the operators of {here}: this machine has no {device}."
+    )
+    notes = tuple(note for note in (assumed.assumed, elsewhere) if note)
+    if profile.trace is None or not notes:
+        return profile
+    return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, *notes)))
+
+
+def _as_in_training(
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Makes the optimizer as a training job does, fused where it can be."""
+    if optimizer is None:
+        return None
+
+    @functools.wraps(optimizer)
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        arguments, _ = optimizer_arguments(optimizer, None, [{"params": parameters}])
+        return optimizer(parameters, **arguments)
+
+    return make
+
+
+def workload_of(profile: Profile, cluster: Cluster, global_batch: int | None) -> Workload:
+    """The work of one step: the given batch, or the sample's on every rank.
+
+    Raises:
+        InputError: if the batch is not positive, or the profile has no trace.
+    """
+    if profile.trace is None:
+        raise InputError(
+            "the profile knows no costs, only the model's structure. Make it anew with a sample."
+        )
+    if global_batch is not None and global_batch < 1:
+        raise InputError(f"the global batch must be at least 1; it is {global_batch}.")
+    batch = global_batch or profile.trace.num_samples * cluster.world_size
+    return Workload(global_batch=batch, num_tokens=profile.trace.num_tokens)
+
+
+def plan_offline(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch: int | None = None,
+    settings: SearchSettings | None = None,
+    excluded: Sequence[Any] | None = None,
+    included: Sequence[Any] | None = None,
+    registry: Registry | None = None,
+    profile_seconds: float = 0.0,
+) -> SearchOutcome:
+    """Every candidate priced and ranked, in the form of a search without trials. All figures are predictions.
+
+    Args:
+        profile: with a trace.
+        cluster: detected or from a description; its hardware is looked up if it has none.
+        global_batch: samples in a step; ``None`` for the sample's on every rank.
+        settings: objective and limits.
+        excluded, included: methods that may not, or must, be there.
+        registry: the methods; ``None`` for all that are installed.
+        profile_seconds: what the profile took, for the report.
+
+    Raises:
+        InputError: if an argument cannot be used.
+    """
+    began = time.perf_counter()
+    settings = settings or SearchSettings()
+    cluster = cluster.with_hardware()
+    workload = workload_of(profile, cluster, global_batch)
+    space = explore(
+        profile,
+        cluster,
+        workload,
+        registry or load_registry(),
+        settings,
+        excluded=list(excluded) if excluded else None,
+        included=list(included) if included else None,
+    )
+    rows = offline_rows(space.candidates, settings)
+    best = rows[0].candidate.key if rows and rows[0].fate == "won" else None
+    took = time.perf_counter() - began
+    notes = (
+        *(profile.trace.notes if profile.trace else ()),
+        *space.notes,
+        *_batch_note(workload, global_batch),
+    )
+    return SearchOutcome(
+        setting=_setting(profile, cluster, workload, settings, (profile_seconds, took), notes),
+        settings=settings,
+        rows=rows,
+        best=best,
+        stop_reason=f"planned offline: {_listed(space.num_priced, len(rows))}",
+        num_trials=0,
+        seconds=profile_seconds + took,
+        pareto=pareto_front(rows),
+        nearest_miss="" if best else nearest_miss(rows),
+    )
+
+
+def price_strategy(
+    strategy: Strategy,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch: int | None = None,
+    settings: SearchSettings | None = None,
+    registry: Registry | None = None,
+) -> PricedStrategy:
+    """One strategy, resolved on the cluster and priced, with what it communicates.
+
+    Raises:
+        StrategyError: if it cannot be used there.
+        InputError: if another argument cannot be used.
+    """
+    cluster = cluster.with_hardware()
+    workload = workload_of(profile, cluster, global_batch)
+    resolved = resolve(strategy, cluster, registry or load_registry(), profile=profile)
+    priced = estimate(resolved.plan, profile, cluster, workload)
+    limit = memory_limit(cluster, settings or SearchSettings()).num_bytes
+    notes = tuple(note.text for note in resolved.notes)
+    return PricedStrategy(resolved.strategy, priced, limit, notes)
+
+
+def _setting(
+    profile: Profile,
+    cluster: Cluster,
+    workload: Workload,
+    settings: SearchSettings,
+    took: tuple[float, float],
+    notes: tuple[str, ...],
+) -> Setting:
+    facts = [profile.model_class, profile.num_parameters, cluster.world_size, cluster.device_name]
+    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])
+    return Setting(
+        model=profile.model_class.rsplit(".", 1)[-1],
+        num_parameters=profile.num_parameters,
+        world_size=cluster.world_size,
+        num_nodes=cluster.num_nodes,
+        device=cluster.hardware.device.name if cluster.hardware else cluster.device_name,
+        memory_limit_bytes=memory_limit(cluster, settings).num_bytes,
+        global_batch=workload.global_batch,
+        num_tokens=workload.num_tokens,
+        fingerprint=hashlib.sha256(digest.encode()).hexdigest()[:16],
+        profile_seconds=took[0],
+        estimate_seconds=took[1],
+        notes=notes,
+    )
+
+
+def _listed(num_priced: int, num_rows: int) -> str:
+    """How many of the strategies are rows; the baseline is one, be it among the best or not."""
+    if num_priced <= num_rows:
+        return f"{num_rows} strategies were priced"
+    return (
+        f"{num_priced} strategies were priced, and the best are listed with the baseline, {num_rows} in all"
+    )
+
+
+def _batch_note(workload: Workload, global_batch: int | None) -> tuple[str, ...]:
+    if global_batch is not None:
+        return ()
+    return (f"No batch size was given: the sample's on every rank, {workload.global_batch} samples in all.",)

@@ -1,0 +1,1 @@
+"""The coordinator over gRPC: client, server, authentication."""

@@ -1,0 +1,213 @@
+"""A channel to a coordinator: retries what a restart or a lost packet ends, and says what it cannot mend."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from atorch_ns.engine.coordinator.trial import NotJoinedError
+from atorch_ns.engine.proto import coordinator_pb2 as pb
+from atorch_ns.engine.rpc.auth import Tls, bearer
+from atorch_ns.engine.rpc.servicer import SERVICE
+from atorch_ns.errors import CoordinatorError
+from atorch_ns.text import bytes_text
+
+_MIB = 1024**2
+_PAUSE_S = 0.2
+_FIRST_CONTACT_S = 10.0
+"""Whoever has never been heard is more likely at another address, or not started, than away for a moment. It is
+enough for a process that was started or restarted at the same time."""
+_TOLD_AFTER_S = 10.0
+# https://grpc.io/docs/guides/retry: the first line of defence, within one call's deadline.
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_REPLIES: dict[str, type[Any]] = {
+    "CreateJob": pb.CreateJobReply,
+    "Join": pb.JoinReply,
+    "NextTask": pb.NextTaskReply,
+    "Report": pb.ReportReply,
+    "Heartbeat": pb.HeartbeatReply,
+    "Cancel": pb.CancelReply,
+    "Leave": pb.LeaveReply,
+}
+_PASSING = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+class UnreachableError(CoordinatorError):
+    """Nobody answers at the coordinator's address.
+
+    Attributes:
+        connected: whether there was a connection, on which no answer came in time.
+    """
+
+    def __init__(self, message: str, *, connected: bool = False) -> None:
+        self.connected = connected
+        super().__init__(message)
+
+
+class CoordinatorChannel:
+    """Calls with the token and a deadline each. Thread-safe.
+
+    Args:
+        address: ``host:port``.
+        token: of the job.
+        tls: the certificates to trust; without it nothing is encrypted.
+        max_message_mib: a larger message is not sent.
+    """
+
+    def __init__(self, address: str, token: str, *, tls: Tls | None = None, max_message_mib: int = 8) -> None:
+        self.address = address
+        self._metadata = (bearer(token),)
+        self._max_bytes = max_message_mib * _MIB
+        self._closed = threading.Event()
+        self._heard = False  # of anybody at the address, ever
+        options = _options(self._max_bytes)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            roots, _ = tls.read()
+            if tls.server_name:
+                options.append(("grpc.ssl_target_name_override", tls.server_name))
+            self._channel = grpc.secure_channel(
+                address, grpc.ssl_channel_credentials(root_certificates=roots), options=options
+            )
+        self._methods = {
+            name: self._channel.unary_unary(
+                f"/{SERVICE}/{name}",
+                request_serializer=_serialize,
+                response_deserializer=reply.FromString,
+            )
+            for name, reply in _REPLIES.items()
+        }
+
+    def call(self, name: str, request: Any, *, timeout_s: float) -> Any:
+        """One call, within its deadline.
+
+        Raises:
+            NotJoinedError: the coordinator does not know this rank: it was restarted.
+            UnreachableError: no answer.
+            CoordinatorError: it refuses.
+        """
+        if request.ByteSize() > self._max_bytes:
+            raise CoordinatorError(
+                f"{name}: a message of {bytes_text(request.ByteSize())} is larger than the "
+                f"{bytes_text(self._max_bytes)} that a coordinator takes (max_message_mib)"
+            )
+        try:
+            reply = self._methods[name](request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._in_words(name, error) from None
+        except ValueError as error:  # the channel was closed by another thread
+            raise UnreachableError(f"{name}: {error}") from None
+        self._heard = True
+        return reply
+
+    def insist(
+        self,
+        name: str,
+        request: Any,
+        *,
+        timeout_s: float,
+        within_s: float,
+        on_silence: Callable[[str], None] = lambda text: None,
+    ) -> Any:
+        """Calls until there is an answer, as through a restart of the coordinator.
+
+        Where nobody has ever answered, a connection must come within ten seconds.
+
+        Args:
+            name: of the call.
+            request: its message.
+            timeout_s: deadline of each attempt.
+            within_s: how long to go on without an answer.
+            on_silence: is told once that there has been no answer for a while, and until when that is borne.
+
+        Raises:
+            NotJoinedError, CoordinatorError: as :meth:`call`; ``UnreachableError`` after ``within_s``.
+        """
+        start, told = time.monotonic(), False
+        while True:
+            try:
+                return self.call(name, request, timeout_s=timeout_s)
+            except UnreachableError as error:
+                gone = time.monotonic() - start
+                strange = not self._heard and not error.connected
+                limit_s = min(within_s, _FIRST_CONTACT_S) if strange else within_s
+                if gone > limit_s or self._closed.is_set():
+                    raise UnreachableError(
+                        f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}). "
+                        "Is its process alive, and can this machine reach that address?"
+                    ) from None
+                if gone > _TOLD_AFTER_S and not told:
+                    told = True
+                    on_silence(
+                        f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}); it is looked "
+                        f"for until {within_s:.0f} s have passed"
+                    )
+            self._closed.wait(_PAUSE_S)
+
+    def close(self) -> None:
+        """Ends all calls and the connection; may be called twice."""
+        self._closed.set()
+        self._channel.close()
+
+    def _in_words(self, name: str, error: Any) -> Exception:
+        code, details = error.code(), error.details() or ""
+        if code in _PASSING or (code == grpc.StatusCode.CANCELLED):
+            text = f"{name}: {code.name.lower().replace('_', ' ')}: {details}"
+            return UnreachableError(text, connected=code != grpc.StatusCode.UNAVAILABLE)
+        self._heard = True
+        if code == grpc.StatusCode.FAILED_PRECONDITION:
+            return NotJoinedError(details)
+        if code == grpc.StatusCode.UNAUTHENTICATED:
+            return CoordinatorError(
+                f"the coordinator at {self.address} refuses the token: it belongs to another job, or the token "
+                "file is not the server's"
+            )
+        return CoordinatorError(f"the coordinator at {self.address} refuses {name}: {details}")
+
+
+def _serialize(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def _options(max_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+        ("grpc.enable_retries", 1),
+        ("grpc.max_receive_message_length", 4 * max_bytes),
+        ("grpc.max_send_message_length", 2 * max_bytes),
+        # A proxy for the web is no way to a rank.
+        ("grpc.enable_http_proxy", 0),
+        # A connection of its own, so that closing it ends it.
+        ("grpc.use_local_subchannel_pool", 1),
+        # A coordinator that comes back is found within a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Notices a machine that went away without a word.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+    ]

@@ -1,0 +1,248 @@
+"""Coordinator session of a job's ranks, in rank 0's process or with a standalone engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.coordinator.coordinator import Coordinator
+from atorch_ns.engine.coordinator.trial import Over
+from atorch_ns.engine.problem import SearchProblem
+from atorch_ns.engine.request import SearchRequest
+from atorch_ns.engine.rpc.auth import new_token
+from atorch_ns.engine.rpc.client import CoordinatorClient
+from atorch_ns.engine.rpc.server import CoordinatorServer
+from atorch_ns.engine.trial.report import RankReport, Worker
+from atorch_ns.errors import RankError
+from atorch_ns.search import History, Note, Search, SearchOutcome, TrialTask
+
+
+class Client(Protocol):
+    """How a rank talks to the coordinator: :class:`CoordinatorClient` or :class:`LocalClient`."""
+
+    def join(self) -> None:
+        """Enters the job."""
+
+    def next_task(self) -> TrialTask | Over:
+        """Waits for the next task or the end."""
+
+    def report(self, report: RankReport) -> None:
+        """Reports a trial."""
+
+    def cancelled(self, task_id: int) -> bool:
+        """Whether a running task is to be ended; answers at once."""
+
+    def cancel(self, reason: str) -> None:
+        """Ends the search with the best so far."""
+
+    def leave(self, reason: str = "") -> None:
+        """Says goodbye; with a reason, the search ends on all ranks."""
+
+    def close(self) -> None:
+        """Ends threads and connections; may be called twice."""
+
+
+def run_agent(client: Client, worker: Worker, *, rank: int) -> SearchOutcome:
+    """Takes part in a search until it is over. Closes client and worker, however it ends.
+
+    Ctrl-C on any rank ends the search for all with the best so far; a second one ends this rank.
+
+    Returns:
+        What the search found; the same on every rank.
+
+    Raises:
+        RankError: another rank failed or vanished; names it.
+        CoordinatorError: the coordinator cannot be reached, or refuses this rank.
+    """
+    try:
+        over = _take_part(client, worker, rank)
+        with contextlib.suppress(Exception):
+            client.leave()
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            client.leave(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        try:
+            worker.close()
+        finally:
+            client.close()
+    if over.outcome is None:
+        raise RankError(over.error, failures=dict(over.failures))
+    return over.outcome
+
+
+def _take_part(client: Client, worker: Worker, rank: int) -> Over:
+    client.join()
+    interrupted = False
+    while True:
+        task: TrialTask | None = None
+        try:
+            step = client.next_task()
+            if isinstance(step, Over):
+                return step
+            task = step
+            client.report(worker.run(task, partial(client.cancelled, task.id)))
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            client.cancel(f"Ctrl-C on rank {rank}")
+            if task is not None:
+                client.report(RankReport(task_id=task.id, rank=rank, status="cancelled", reason="Ctrl-C"))
+
+
+class LocalClient:
+    """What :class:`CoordinatorClient` does, by direct calls. For jobs of one process, and for tests."""
+
+    def __init__(self, coordinator: Coordinator, rank: int = 0) -> None:
+        self._coordinator = coordinator
+        self._rank = rank
+        self._done_id = 0
+        self._joined = False
+
+    def join(self) -> None:
+        """Enters the job."""
+        self._coordinator.join(self._rank, session=f"local-{id(self)}")
+        self._joined = True
+
+    def next_task(self) -> TrialTask | Over:
+        """Waits for the next task or the end."""
+        while True:
+            if (answer := self._coordinator.next_task(self._rank, self._done_id, wait_s=10.0)) is not None:
+                return answer
+
+    def report(self, report: RankReport) -> None:
+        """Reports a trial."""
+        self._coordinator.report(report)
+        self._done_id = report.task_id
+
+    def cancelled(self, task_id: int) -> bool:
+        """Whether a running task is to be ended."""
+        beat = self._coordinator.heartbeat(self._rank)
+        return beat.over or task_id in beat.cancel
+
+    def cancel(self, reason: str) -> None:
+        """Ends the search with the best so far."""
+        self._coordinator.cancel(reason)
+
+    def leave(self, reason: str = "") -> None:
+        """Says goodbye."""
+        if self._joined:
+            self._coordinator.leave(self._rank, reason)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+_GONE_S = 8.0
+"""A coordinator in rank 0's process that is silent for this long is gone."""
+
+
+class Address(NamedTuple):
+    """What a rank needs to take part.
+
+    Attributes:
+        address: ``host:port`` of the coordinator; empty if it is in this process.
+        token: that it asks for.
+        job: the job's name on a standalone engine.
+    """
+
+    address: str = ""
+    token: str = ""
+    job: str = ""
+
+
+class Meeting:
+    """Rank 0's side: it keeps coordinator, server and history until the search is over.
+
+    Args:
+        cluster: the setting.
+        request: what the caller asked for.
+        problem: what is searched for.
+
+    Attributes:
+        address: to be given to all ranks.
+
+    Raises:
+        CoordinatorError: if the port cannot be opened, or the standalone engine cannot be reached.
+    """
+
+    def __init__(self, cluster: Cluster, request: SearchRequest, problem: SearchProblem) -> None:
+        self._stack = contextlib.ExitStack()
+        self._coordinator: Coordinator | None = None
+        self._history: History | None = None
+        if request.engine is not None:  # it keeps a history of its own
+            self.address = _create_job(cluster, request, problem)
+            return
+        if request.history is not None:
+            self._history = History(request.history, on_note=lambda text: request.observer(Note(text)))
+        self._coordinator = _coordinator(request, problem, self._history)
+        self.address = self._serve(cluster, self._coordinator) if cluster.distributed else Address()
+
+    def client(self) -> Client:
+        """The client of a job of one process."""
+        assert self._coordinator is not None
+        return LocalClient(self._coordinator)
+
+    def conclude(self) -> None:
+        """Notes in the history that the search has come to its end, unless somebody interrupted it."""
+        if self._history is None or self._coordinator is None or self._coordinator.cancelled:
+            return
+        over = self._coordinator.over
+        if over is not None and over.outcome is not None:
+            self._history.conclude(over.outcome)
+
+    def close(self) -> None:
+        """Ends the server; ranks that do not know of the end yet are waited for a moment."""
+        self._stack.close()
+
+    def _serve(self, cluster: Cluster, coordinator: Coordinator) -> Address:
+        token = new_token()
+        if cluster.num_nodes == 1:
+            server = CoordinatorServer(coordinator, token=token)
+        else:
+            # The network between the nodes is trusted as torch's own store and collectives trust it.
+            host = os.environ.get("MASTER_ADDR", "0.0.0.0")
+            server = CoordinatorServer(coordinator, host=host, token=token, allow_plain_remote=True)
+        self._stack.enter_context(server)
+        return Address(server.address, token)
+
+
+def join(address: Address, cluster: Cluster, request: SearchRequest) -> Client:
+    """A rank's client of the coordinator at ``address``."""
+    if request.engine is None:
+        # It lives in rank 0's process and does not come back.
+        return CoordinatorClient(address.address, address.token, cluster.rank, reconnect_s=_GONE_S)
+    return CoordinatorClient(
+        address.address,
+        address.token,
+        cluster.rank,
+        job=address.job,
+        tls=request.engine.tls,
+        # A coordinator of this job's own tells the observer itself.
+        on_event=request.observer if cluster.rank == 0 else None,
+    )
+
+
+def _coordinator(request: SearchRequest, problem: SearchProblem, history: History | None) -> Coordinator:
+    known = history.known(problem.setting.fingerprint) if history is not None else None
+    search = Search(problem.setting, request.settings, problem.candidates, known=known, recorder=history)
+    if history is not None and known is None:
+        history.replay(search)
+    return Coordinator(
+        search, problem.setting.world_size, candidates=problem.candidates, on_event=request.observer
+    )
+
+
+def _create_job(cluster: Cluster, request: SearchRequest, problem: SearchProblem) -> Address:
+    engine = request.engine
+    assert engine is not None
+    job = f"{problem.setting.fingerprint}-{new_token()[:8]}"
+    client = CoordinatorClient(engine.address, engine.token, 0, job=job, tls=engine.tls)
+    with contextlib.closing(client):
+        client.create_job(cluster.world_size, problem.setting, request.settings, list(problem.candidates))
+    return Address(engine.address, engine.token, job)

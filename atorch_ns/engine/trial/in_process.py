@@ -1,0 +1,213 @@
+"""Choice of trial workers, and trials in the caller's process for objects that cannot be pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.request import SearchRequest
+from atorch_ns.engine.trial.failures import Interrupted
+from atorch_ns.engine.trial.pickling import ValueFiller, moments_of
+from atorch_ns.engine.trial.process import Rendezvous
+from atorch_ns.engine.trial.report import RankReport, Worker
+from atorch_ns.engine.trial.run import run_trial
+from atorch_ns.engine.trial.worker import TrialWorker
+from atorch_ns.job import Inputs
+from atorch_ns.method import Registry, load_registry
+from atorch_ns.search import Note, TrialTask, memory_limit
+from atorch_ns.torch_compat import process_groups
+
+
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on meta and, when it is materialised, look like the original's.
+
+    Ties, buffers, hooks and settings are as they were. An attribute that cannot be copied (a lock, an open
+    file) is shared with the original.
+    """
+    memo: dict[int, Any] = {}
+    stand_ins: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        data = torch.empty_like(parameter, device="meta")
+        stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = stand_ins[id(parameter)] = stand_in
+    duplicate = _copied(model, memo)
+    named = model.named_parameters(remove_duplicate=False)
+    moments = {name: moments_of(tensor) for name, tensor in named if not tensor.is_meta}
+    if moments:
+        object.__setattr__(duplicate, "_init_weights", ValueFiller(duplicate, moments))
+    return duplicate
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """The module with its children, each attribute copied where it can be."""
+    if id(module) in memo:
+        known: nn.Module = memo[id(module)]
+        return known
+    duplicate: nn.Module = module.__class__.__new__(module.__class__)
+    memo[id(module)] = duplicate
+    for child in module._modules.values():
+        if child is not None:
+            _copied(child, memo)
+    duplicate.__dict__.update({name: _copy_or_share(value, memo) for name, value in module.__dict__.items()})
+    return duplicate
+
+
+def _copy_or_share(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever its class says; parameters, buffers and modules can all be copied
+        return value
+
+
+class InProcessWorker:
+    """Runs trials in this process, over its process group, on a copy of the model's structure.
+
+    Weights, buffers, random states, threads and process groups are afterwards as before. Other rules hold as
+    far as one process allows: cancelling and the deadline take effect between blocks of steps, so a trial
+    that hangs in a collective hangs the search until the group's own timeout, one that crashes ends the
+    process, and what the process holds besides limits what a trial can hold. Nothing is logged to files.
+
+    Args:
+        inputs: the user's objects, with a small dataset.
+        cluster: the rank's setting; its process group is joined already.
+        memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
+    """
+
+    def __init__(self, inputs: Inputs, cluster: Cluster, *, memory_limit_bytes: int | None = None) -> None:
+        self._inputs = inputs
+        self._cluster = cluster
+        self._memory_limit_bytes = memory_limit_bytes
+        self._registry: Registry = load_registry()
+
+    def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
+        """Runs a trial; see :class:`~atorch_ns.engine.Worker`. Collective."""
+        started = time.monotonic()
+
+        def interrupt() -> Interrupted | None:
+            if cancelled():
+                return Interrupted("cancelled", "ended between two blocks of steps")
+            if time.monotonic() - started > task.deadline_s:
+                return Interrupted("hung", f"still running after {task.deadline_s:g} s")
+            return None
+
+        with self._kept():
+            try:
+                inputs = replace(self._inputs, model=structure_of(self._inputs.model))
+            except Exception as error:
+                reason = f"the model's structure cannot be copied: {type(error).__name__}: {error}"
+                return RankReport(task_id=task.id, rank=self._cluster.rank, status="refused", reason=reason)
+            torch.manual_seed(0)
+            run = run_trial(
+                inputs,
+                self._cluster,
+                task,
+                self._registry,
+                memory_limit_bytes=self._memory_limit_bytes,
+                interrupt=interrupt,
+                started=started,
+            )
+        return run.report
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(_kept_settings())
+            stack.enter_context(_kept_groups())
+            stack.enter_context(random_states_kept(torch.device(self._cluster.device)))
+            yield
+
+
+@contextmanager
+def _kept_settings() -> Iterator[None]:
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _kept_groups() -> Iterator[None]:
+    """Ends the process groups that are made inside the block, once what used them is gone."""
+    before = process_groups()
+    try:
+        yield
+    finally:
+        gc.collect()
+        for group in process_groups():
+            if all(group is not known for known in before):
+                _end(group)
+
+
+def _end(group: Any) -> None:
+    try:
+        dist.destroy_process_group(group)
+    except (RuntimeError, ValueError):  # it ends with the process at the latest
+        traceback.print_exc()
+
+
+def make_worker(
+    stack: contextlib.ExitStack,
+    inputs: Inputs,
+    cluster: Cluster,
+    request: SearchRequest,
+    *,
+    rendezvous: Rendezvous | None,
+    log_dir: Path,
+    obstacle: str | None,
+    carried: Mapping[str, Any] | None = None,
+) -> Worker:
+    """The worker of this rank; it ends with ``stack``.
+
+    Args:
+        stack: closes the worker.
+        inputs: with a small dataset.
+        cluster: with hardware figures.
+        request: what the caller asked for.
+        rendezvous: where the ranks of a trial meet.
+        log_dir: folder for the logs of trials that fail.
+        obstacle: why the arguments of some rank cannot be sent to another process; ``None`` if they can.
+        carried: what methods carry to another process, by their names.
+    """
+    limit = memory_limit(cluster, request.settings).num_bytes or None
+    if obstacle is None:
+        worker: Worker = TrialWorker(
+            inputs,
+            cluster,
+            rendezvous=rendezvous,
+            log_dir=log_dir,
+            memory_limit_bytes=limit,
+            keep_logs=False,
+            carried=carried,
+        )
+    else:
+        worker = InProcessWorker(inputs, cluster, memory_limit_bytes=limit)
+        if cluster.rank == 0:
+            request.observer(
+                Note(
+                    f"trials run in this process, since {obstacle}: a trial that crashes or hangs ends the "
+                    "search, and its memory is measured together with what this process holds."
+                )
+            )
+    stack.callback(worker.close)
+    return worker

@@ -1,0 +1,267 @@
+"""Inside a trial process: leave the zygote's ways, join the other ranks, run the trial, report, go.
+
+It is a fork of the zygote, so memory is fresh and everything is imported. It leaves by ``os._exit``: a
+process that holds a DeviceMesh may abort while Python finalises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.trial.pickling import Unpacked
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.engine.trial.run import TrialRun, run_trial
+from atorch_ns.engine.trial.worker_process import send
+from atorch_ns.method import Registry
+from atorch_ns.search import TrialTask
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of __all__
+
+    from atorch_ns.cluster import Cluster
+
+_LOOPBACK: Final = "127.0.0.1"
+_BACKLOG: Final = 4096
+_TIMEOUT: Final = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The address of the store that rank 0 keeps; every trial uses keys of its own in it."""
+
+    host: str
+    port: int
+
+
+def open_rendezvous(cluster: Cluster) -> tuple[Store, Rendezvous]:
+    """Starts the store; called on rank 0 only.
+
+    It listens on loopback where all ranks are on one node, else on all interfaces.
+
+    Returns:
+        The store, which lives until it is let go of, and its address for all ranks.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
+
+    one_node = cluster.num_nodes == 1
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((_LOOPBACK if one_node else "", 0))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        # The address that the launcher gave all ranks reaches this one.
+        host = _LOOPBACK if one_node else os.environ.get("MASTER_ADDR", socket.gethostname())
+        store: Store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store closes it
+    finally:
+        listener.close()
+    return store, Rendezvous(host, port)
+
+
+TRIAL_VARIABLE: Final = "ATORCH_NS_TRIAL"
+"""In the environment of a trial process: the task's id."""
+
+REPORT: Final = TypeAdapter(RankReport)
+TASK: Final = TypeAdapter(TrialTask)
+
+_SEED: Final = 0
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_LINGER_S: Final = 2.0
+_POLL_S: Final = 0.002
+# The parent ends a trial at its deadline; this is for one whose parent is gone or stuck.
+_ORPHAN_GRACE_S: Final = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is the same for all trials of a worker. Plain values, sent with the user's objects.
+
+    Attributes:
+        cluster: as the rank's own process sees it.
+        rendezvous: where ranks meet; ``None`` for one rank.
+        num_threads: that torch uses on the CPU.
+        matmul_precision: of float32 matrix products.
+        default_dtype: of new floating tensors.
+        memory_limit_bytes: a peak above this is "out of memory"; ``None`` for no limit.
+    """
+
+    cluster: Cluster
+    rendezvous: Rendezvous | None
+    num_threads: int
+    matmul_precision: str
+    default_dtype: torch.dtype
+    memory_limit_bytes: int | None
+
+
+def be_trial(
+    job: Unpacked, setting: Setting, registry: Registry, task: TrialTask, *, log: Path, report_fd: int
+) -> NoReturn:
+    """Runs ``task``, writes phases and the report to ``report_fd``, and ends the process."""
+    started = time.monotonic()
+    try:
+        _enter(setting, task, log)
+        group = _Group()
+        run = _run(group, job, setting, registry, task, report_fd, started)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        report = REPORT.dump_python(run.report, mode="json")
+        send(report_fd, {"is": "report", "report": report, "secondary": run.secondary})
+        if run.report.status in ("ok", "stopped early"):
+            group.leave_together()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _run(
+    group: _Group,
+    job: Unpacked,
+    setting: Setting,
+    registry: Registry,
+    task: TrialTask,
+    report_fd: int,
+    started: float,
+) -> TrialRun:
+    def tell(phase: str) -> None:
+        send(report_fd, {"is": "phase", "text": phase})
+
+    tell("meeting the other ranks")
+    try:
+        group.join(setting, task)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"the other ranks were not met: {type(error).__name__}: {error}"
+        report = RankReport(task_id=task.id, rank=setting.cluster.rank, status="raised", reason=reason)
+        return TrialRun(report, secondary=True)
+    for tensor in job.on_device:
+        tensor.data = tensor.data.to(setting.cluster.device)
+    return run_trial(
+        job.inputs,
+        setting.cluster,
+        task,
+        registry,
+        memory_limit_bytes=setting.memory_limit_bytes,
+        tell=tell,
+        started=started,
+    )
+
+
+class _Group:
+    """The process group of one trial."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._world_size = 1
+
+    def join(self, setting: Setting, task: TrialTask) -> None:
+        """Waits for the other ranks, where there is a process group."""
+        cluster, place = setting.cluster, setting.rendezvous
+        if not cluster.distributed:
+            return
+        patience = timedelta(seconds=task.deadline_s)
+        if place is None:
+            self._store = dist.HashStore()  # type: ignore[attr-defined]  # torch leaves it out of __all__
+        else:
+            shared = dist.TCPStore(place.host, place.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+            # A task may come again, from a coordinator that was restarted: then it has keys of its own.
+            name = f"{task.id}/{task.attempt}"
+            turn = shared.add(f"{name}/turns of rank {cluster.rank}", 1)
+            self._store = dist.PrefixStore(f"{name}/{turn}", shared)  # type: ignore[attr-defined]
+        self._world_size = cluster.world_size
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cluster.device_type == "cuda" else "gloo",
+            store=self._store,
+            rank=cluster.rank,
+            world_size=cluster.world_size,
+            timeout=patience,
+        )
+
+    def leave_together(self) -> None:
+        """Keeps connections open until all ranks are through their last collective, for a while."""
+        if self._world_size == 1:
+            return
+        limit = time.monotonic() + _LINGER_S
+        with contextlib.suppress(RuntimeError):
+            self._store.add("through", 1)
+            while self._store.add("through", 0) < self._world_size and time.monotonic() < limit:
+                time.sleep(_POLL_S)
+
+
+def _enter(setting: Setting, task: TrialTask, log: Path) -> None:
+    os.environ[TRIAL_VARIABLE] = str(task.id)
+    _redirect_output(log)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2)
+    faulthandler.dump_traceback_later(task.deadline_s + _ORPHAN_GRACE_S, exit=True, file=2)
+    _go_first_when_memory_ends()
+    torch.set_num_threads(setting.num_threads)
+    torch.set_float32_matmul_precision(setting.matmul_precision)
+    torch.set_default_dtype(setting.default_dtype)
+    if setting.cluster.device_type == "cuda":
+        torch.cuda.set_device(setting.cluster.local_rank)
+    random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(_SEED)
+
+
+def _redirect_output(log: Path) -> None:
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _go_first_when_memory_ends() -> None:
+    """Has Linux choose this process, not the user's, when the machine runs out of memory."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def die_with_parent() -> Callable[[], None]:
+    """A function that a fork calls first: it will be killed when the thread that forked it ends (Linux).
+
+    The C library is looked up here, before the fork.
+    """
+    parent = os.getpid()
+    prctl: Any = None
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+
+    def tie() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+    return tie

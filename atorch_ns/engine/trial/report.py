@@ -1,0 +1,138 @@
+"""Report of one rank on one trial, the worker protocol, and a count of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.search import TrialStatus, TrialTask
+from atorch_ns.torch_compat import TorchDispatchMode
+
+_NAMESPACES: Final = ("c10d", "_c10d_functional")
+
+# By the operator's name without trailing underscores: the kind, and which argument (or "result") is the
+# whole tensor. https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/Ops.cpp
+_KINDS: Final[Mapping[str, tuple[str, int | str]]] = MappingProxyType(
+    {
+        "allreduce": ("all_reduce", 0),
+        "allreduce_coalesced": ("all_reduce", 0),
+        "all_reduce": ("all_reduce", 0),
+        "all_reduce_coalesced": ("all_reduce", 0),
+        "allgather": ("all_gather", 0),
+        "_allgather_base": ("all_gather", 0),
+        "allgather_coalesced": ("all_gather", 0),
+        "allgather_into_tensor_coalesced": ("all_gather", 0),
+        "all_gather_into_tensor": ("all_gather", "result"),
+        "all_gather_into_tensor_out": ("all_gather", "result"),
+        "all_gather_into_tensor_coalesced": ("all_gather", "result"),
+        "reduce_scatter": ("reduce_scatter", 1),
+        "_reduce_scatter_base": ("reduce_scatter", 1),
+        "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+        "reduce_scatter_tensor": ("reduce_scatter", 0),
+        "broadcast": ("broadcast", 0),
+        "alltoall": ("all_to_all", 1),
+        "alltoall_base": ("all_to_all", 1),
+        "all_to_all_single": ("all_to_all", 0),
+        "reduce": ("reduce", 0),
+        "gather": ("gather", 0),
+        "scatter": ("scatter", 1),
+        "send": ("send", 0),
+        "recv": ("recv", 0),
+    }
+)
+
+
+class CollectiveCount(TorchDispatchMode):
+    """Counts the collectives that are started inside its ``with`` block, by Python or by C++ (DDP's buckets).
+
+    Attributes:
+        found: by kind, the calls and the bytes of the whole tensors of all calls together (of the gathered
+            result, or of what is reduced).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, tuple[int, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operator, and counts it if it communicates."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as the operators that it stands for
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in _NAMESPACES:
+            self._count(func._schema.name.partition("::")[2].rstrip("_"), args, result)
+        return result
+
+    def _count(self, operator: str, args: tuple[Any, ...], result: Any) -> None:
+        known = _KINDS.get(operator)
+        if known is None:
+            return
+        kind, where = known
+        whole = result if isinstance(where, str) else args[where]
+        calls, num_bytes = self.found.get(kind, (0, 0))
+        self.found[kind] = (calls + 1, num_bytes + _num_bytes(whole))
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's part of a trial's outcome. Plain values only (JSON by pydantic's ``TypeAdapter``).
+
+    Attributes:
+        task_id: of the task it answers.
+        rank: whose.
+        status: how it ended here.
+        step_seconds: each timed step, the maximum over ranks; the same on every rank.
+        peak_bytes: the most that tensors (CPU) or the allocator (GPU) held; ``None`` if it was not measured.
+        state_bytes: parameters, gradients and optimizer states after the last step.
+        collectives: by kind, calls and bytes in one step.
+        loss: of the last step, the mean over ranks.
+        setup_seconds, total_seconds: to the first timed step, and to the end.
+        reason: why it failed: the exception's type and text, or how the process ended.
+        log: path of the file with its output and traceback.
+        refused_by: the method that refused to be applied, where one did.
+    """
+
+    task_id: int
+    rank: int
+    status: TrialStatus
+    step_seconds: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    state_bytes: int | None = None
+    collectives: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    loss: float | None = None
+    setup_seconds: float = 0.0
+    total_seconds: float = 0.0
+    reason: str = ""
+    log: str = ""
+    refused_by: str | None = None
+
+
+class Worker(Protocol):
+    """Runs the trials of one rank, one at a time."""
+
+    def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
+        """Runs a trial; never raises for what the trial does.
+
+        Args:
+            task: what to run. Overrunning ``task.deadline_s`` gives the status "hung".
+            cancelled: asked several times a second; once it is true (another rank failed, the search ended),
+                the trial is ended and the status is "cancelled".
+        """
+
+    def close(self) -> None:
+        """Ends whatever it started; may be called twice."""

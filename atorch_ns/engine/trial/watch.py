@@ -1,0 +1,163 @@
+"""Following one trial from the user's process: to its report, its death, its deadline or its cancellation."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from atorch_ns.engine.trial.failures import oom_kills
+from atorch_ns.engine.trial.process import REPORT, TASK
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.engine.trial.worker_process import WorkerProcess
+from atorch_ns.search import TrialStatus, TrialTask
+
+_POLL_S: Final = 0.05
+_KILL_LIMIT_S: Final = 2.0
+_STACKS_LIMIT_S: Final = 1.0
+# A rank that lost its peers waits this long to hear from the coordinator that one of them failed.
+_PEER_GRACE_S: Final = 5.0
+
+
+@dataclass
+class TrialWatch:
+    """One trial, as the user's process sees it.
+
+    Attributes:
+        process: the helper that forks it.
+        task: what it runs.
+        rank: whose.
+        log: where its output goes.
+        phase: what it does now, in its own words.
+        report: what it reported, if it came to that.
+        secondary: whether it blames another rank.
+        exit_code: once it has ended, minus the signal's number when a signal ended it.
+    """
+
+    process: WorkerProcess
+    task: TrialTask
+    rank: int
+    log: Path
+    phase: str = "starting"
+    report: RankReport | None = None
+    secondary: bool = False
+    exit_code: int | None = None
+
+    def follow(self, cancelled: Callable[[], bool]) -> RankReport:
+        """Until the trial has ended, whatever ends it."""
+        started = time.monotonic()
+        kills = oom_kills()
+        self.process.command(
+            {"do": "trial", "task": TASK.dump_python(self.task, mode="json"), "log": str(self.log)}
+        )
+        while self.exit_code is None and self.process.alive:
+            self._hear(_POLL_S)
+            if self.report is None and self.exit_code is None:
+                if cancelled():
+                    self.kill()
+                    return self._ended("cancelled", started, f"ended in the phase: {self.phase}")
+                if time.monotonic() - started > self.task.deadline_s:
+                    return self._hung(started)
+            elif time.monotonic() - started > self.task.deadline_s + _KILL_LIMIT_S:
+                self.kill()  # it has reported and does not go
+        if self.report is None:
+            return self._died(started, kills)
+        if self.secondary and _comes_true(cancelled, _PEER_GRACE_S):
+            return self._ended("cancelled", started, f"lost another rank: {self.report.reason}")
+        total = time.monotonic() - started
+        setup = self.report.setup_seconds
+        late = max(0.0, total - self.report.total_seconds)
+        return replace(self.report, setup_seconds=setup + late if setup else 0.0, total_seconds=total)
+
+    def kill(self) -> None:
+        """Ends the trial and what it started; returns when it is gone."""
+        limit = time.monotonic() + _KILL_LIMIT_S
+        self.process.command({"do": "kill"})
+        while self.exit_code is None and self.process.alive and time.monotonic() < limit:
+            self._hear(_POLL_S)
+        if self.exit_code is None:
+            self.process.close()
+
+    def _hear(self, timeout_s: float) -> None:
+        event = self.process.event(timeout_s)
+        if event is None:
+            return
+        if event["is"] == "phase":
+            self.phase = event["text"]
+        elif event["is"] == "report":
+            self.report = REPORT.validate_python(event["report"])
+            self.secondary = event["secondary"]
+        elif event["is"] == "ended":
+            self.exit_code = event["exit_code"]
+
+    def _hung(self, started: float) -> RankReport:
+        before = _size(self.log)
+        self.process.command({"do": "stacks"})
+        limit = time.monotonic() + _STACKS_LIMIT_S
+        size = before
+        while time.monotonic() < limit and not (size > before and size == _size(self.log)):
+            size = _size(self.log)
+            self._hear(_POLL_S)
+        self.kill()
+        where = _innermost_frame(self.log, before)
+        reason = f"no report within {self.task.deadline_s:.3g} s; it was in the phase: {self.phase}{where}"
+        return self._ended("hung", started, reason)
+
+    def _died(self, started: float, kills: tuple[int, ...]) -> RankReport:
+        if self.exit_code is None:
+            how = f"the trial worker ended ({self.process.how_it_died()})"
+        elif self.exit_code >= 0:
+            how = f"the trial left with exit code {self.exit_code}"
+        else:
+            how = f"the trial was ended by {_signal_name(-self.exit_code)}"
+        by_system = self.exit_code in (None, -signal.SIGKILL) and oom_kills() != kills
+        if by_system:
+            how += ", as the system ran out of memory"
+        status: TrialStatus = "out of memory" if by_system else "died"
+        return self._ended(status, started, f"{how} in the phase: {self.phase}")
+
+    def _ended(self, status: TrialStatus, started: float, reason: str) -> RankReport:
+        if status != "cancelled":  # a trial that could not tell its end leaves a log all the same
+            with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as log:
+                log.write(f"{status}: {reason}\n")
+        return RankReport(
+            task_id=self.task.id,
+            rank=self.rank,
+            status=status,
+            reason=reason,
+            total_seconds=time.monotonic() - started,
+        )
+
+
+def _comes_true(condition: Callable[[], bool], patience_s: float) -> bool:
+    limit = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _innermost_frame(log: Path, start: int) -> str:
+    """Where the main thread stood, from a dump of stacks (innermost call first) behind byte ``start``."""
+    if not log.exists():
+        return ""
+    dump = log.read_bytes()[start:].decode(errors="replace")
+    current = dump.partition("Current thread")[2] or dump
+    found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', current)
+    return "" if found is None else f" (in {found[3]}, {Path(found[1]).name}:{found[2]})"
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"

@@ -1,0 +1,245 @@
+"""TrialWorker: runs the trials of one rank, each in a fresh process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.trial.pickling import pack
+from atorch_ns.engine.trial.process import Rendezvous, Setting
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.engine.trial.watch import TrialWatch
+from atorch_ns.engine.trial.worker_process import WorkerProcess, WorkerStart
+from atorch_ns.job import Inputs
+from atorch_ns.search import Note, Observer, TrialStatus, TrialTask
+
+
+def new_log_folder(place: Path | None) -> tuple[Path, str]:
+    """A folder for the logs of one search, on its first rank.
+
+    It belongs to this search alone: reports of earlier ones name the files of theirs.
+
+    Args:
+        place: the folder to make; one with a number behind its name where that is taken. ``None`` for a
+            temporary one.
+
+    Returns:
+        The folder, and why it is a temporary one although another was asked for; else nothing.
+    """
+    problem = ""
+    if place is not None:
+        try:
+            return _made(place), ""
+        except OSError as error:
+            problem = f"logs of trials cannot be kept in {place}: {error}"
+    folder = Path(tempfile.mkdtemp(prefix="atorch_ns_trials_"))
+    return folder, f"{problem}; they are in {folder}" if problem else ""
+
+
+@contextlib.contextmanager
+def log_folder(shared: Path) -> Iterator[Path]:
+    """The folder on this rank's machine; a temporary one of its own where it cannot be made there.
+
+    It is removed at the end if nothing is written in it. The last rank of a machine finds it so, and empty files are
+    of ranks that were killed.
+    """
+    try:
+        shared.mkdir(mode=0o700, exist_ok=True)
+        folder = shared
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="atorch_ns_trials_"))
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                if path.stat().st_size == 0:
+                    path.unlink()
+            folder.rmdir()
+
+
+def _made(place: Path) -> Path:
+    for number in itertools.count(1):
+        folder = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("not reached")
+
+
+_POLL_S: Final = 0.05
+_START_LIMIT_S: Final = 300.0
+_NO_FAILURE: Final = ("ok", "stopped early", "cancelled")
+
+
+class TrialWorker:
+    """Runs trials in forks of a helper process that has everything imported (the zygote).
+
+    The user's process never holds a trial's memory and does not die of a trial. It is left as it was:
+    weights, random states and environment are only read. The helper starts when the worker is made and is
+    waited for by the first trial; one that dies is started again.
+
+    Args:
+        inputs: the user's objects, with a small dataset: everything but the weights is sent.
+        cluster: the rank's setting.
+        rendezvous: where the ranks of a trial meet; not needed for one rank.
+        log_dir: folder of the log files, one a trial that printed anything.
+        observer: is told when the helper had to be started again.
+        memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
+        keep_logs: whether what trials printed that ran well is kept, too, and what the helper printed.
+        carried: what methods carry to the helper, by their names.
+
+    Raises:
+        InputError: if an argument cannot be sent to another process; the message names it.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        cluster: Cluster,
+        *,
+        rendezvous: Rendezvous | None,
+        log_dir: Path,
+        observer: Observer | None = None,
+        memory_limit_bytes: int | None = None,
+        keep_logs: bool = True,
+        carried: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._carried = carried
+        self._keep_logs = keep_logs
+        self._keep_own_log = keep_logs
+        self._inputs = inputs
+        self._rank = cluster.rank
+        self._log_dir = Path(log_dir)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._observer = observer
+        self._by_value: tuple[str, ...] = ()
+        self._setting = Setting(
+            cluster=cluster,
+            rendezvous=rendezvous,
+            num_threads=torch.get_num_threads(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            default_dtype=torch.get_default_dtype(),
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        self._job = pack(inputs, carried=carried)
+        self._process: WorkerProcess | None = self._start()
+
+    def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
+        """Runs a trial; see :class:`~atorch_ns.engine.Worker`.
+
+        The deadline counts from when the helper is ready. A trial that is cancelled, hangs or overruns is
+        killed with everything it started.
+        """
+        process = self._ready_process(task, cancelled)
+        if isinstance(process, RankReport):
+            return process
+        log = self._log_dir / f"trial-{task.id}-{task.attempt}-rank{self._rank}.log"
+        watch = TrialWatch(process, task, self._rank, log)
+        try:
+            report = watch.follow(cancelled)
+        except BaseException:  # Ctrl-C: nothing may be left running
+            watch.kill()
+            raise
+        finally:
+            if not process.alive:
+                process.close()
+                self._process = None
+        self._keep_own_log |= self._process is None and report.status not in _NO_FAILURE
+        return self._with_log(report, log, overran=report.total_seconds > task.deadline_s)
+
+    def close(self) -> None:
+        """Ends the helper and what it runs; may be called twice."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        if not self._keep_own_log:
+            self._own_log.unlink(missing_ok=True)
+        _remove_if_empty(self._own_log)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _own_log(self) -> Path:
+        return self._log_dir / f"worker-rank{self._rank}.log"
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess(WorkerStart(self._setting, self._job, self._own_log))
+
+    def _ready_process(self, task: TrialTask, cancelled: Callable[[], bool]) -> WorkerProcess | RankReport:
+        """The helper, waited for; or why there is none."""
+        limit = time.monotonic() + _START_LIMIT_S
+        while True:
+            if self._process is None:
+                self._process = self._start()
+                self._note("the trial worker is started again")
+            process = self._process
+            if process.ready:
+                return process
+            process.event(_POLL_S)
+            status, reason = self._obstacle(process, limit)
+            if reason:
+                process.close()
+                self._process = None
+                self._keep_own_log = True
+                return RankReport(task_id=task.id, rank=self._rank, status=status, reason=reason)
+            if cancelled():
+                return RankReport(task_id=task.id, rank=self._rank, status="cancelled")
+
+    def _obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
+        """Why the helper will not come up, if that is so; packs anew what it could not import."""
+        if process.broken is not None:
+            missing = process.broken["missing"]
+            if missing in sys.modules and missing not in self._by_value:
+                self._by_value += (missing,)
+                self._job = pack(self._inputs, by_value=self._by_value, carried=self._carried)
+                process.close()
+                self._own_log.unlink(missing_ok=True)  # it told of what is put right here
+                self._process = self._start()
+                return "ok", ""
+            return "raised", (
+                f"the arguments cannot be rebuilt in another process: {process.broken['reason']}. "
+                f"Its output is in {self._own_log}"
+            )
+        if not process.ready and not process.alive:
+            return "died", (
+                f"the trial worker ended while it started: {process.how_it_died()}. Its output is in "
+                f"{self._own_log}"
+            )
+        if time.monotonic() > limit:
+            return "hung", f"the trial worker was not ready within {_START_LIMIT_S:.0f} s"
+        return "ok", ""
+
+    def _note(self, text: str) -> None:
+        if self._observer is not None:
+            self._observer(Note(f"rank {self._rank}: {text}"))
+
+    def _with_log(self, report: RankReport, log: Path, *, overran: bool) -> RankReport:
+        """The report with its log, where that is kept: a rank that was late may yet be found to be the cause."""
+        if not self._keep_logs and report.status in _NO_FAILURE and not overran:
+            log.unlink(missing_ok=True)
+        _remove_if_empty(log)
+        return replace(report, log=str(log) if log.exists() else "")
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == 0:
+            path.unlink()

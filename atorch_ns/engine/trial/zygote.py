@@ -1,0 +1,220 @@
+"""The zygote: a helper process that has everything imported and forks a fresh process for every trial.
+
+Started by :mod:`atorch_ns.engine.trial.worker_process`, one on each rank. It runs no operator on several threads
+and never initialises CUDA, so forks of it are sound. It ends when its parent closes the pipe or is gone, and
+takes the running trial with it.
+
+Messages from the parent: ``trial`` (a task and its log file), ``stacks``, ``kill``. To the parent: ``ready``
+or ``broken`` once, then ``phase`` and ``report`` of the running trial as they come, and ``ended`` with its
+exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from atorch_ns.engine.trial.pickling import Unpacked, unpack
+from atorch_ns.engine.trial.process import TASK, Setting, be_trial, die_with_parent
+from atorch_ns.engine.trial.worker_process import Receiver, send
+from atorch_ns.errors import BackendError
+from atorch_ns.method import Registry, load_registry
+from atorch_ns.search import TrialTask
+
+_PARENT_CHECK_S: Final = 0.5
+_WARM: Final = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.optim",
+    "torch._dynamo",
+)
+
+
+def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
+    """Serves until the parent goes.
+
+    Args:
+        commands_fd: pipe to read the parent's messages from.
+        events_fd: pipe to write to.
+        job_fd: file with the pickled setting and the user's packed objects, from its beginning.
+    """
+    started = time.monotonic()
+    torch.set_num_threads(1)  # trials set their own; threads that exist before a fork are lost in it
+    # Packages ask for GPUs when they are imported. By the driver's library the question leaves this process as it is;
+    # by the runtime it would spoil CUDA for every fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    try:
+        setting, job = _read_job(job_fd)
+        registry = load_registry()
+        registry.restore(job.carried)
+        _warm_up()
+    except BaseException as error:
+        traceback.print_exc()
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        reason = f"{type(error).__name__}: {error}"
+        send(events_fd, {"is": "broken", "reason": reason, "missing": missing})
+        return
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(BrokenPipeError):
+        send(events_fd, {"is": "ready", "seconds": time.monotonic() - started})
+        _Zygote(setting, job, registry, commands_fd, events_fd).serve()
+
+
+def _read_job(fd: int) -> tuple[Setting, Unpacked]:
+    with os.fdopen(fd, "rb") as file:
+        setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone
+    return setting, unpack(data)
+
+
+def _warm_up() -> None:
+    """Imports what trials would import one by one."""
+    for module in _WARM:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    # The first step of an optimizer imports much as well. No backward: where there is a GPU it would start
+    # threads that a fork misses.
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.AdamW([weight]).step()
+
+
+def _check_forks_have_cuda() -> None:
+    """CUDA must not have been started here: a fork of a process that has used it cannot use it.
+
+    Raises:
+        BackendError: if what the user's objects import has started it.
+    """
+    if torch.cuda.is_initialized():
+        raise BackendError(
+            "CUDA was started while the model, the dataset or a function was loaded, so no process that is forked "
+            "afterwards could use it. Move what touches a GPU on import into a function."
+        )
+
+
+@dataclass
+class _Trial:
+    """The running trial."""
+
+    pid: int
+    receiver: Receiver
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it and whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
+
+
+class _Zygote:
+    """The loop: one command, message or end of a trial at a time."""
+
+    def __init__(
+        self, setting: Setting, job: Unpacked, registry: Registry, commands_fd: int, events_fd: int
+    ) -> None:
+        self._setting = setting
+        self._job = job
+        self._registry = registry
+        self._commands = Receiver(commands_fd)
+        self._commands_fd = commands_fd
+        self._events_fd = events_fd
+        self._trial: _Trial | None = None
+        self._parent = os.getppid()
+        self._woken, self._wake = os.pipe()
+
+    def serve(self) -> None:
+        """Until the parent goes."""
+        os.set_blocking(self._wake, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        try:
+            while not self._commands.closed and os.getppid() == self._parent:
+                self._wait()
+                self._obey()
+                self._pass_on()
+                self._reap()
+        finally:
+            if self._trial is not None:
+                self._trial.kill()
+
+    def _wait(self) -> None:
+        watched: list[Any] = [self._commands, self._woken]
+        if self._trial is not None and not self._trial.receiver.closed:
+            watched.append(self._trial.receiver)
+        ready = select.select(watched, [], [], _PARENT_CHECK_S)[0]
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+
+    def _obey(self) -> None:
+        while (command := self._commands.receive(0.0)) is not None:
+            if command["do"] == "trial":
+                self._fork(TASK.validate_python(command["task"]), Path(command["log"]))
+            elif self._trial is not None and command["do"] == "stacks":
+                self._trial.signal(signal.SIGUSR1)
+            elif self._trial is not None and command["do"] == "kill":
+                self._trial.kill()
+
+    def _fork(self, task: TrialTask, log: Path) -> None:
+        assert self._trial is None
+        reading, writing = os.pipe()
+        tie = die_with_parent()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads; there are none
+            pid = os.fork()
+        if pid == 0:
+            # From here on this is the trial. It must never run a line of the loop again.
+            try:
+                tie()
+                os.setpgid(0, 0)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for fd in (reading, self._commands_fd, self._events_fd, self._woken, self._wake):
+                    os.close(fd)
+                be_trial(self._job, self._setting, self._registry, task, log=log, report_fd=writing)
+            finally:
+                os._exit(1)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpgid(pid, pid)  # the trial does so too; whoever comes first
+        os.close(writing)
+        self._trial = _Trial(pid, Receiver(reading))
+        send(self._events_fd, {"is": "started", "pid": pid})
+
+    def _pass_on(self) -> None:
+        trial = self._trial
+        while trial is not None and (message := trial.receiver.receive(0.0)) is not None:
+            send(self._events_fd, message)
+
+    def _reap(self) -> None:
+        trial = self._trial
+        if trial is None:
+            return
+        pid, status = os.waitpid(trial.pid, os.WNOHANG)
+        if not pid:
+            return
+        self._pass_on()
+        # The group's number cannot be anybody else's as long as a process is left in it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(trial.pid, signal.SIGKILL)
+        os.close(trial.receiver.fileno())
+        self._trial = None
+        send(self._events_fd, {"is": "ended", "exit_code": os.waitstatus_to_exitcode(status)})

@@ -1,0 +1,123 @@
+"""Estimate: what a plan is predicted to cost, in parts.
+
+The functions of this folder are pure: a profile, a cluster and plans in, bytes and seconds out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How much one training step computes, over all ranks.
+
+    Attributes:
+        global_batch: samples in a step.
+        num_tokens: tokens in a sample; 1 where there is no sequence.
+    """
+
+    global_batch: int
+    num_tokens: int = 1
+
+
+class MemoryParts(NamedTuple):
+    """Bytes on one rank at the step's worst moment; their sum is the peak.
+
+    Attributes:
+        parameters: weights as they are kept between steps, and buffers.
+        gradients: of parameters, communication buckets included.
+        optimizer: states and fp32 master weights.
+        activations: what is saved for the backward pass.
+        temporaries: gathered parameters, casts, workspaces of operators, the optimizer's temporaries.
+        reserve: held by the framework whatever the model.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporaries: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        """The peak, in bytes."""
+        return sum(self)
+
+
+class TimeParts(NamedTuple):
+    """Seconds of one step on the slowest rank; what overlaps with computation is not counted.
+
+    Attributes:
+        compute: forward and backward pass.
+        recompute: of activations.
+        gather: of parameters, exposed.
+        reduce: of gradients, exposed.
+        optimizer: the update.
+        offload: transfers between device and host, exposed.
+        bubble: a pipeline's ranks waiting for each other.
+        overhead: starting operators and collectives, data, the step's own work.
+        exchange: of activations between ranks that hold parts of the model or of a sample.
+    """
+
+    compute: float
+    recompute: float
+    gather: float
+    reduce: float
+    optimizer: float
+    offload: float
+    bubble: float
+    overhead: float
+    exchange: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of one step."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind that one rank takes part in during one step.
+
+    Attributes:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``.
+        axis: the mesh axis, ``"data"`` for all ranks that see different data.
+        count: calls.
+        num_bytes: bytes of the whole tensors of all calls together (of the gathered result, or of what is
+            reduced).
+    """
+
+    kind: str
+    axis: str
+    count: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one plan is predicted to cost. All figures are predictions.
+
+    Attributes:
+        memory: bytes per rank at the worst moment.
+        time: seconds per step.
+        peak_at: the worst moment, in words: ``"backward of model.layers.0"``.
+        collectives: what each step communicates.
+    """
+
+    memory: MemoryParts
+    time: TimeParts
+    peak_at: str = ""
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes of one rank at the worst moment."""
+        return self.memory.total
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return self.time.total

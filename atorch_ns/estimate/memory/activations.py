@@ -1,0 +1,312 @@
+"""Activations: bytes that the forward pass saves for the backward pass, and what each segment needs beyond that.
+
+Legend: R plans of one kind, s a segment, j one of its blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from atorch_ns.estimate.model_shard import ModelShard, matches
+from atorch_ns.profile import Growth, PhaseCost, Segment, SegmentCost, Trace
+from atorch_ns.strategy import Plan
+
+GradientLife = Literal["none", "keeping", "passing"]
+"""How long a gradient of a parameter counts inside the stretch that makes it: not at all, to its end, or until
+it has been handed on."""
+
+
+@dataclass(frozen=True)
+class SegmentBytes:
+    """Bytes of one block of each segment, in one precision, on the ranks of R plans.
+
+    Attributes:
+        costs: of each segment.
+        parts: which part of the model a rank has.
+        num_samples: [R] in a micro-batch of one rank.
+        num_tokens: in a sample.
+    """
+
+    costs: tuple[SegmentCost, ...]
+    parts: ModelShard
+    num_samples: np.ndarray
+    num_tokens: int
+
+    def value(self, growth: Growth, s: int) -> np.ndarray:
+        """[R] of a growth of segment ``s``."""
+        whole = growth.at(self.num_samples, self.num_tokens)
+        return np.asarray(whole * self.parts.share(s, growth.divided, growth.words))
+
+    @cached_property
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        """What is handed to the next one."""
+        return tuple(self.value(cost.output, s) for s, cost in enumerate(self.costs))
+
+    @cached_property
+    def incoming(self) -> tuple[np.ndarray, ...]:
+        """What else is alive when the backward pass begins."""
+        return tuple(self.value(cost.incoming, s) for s, cost in enumerate(self.costs))
+
+    @cached_property
+    def saved(self) -> tuple[np.ndarray, ...]:
+        """What is saved for the backward pass."""
+        return tuple(
+            self.value(cost.saved, s)
+            + self.parts.gathered_inputs(s) * cost.output.at(self.num_samples, self.num_tokens)
+            for s, cost in enumerate(self.costs)
+        )
+
+    @cached_property
+    def forward_peaks(self) -> tuple[np.ndarray, ...]:
+        """The most of a forward pass."""
+        return tuple(
+            self._largest(cost.forward.peaks or (cost.forward.peak,), s) for s, cost in enumerate(self.costs)
+        )
+
+    def backward_peak(self, s: int, gradients: GradientLife) -> np.ndarray:
+        """[R] the most of a backward pass of segment ``s``."""
+        if (s, gradients) not in self._backward_peaks:
+            lines = _lines(self.costs[s].backward, gradients)
+            self._backward_peaks[s, gradients] = self._largest(lines, s)
+        return self._backward_peaks[s, gradients]
+
+    @cached_property
+    def _backward_peaks(self) -> dict[tuple[int, GradientLife], np.ndarray]:
+        return {}
+
+    def _largest(self, lines: Iterable[Growth], s: int) -> np.ndarray:
+        values = (self.value(line, s) for line in lines)
+        return np.asarray(functools.reduce(np.maximum, values, np.zeros(self.num_samples.shape)))
+
+
+def _lines(phase: PhaseCost, gradients: GradientLife) -> tuple[Growth, ...]:
+    if gradients == "keeping":
+        return phase.peaks_keeping or phase.peaks or (phase.peak,)
+    if gradients == "passing":
+        return phase.peaks_passing or phase.peaks or (phase.peak,)
+    return phase.peaks or (phase.peak,)
+
+
+Place = int | np.ndarray
+"""A number of blocks: the same for all plans, or [R]."""
+
+COMPILED_SAVED = 0.78
+"""Share of activations that a compiled block keeps: AOTAutograd's min-cut partitioner, with ``aot_eager`` and
+``inductor`` alike, recomputes element-wise operators whose results no matrix product reads. It is that of Llama's
+and GPT-2's blocks; a block without products of activations (an MLP with one GELU) keeps all."""
+
+_COMPILERS = ("inductor", "aot_eager")
+
+RNG_STATE_BYTES = 5056
+"""``torch.get_rng_state()`` of the CPU: recomputation keeps one for each block, and one more while it runs."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations under R plans of one kind.
+
+    A place ``j`` within a segment is one number for all plans, or [R].
+
+    Attributes:
+        plan: what they have in common.
+        trace: of the model.
+        bytes: of one block of each segment.
+        offloads: whether what recomputation begins from is in a memory that is not the device's.
+    """
+
+    plan: Plan
+    trace: Trace
+    bytes: SegmentBytes
+    offloads: bool = False
+
+    @property
+    def parts(self) -> ModelShard:
+        """Which part of the model a rank has."""
+        return self.bytes.parts
+
+    @property
+    def costs(self) -> tuple[SegmentCost, ...]:
+        """Of each segment, in the plan's precision."""
+        return self.bytes.costs
+
+    def before(self, s: int, j: Place) -> np.ndarray:
+        """[R] kept by everything that runs before block ``j`` of segment ``s``."""
+        return np.asarray(self._before_segment[s] + self._kept(s, j))
+
+    def everything(self) -> np.ndarray:
+        """[R] kept by a whole forward pass."""
+        return self._before_segment[-1]
+
+    def received(self, micro_batches: np.ndarray) -> np.ndarray:
+        """[R] buffers that a stage of a pipeline receives into: one for each micro-batch and direction."""
+        if not self.parts.is_cut:
+            return self._zeros
+        first = last = self._zeros
+        for s in reversed(range(len(self.costs))):
+            before = self.bytes.outputs[s - 1] if s else self._zeros
+            is_inside = self.parts.counts[s] < self.trace.segments[s].count
+            inner = self.bytes.outputs[s] if self.trace.segments[s].is_block else before
+            first = np.where(
+                self.parts.has(s), np.where(is_inside & (s > 0), np.maximum(before, inner), before), first
+            )
+        for s in range(len(self.costs)):
+            last = np.where(self.parts.has(s), self.bytes.outputs[s], last)
+        return np.asarray(micro_batches * (first * self.parts.receives + last * self.parts.sends))
+
+    def forward(self, s: int, j: Place) -> np.ndarray:
+        """[R] at the worst moment of a forward pass."""
+        return np.asarray(self.before(s, j) + self.bytes.forward_peaks[s] + self._brought_back(s, j))
+
+    def forward_moments(self, s: int, j: Place) -> list[tuple[np.ndarray, np.ndarray | float]]:
+        """Worst moments of a forward pass, each with the bytes of autocast's copies of parameters.
+
+        The cache of autocast is cleared when the model returns. The last stretch ends with the loss: then only
+        what is saved for the backward pass is left of the copies.
+        """
+        if s < len(self.trace.segments) - 1:
+            return [(self.forward(s, j), self.casts_made(s, j))]
+        return [(self.before(s, j), self.casts_made(s, j)), (self.forward(s, j), self.casts_saved(s, j))]
+
+    def entering_backward(self, s: int, j: Place) -> np.ndarray:
+        """[R] when a backward pass begins: the gradient of its output is there."""
+        return np.asarray(self.before(s, j + 1) + self.bytes.incoming[s])
+
+    def backward(self, s: int, j: Place, gradients: GradientLife) -> np.ndarray:
+        """[R] at the worst moment of a backward pass, recomputation included."""
+        alive = self.entering_backward(s, j)
+        peak = self.bytes.backward_peak(s, gradients)
+        recomputes = self.recomputes(s, j)
+        if recomputes is False:
+            return np.asarray(alive + peak)
+        kept = self.bytes.outputs[s] + self._kept_inside(s)
+        again = self.bytes.saved[s] - kept
+        # Recomputation stops as soon as everything saved is there again, so its output is not made.
+        running = self.bytes.forward_peaks[s] - kept
+        worst = np.maximum(np.maximum(running, again), again + peak)
+        return np.asarray(
+            alive + np.where(recomputes, RNG_STATE_BYTES + worst + self._brought_back(s, j), peak)
+        )
+
+    def _brought_back(self, s: int, j: Place) -> np.ndarray | float:
+        """[R] of a block that is recomputed from inputs in host memory: its input, while it runs."""
+        if not self.offloads or self.recomputes(s, j) is False:
+            return 0.0
+        return np.where(self.recomputes(s, j), self.bytes.outputs[s], 0.0)
+
+    def leaving_backward(self, s: int, j: Place) -> np.ndarray:
+        """[R] when a backward pass is over: the gradient of its input is there."""
+        if not self.parts.is_cut:
+            if np.any(np.asarray(j) > 0):
+                return self.entering_backward(s, j - 1)
+            return self.entering_backward(s - 1, self.parts.counts[s - 1] - 1) if s else self._zeros
+        within = self.entering_backward(s, j - 1) if np.any(np.asarray(j) > 0) else self._zeros
+        before = self._zeros
+        for index in range(s):
+            before = np.where(
+                self.parts.has(index), self.entering_backward(index, self.parts.counts[index] - 1), before
+            )
+        return np.asarray(np.where(np.asarray(j) > 0, within, before))
+
+    def recomputes(self, s: int, j: Place) -> bool | np.ndarray:
+        """Whether block ``j`` of segment ``s`` is recomputed."""
+        if not self._recomputable[s]:
+            return False
+        return (self._position[s] + j) % self.plan.recomputation.every == 0
+
+    def casts_made(self, s: int, j: Place) -> np.ndarray | float:
+        """Bytes of autocast's copies of parameters when block ``j`` runs forward: the cache keeps all."""
+        counts = self.parts.counts
+        return sum(self._casts[i] * counts[i] for i in range(s)) + self._casts[s] * (j + 1)
+
+    def casts_saved(self, s: int, j: Place) -> np.ndarray | float:
+        """The same when it runs backward: those of what was not recomputed and comes later, and its own."""
+        total: np.ndarray | float = 0.0
+        for index in range(s + 1):
+            count = self.parts.counts[index] if index < s else j + 1
+            total = total + self._casts[index] * (count - self._num_recomputed(index, count))
+        return total + self._casts[s] * self.recomputes(s, j)
+
+    def _kept(self, s: int, count: Place) -> np.ndarray:
+        """[R] what the first ``count`` blocks of a segment keep."""
+        again = self._num_recomputed(s, count)
+        kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
+        if np.any(again):
+            output = 0.0 if self.offloads else self.bytes.outputs[s]
+            kept = kept + again * (output + RNG_STATE_BYTES + self._kept_inside(s))
+        return np.asarray(kept)
+
+    def _share_saved(self, s: int) -> float:
+        segments = self.trace.segments
+        compiled = segments[s].is_block or not any(segment.is_block for segment in segments)
+        if not compiled or self.plan.compiler not in _COMPILERS:
+            return 1.0
+        return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
+
+    def _kept_inside(self, s: int) -> np.ndarray | float:
+        """What selective recomputation keeps of a block: the share of operators' results that it saves."""
+        if self.plan.recomputation.kind != "selective":
+            return 0.0
+        cost = self.costs[s]
+        saved = {name.removesuffix(".default") for name in self.plan.recomputation.saved_operators}
+        total = sum(float(self.bytes.value(each.moved, s).max()) for each in cost.operators)
+        kept = sum(
+            float(self.bytes.value(each.moved, s).max()) for each in cost.operators if each.name in saved
+        )
+        share = kept / total if total else 0.0
+        return np.asarray(share * np.maximum(self.bytes.value(cost.saved, s) - self.bytes.outputs[s], 0.0))
+
+    def _num_recomputed(self, s: int, count: Place) -> Place:
+        if not self._recomputable[s]:
+            return 0
+        every, start = self.plan.recomputation.every, self._position[s]
+        return -(-(start + count) // every) - (-(-start // every))
+
+    @cached_property
+    def _zeros(self) -> np.ndarray:
+        return np.zeros(self.bytes.num_samples.shape)
+
+    @cached_property
+    def _casts(self) -> tuple[np.ndarray | float, ...]:
+        """For each segment the bytes of copies of one block's parameters in autocast's dtype."""
+        found: list[np.ndarray | float] = []
+        for s, cost in enumerate(self.costs):
+            found.append(
+                cost.cast_parameters * (self.parts.of_parameters(s) if cost.cast_parameters else 1.0)
+            )
+        return tuple(found)
+
+    @cached_property
+    def _before_segment(self) -> tuple[np.ndarray, ...]:
+        """For each segment what everything before it keeps."""
+        before = [self._zeros]
+        for s, count in enumerate(self.parts.counts):
+            before.append(before[-1] + self._kept(s, count))
+        return tuple(before)
+
+    @cached_property
+    def _recomputable(self) -> tuple[bool, ...]:
+        return tuple(_is_recomputed(self.plan, segment) for segment in self.trace.segments)
+
+    @cached_property
+    def _position(self) -> tuple[Place, ...]:
+        """For each segment how many recomputable blocks come before it."""
+        positions: list[Place] = []
+        total: Place = 0
+        for count, chosen in zip(self.parts.counts, self._recomputable, strict=True):
+            positions.append(total)
+            total = total + (count if chosen else 0)
+        return tuple(positions)
+
+
+def _is_recomputed(plan: Plan, segment: Segment) -> bool:
+    if plan.recomputation.kind == "none" or not segment.is_block:
+        return False
+    return plan.recomputation.selectors is None or any(
+        matches(selector, segment) for selector in plan.recomputation.selectors
+    )

@@ -1,0 +1,283 @@
+"""Moments of peak memory for plans whose ranks hold all gradients: one process, DDP, ZeRO 1.
+
+Between the ends of a run of equal blocks memory changes by the same amount from block to block, so only the
+first and the last block of each run can be the worst.
+
+Legend: R plans of one kind, s a segment, j one of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate.memory.activations import Activations, Place
+from atorch_ns.estimate.memory.shards import Parameters
+from atorch_ns.estimate.memory.states import KeptBytes, Shares
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, ModelShard
+from atorch_ns.profile import Trace
+from atorch_ns.strategy import Plan
+
+
+class Moment(NamedTuple):
+    """Bytes beyond what is kept between steps, at one moment.
+
+    Attributes:
+        name: index into :func:`moment_names`.
+        gradients: [R] of parameters, communication buckets included.
+        activations: [R] saved for the backward pass, and what operators need.
+        temporaries: [R] gathered parameters, casts, buffers of collectives.
+    """
+
+    name: int
+    gradients: np.ndarray
+    activations: np.ndarray
+    temporaries: np.ndarray
+
+
+def moment_names(trace: Trace) -> tuple[str, ...]:
+    """The moments in words: forward and backward pass of the first and the last block of each segment, and the
+    optimizer's step."""
+    names = []
+    for segment in trace.segments:
+        first, last = (segment.paths[0], segment.paths[-1]) if segment.paths else (segment.name, segment.name)
+        names += [f"{way} of {path}" for way in ("forward", "backward") for path in (first, last)]
+    return (*names, "the optimizer's step")
+
+
+def places(kind: Kind) -> Iterator[tuple[int, Place, int, int]]:
+    """``(s, j, forward, backward)``: the ends of each run, with the indices of their moments.
+
+    Where plans have different numbers of blocks, ``j`` is [R]; it means nothing where a rank has none.
+    """
+    for s, count in enumerate(kind.parts.counts):
+        if isinstance(count, np.ndarray):
+            if not count.any():
+                continue
+            yield s, np.zeros_like(count), 4 * s, 4 * s + 2
+            if (count > 1).any():
+                yield s, count - 1, 4 * s + 1, 4 * s + 3
+            continue
+        for which, j in enumerate(sorted({0, count - 1})):
+            end = which if count > 1 else 1
+            yield s, j, 4 * s + end, 4 * s + 2 + end
+
+
+@dataclass(frozen=True)
+class Kind:
+    """R plans of one kind, with everything that their moments are made of.
+
+    Attributes:
+        plan: what they have in common.
+        trace: of the model.
+        activations: of a micro-batch.
+        parameters: of the model.
+        shares: [K, P] how states are divided, for K numbers of ranks.
+        kept: [K] bytes of states.
+        row: [R] which of the K numbers of ranks.
+        degree: [R] ranks that states are divided over.
+        num_ranks: [R] ranks that see different data.
+        micro_batches: [R].
+        parts: [R] which part of the model a rank has.
+        expanded: for each segment how many of its blocks stand in ``parameters`` one by one.
+        is_cpu: whether collectives are gloo's, which copies what it reduces and gathers.
+    """
+
+    plan: Plan
+    trace: Trace
+    activations: Activations
+    parameters: Parameters
+    shares: Shares
+    kept: KeptBytes
+    row: np.ndarray
+    degree: np.ndarray
+    num_ranks: np.ndarray
+    micro_batches: np.ndarray
+    parts: ModelShard
+    expanded: tuple[int, ...]
+    is_cpu: bool
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states stay in a memory that is not the device's."""
+        return self.plan.offload and not self.is_cpu
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's states stay in a memory that is not the device's."""
+        return self.offloads or (self.plan.offload_optimizer and not self.is_cpu)
+
+    @property
+    def accumulates(self) -> np.ndarray:
+        """[R] whether gradients of earlier micro-batches are there, to which others are added."""
+        return self.parts.accumulates
+
+    def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray | float:
+        """Bytes of one block's parameters, not divided over data, in an item size or their own."""
+        mine = self._mine(s, trainable)
+        sizes = self.parameters.itemsize if itemsize is None else itemsize
+        total = (self.parameters.elements * sizes * mine).sum(axis=-1) / self.expanded[s]
+        return float(total) if total.ndim == 0 else np.asarray(total[self.row])
+
+    def divided(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray:
+        """[R] bytes of a rank's part of one block's parameters, padding included."""
+        mine = self._mine(s, trainable)
+        sizes = self.parameters.itemsize if itemsize is None else itemsize
+        share = self.shares.gradients if trainable else self.shares.parameters
+        return np.asarray((share.stored * (sizes * mine)).sum(axis=-1)[self.row] / self.expanded[s])
+
+    def _mine(self, s: int, trainable: bool) -> np.ndarray:
+        """[P] or [K, P] whether a parameter is one of the segment's."""
+        mine = (self.parameters.segment == s) & (self.parameters.copies > 0)
+        return np.asarray(mine & self.parameters.trainable if trainable else mine)
+
+    def total(self, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
+        """The sum of ``of`` (a value for a block of each segment) over all blocks of the rank."""
+        return self.parts.total(of)
+
+    def later(self, s: int, j: Place, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
+        """The sum of ``of`` (a value for a block of each segment) over all that runs forward after a place."""
+        counts = self.parts.counts
+        rest = sum(value * count for value, count in zip(of[s + 1 :], counts[s + 1 :], strict=True))
+        return rest + of[s] * (counts[s] - 1 - j)
+
+    def last_moment(self) -> int:
+        """The optimizer's step."""
+        return 4 * len(self.trace.segments)
+
+    def step_temporaries(self) -> np.ndarray:
+        """[R] what the optimizer needs while it steps."""
+        spec = self.trace.optimizer
+        if spec is None or self.offloads_optimizer:
+            return np.zeros(len(self.row))
+        updated = self.parameters.itemsize
+        if self.plan.precision.master_dtype is not None:
+            updated = np.maximum(updated, DTYPE_BYTES[self.plan.precision.master_dtype])
+        held = self.shares.optimizer.elements * (updated * self.parameters.trainable)
+        copies = self.parameters.copies
+        everything = (held * copies).sum(axis=-1)
+        held = held * (copies > 0)
+        if self.plan.sharding.updates_copy:  # the optimizer sees one vector
+            largest = everything
+        elif (
+            self.plan.sharding.layout == "parameters"
+        ):  # a share counts whole parameters, as a mean over copies
+            largest = ((held > 0) * (self.parameters.elements * updated)).max(axis=1, initial=0.0)
+        else:
+            largest = held.max(axis=1, initial=0.0)
+        temporaries = spec.parameter_temporaries * largest + spec.temporary_copies * everything
+        return np.asarray(temporaries[self.row])
+
+
+def owned_moments(kind: Kind) -> Iterator[Moment]:
+    """fairscale's ShardedDataParallel: each gradient is reduced to its owner as it comes and freed elsewhere.
+
+    A gradient that is on its way to another rank is alive until it has arrived; half of those that are not the
+    rank's own are taken to be. Gradients of earlier micro-batches are whole on every rank until the last one's
+    backward pass reduces them.
+    """
+    sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
+    everything = kind.total(sizes)
+    kept = kind.kept.gradients[kind.row]
+    share = kept / np.maximum(everything, 1.0)
+    many = kind.accumulates
+    for s, j, forward, backward in places(kind):
+        later = kind.later(s, j, sizes)
+        for alive, casts in kind.activations.forward_moments(s, j):
+            yield Moment(
+                forward, everything * many, alive, np.broadcast_to(np.asarray(casts, float), many.shape)
+            )
+        yield Moment(
+            backward,
+            later * (1 + share) / 2 + (everything - later) * many,
+            kind.activations.backward(s, j, "passing"),
+            np.broadcast_to(np.asarray(kind.activations.casts_saved(s, j), float), many.shape),
+        )
+    yield Moment(kind.last_moment(), kept, np.zeros(many.shape), kind.step_temporaries())
+
+
+def flattened_moments(kind: Kind) -> Iterator[Moment]:
+    """DeepSpeed's ZeRO 1 and 2: gradients are copied into one buffer of the size of the model.
+
+    The buffer is made when the first gradient comes. Stage 1 keeps the gradients as well until the step;
+    stage 2 frees each once it is copied, and adds what is reduced to a rank's part over micro-batches. At the
+    end of the step the updated pieces are gathered and copied out of one more vector.
+    """
+    sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
+    everything = kind.total(sizes)
+    many = kind.accumulates
+    stage2 = bool(kind.plan.sharding.gradients_over)
+    part = everything / kind.degree * many
+    for s, j, forward, backward in places(kind):
+        later = kind.later(s, j, sizes)
+        waiting = part if stage2 else everything * many
+        for alive, casts in kind.activations.forward_moments(s, j):
+            yield Moment(forward, waiting, alive, np.broadcast_to(np.asarray(casts, float), many.shape))
+        casts_saved = np.broadcast_to(np.asarray(kind.activations.casts_saved(s, j), float), many.shape)
+        is_first = s == len(kind.trace.segments) - 1 and np.all(j == kind.parts.counts[s] - 1)
+        if is_first:  # its worst moment is the loss's, before any gradient of a parameter is there
+            yield Moment(backward, waiting, kind.activations.backward(s, j, "none"), casts_saved)
+            continue
+        if stage2:
+            gradients, alive = part, kind.activations.backward(s, j, "passing")
+        else:
+            gradients = np.where(many, everything, later)
+            alive = np.where(
+                many,
+                kind.activations.backward(s, j, "passing"),
+                kind.activations.backward(s, j, "keeping"),
+            )
+        yield Moment(backward, everything + gradients, alive, casts_saved)
+    zeros = np.zeros(many.shape)
+    yield Moment(kind.last_moment(), zeros + everything, zeros, zeros + everything)
+    yield Moment(kind.last_moment(), zeros + everything / kind.degree, zeros, kind.step_temporaries())
+
+
+def replicated_moments(kind: Kind) -> Iterator[Moment]:
+    """Gradients come one by one, and are gone when the next step begins.
+
+    DDP's buckets stay, step after step. Gradients are views of them, so what backward makes is copied at once.
+    Where micro-batches accumulate, the first ones add to gradients outside the buckets, and the last one
+    replaces them one by one: at its start both are there.
+
+    Where ranks hold parts of the model, torch's ``replicate`` takes DDP's place: it computes with a copy of the
+    parameters that lives from the forward pass to the end of the backward pass, and then copies all gradients
+    into one buffer; gloo copies that.
+    """
+    sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
+    everything = kind.total(sizes)
+    syncs = (kind.num_ranks > 1) & (kind.plan.gradient_sync == "all_reduce")
+    parted = kind.parts.sizes.divides_model
+    reduces = syncs & ~parted
+    buckets = everything * reduces
+    copies = reduces & kind.plan.sharding.bucket_views
+    many = kind.accumulates
+    gathered = kind.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (syncs & parted)
+    for s, j, forward, backward in places(kind):
+        later = kind.later(s, j, sizes)
+        waiting = buckets + everything * many
+        for alive, casts in kind.activations.forward_moments(s, j):
+            yield Moment(forward, waiting, alive, gathered + casts)
+        passing = copies | many
+        alive = np.where(
+            passing,
+            kind.activations.backward(s, j, "passing"),
+            kind.activations.backward(s, j, "keeping"),
+        )
+        own = np.where(many, everything - later * copies, later * ~copies)
+        yield Moment(backward, buckets + own, alive, gathered + kind.activations.casts_saved(s, j))
+    if parted.any():
+        reducing = everything * (syncs & parted) * (1 + kind.is_cpu)
+        gradients = np.where(parted, everything + reducing, 0.0)
+        yield Moment(kind.last_moment(), gradients, np.zeros(many.shape), np.zeros(many.shape))
+    kept = kind.kept.gradients[kind.row]
+    hidden = np.where(copies & (kind.plan.precision.master_dtype is None), 0.0, buckets)
+    yield Moment(
+        kind.last_moment(),
+        kept + hidden,
+        np.zeros(many.shape),
+        kind.step_temporaries(),
+    )

@@ -1,0 +1,197 @@
+"""Peak memory of plans.
+
+Legend: N plans, R of them of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from atorch_ns.estimate.estimate import MemoryParts, Workload
+from atorch_ns.estimate.memory.activations import Activations, SegmentBytes
+from atorch_ns.estimate.memory.moments import (
+    Kind,
+    Moment,
+    flattened_moments,
+    moment_names,
+    owned_moments,
+    replicated_moments,
+)
+from atorch_ns.estimate.memory.sharded import sharded_moments
+from atorch_ns.estimate.memory.shards import Parameters
+from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
+from atorch_ns.estimate.model_shard import Memo, ModelShard, computed_in, cost_of
+from atorch_ns.estimate.stages import staged
+from atorch_ns.estimate.table import PlanTable
+from atorch_ns.profile import Trace
+from atorch_ns.strategy import Plan
+
+
+def price_memory(
+    table: PlanTable,
+    trace: Trace,
+    workload: Workload,
+    *,
+    device_type: str = "cpu",
+    memo: Memo | None = None,
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
+    """The peak of every plan, in bytes of tensors on the rank that holds most, in parts.
+
+    Workspaces inside kernels are not known: oneDNN's products in 16 bits take some 100 KiB on a CPU.
+
+    Args:
+        table: the plans.
+        trace: of the model.
+        workload: the batch.
+        device_type: ``"cpu"`` or ``"cuda"``: on the CPU, gloo's collectives work on copies, and what is
+            offloaded is in the same memory.
+        memo: of the same table, trace and workload.
+
+    Returns:
+        [N, 6] columns as :class:`MemoryParts`; [N] at which moment; and the moments in words.
+    """
+    memory = np.zeros((len(table), len(MemoryParts._fields)))
+    worst = np.zeros(len(table), dtype=np.int64)
+    memo = memo or Memo()
+    for index, plan in enumerate(table.templates):
+        rows, sizes = table.sizes(index, workload, memo)
+        if rows.size:
+            parts, owners = staged(trace, sizes, memo)
+            kind = _kind(plan, trace, workload, parts, device_type, memo)
+            found, moments = _price(kind)
+            most = owners.largest(found.sum(axis=1))  # of the stages of each plan
+            memory[rows], worst[rows] = found[most], moments[most]
+    return memory, worst, moment_names(trace)
+
+
+def _kind(
+    plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, device_type: str, memo: Memo
+) -> Kind:
+    sizes = parts.sizes
+    # States are divided over the axis `zero` where there is one, whatever axes the template was made for.
+    degree = np.where(sizes.zero > 1, sizes.zero, sizes.data * sizes.expert)
+    parameters = parameters_of(trace, plan, tied=parts.is_cut)
+    expanded = _expanded(parameters, trace)
+    if parts.divides:
+        keys, row = memo.get(("held", parts), lambda: _held(parts, degree))
+        parameters = parameters.part(keys[:, 2], keys[:, 3], keys[:, 4:])
+        degrees = keys[:, 0]
+        if parameters.is_expert.any():
+            degrees = np.where(parameters.is_expert, keys[:, 1:2], keys[:, :1])
+    else:
+        degrees, row = np.unique(degree, return_inverse=True)
+    shares = shares_of(plan, parameters, trace.optimizer, degrees)
+    of_segments = memo.get(
+        ("bytes", computed_in(plan), parts), lambda: _segment_bytes(plan, trace, workload, parts)
+    )
+    return Kind(
+        plan=plan,
+        trace=trace,
+        activations=Activations(
+            plan, trace, of_segments, offloads=plan.recomputation.offload_activations and device_type != "cpu"
+        ),
+        parameters=parameters,
+        shares=shares,
+        kept=kept_of(plan, parameters, shares, trace.optimizer),
+        row=row.reshape(-1),
+        degree=degree,
+        num_ranks=sizes.num_data_ranks,
+        micro_batches=sizes.micro_batches,
+        parts=parts,
+        expanded=expanded,
+        is_cpu=device_type == "cpu",
+    )
+
+
+def _held(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[K, 4 + S] what decides about the states that a rank holds, each once, and [R] which of them a row has."""
+    sizes = parts.sizes
+    counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
+    # Experts are divided over the ranks that have the same ones.
+    alike = np.where(sizes.zero > 1, sizes.zero, sizes.data)
+    keys, row = np.unique(
+        np.column_stack([degree, alike, sizes.tensor, sizes.expert, counts]), axis=0, return_inverse=True
+    )
+    return keys, row
+
+
+def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: ModelShard) -> SegmentBytes:
+    costs = tuple(cost_of(plan, segment) for segment in trace.segments)
+    num_samples = np.ceil(parts.sizes.num_samples(workload.global_batch))
+    return SegmentBytes(costs, parts, num_samples, workload.num_tokens)
+
+
+def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
+    """For each segment how many of its blocks stand in ``parameters`` one by one."""
+    counts = []
+    for s, segment in enumerate(trace.segments):
+        copies = parameters.copies[(parameters.segment == s) & (parameters.owner < 0)]
+        counts.append(segment.count // int(copies[0]) if len(copies) else 1)
+    return tuple(counts)
+
+
+def _price(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+    """[R, 6] parts and [R] moment."""
+    moments = list(_moments(kind))
+    names = np.asarray([moment.name for moment in moments])
+    found = np.empty((len(moments), 3, len(kind.row)))
+    for place, moment in enumerate(moments):
+        found[place, 0], found[place, 1], found[place, 2] = moment[1:]
+    rows = np.arange(len(kind.row))
+    chosen = _masked(kind, names, found.sum(axis=1)).argmax(axis=0)
+    gradients, activations, temporaries = found[chosen, :, rows].T
+    trace, plan, acts, parts = kind.trace, kind.plan, kind.activations, kind.parts
+    batch = trace.batch_bytes.at(acts.bytes.num_samples * kind.micro_batches, acts.bytes.num_tokens)
+    buffers = parts.total([float(segment.buffer_bytes) for segment in trace.segments])
+    weights = (kind.parameters.elements * kind.parameters.itemsize * kind.parameters.copies).sum(axis=-1)
+    weights = weights[kind.row] if np.ndim(weights) else float(weights)
+    on_device = 0.0 if kind.offloads else 1.0
+    columns = {
+        "parameters": kind.kept.parameters[kind.row] * on_device + buffers,
+        "gradients": gradients + weights * sum(extra.gradient_copies for extra in plan.extras),
+        "optimizer": kind.kept.optimizer[kind.row] * (0.0 if kind.offloads_optimizer else 1.0),
+        "activations": activations + batch,
+        "temporaries": temporaries + weights * sum(extra.parameter_copies for extra in plan.extras),
+        "reserve": float(sum(extra.fixed_bytes for extra in plan.extras)),
+    }
+    priced = np.empty((len(rows), len(MemoryParts._fields)))
+    for place, name in enumerate(MemoryParts._fields):
+        priced[:, place] = columns[name]
+    return priced, names[chosen]
+
+
+def _masked(kind: Kind, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """[M, R] the bytes of M moments; none where the rank has no block that it is a moment of."""
+    if not kind.parts.is_cut:
+        return totals
+    has = np.stack(
+        [np.asarray(count) > 0 for count in kind.parts.counts] + [np.ones(totals.shape[1], dtype=bool)]
+    )
+    return np.where(has[names // 4], totals, -1.0)
+
+
+def _moments(kind: Kind) -> Iterator[Moment]:
+    """The moments of one micro-batch's passes, with what other micro-batches in a pipeline keep meanwhile."""
+    if not kind.parts.is_cut:
+        yield from _of_passes(kind)
+        return
+    others = (kind.parts.live - 1) * kind.activations.everything()
+    received = kind.activations.received(kind.micro_batches)
+    for moment in _of_passes(kind):
+        if moment.name == kind.last_moment():
+            yield moment._replace(temporaries=moment.temporaries + received)
+        else:
+            yield moment._replace(
+                activations=moment.activations + others, temporaries=moment.temporaries + received
+            )
+
+
+def _of_passes(kind: Kind) -> Iterator[Moment]:
+    plan = kind.plan
+    if plan.sharding.updates_copy:
+        return flattened_moments(kind)
+    if plan.gradient_sync == "reduce_scatter":
+        return sharded_moments(kind) if plan.sharding.parameters_over else owned_moments(kind)
+    return replicated_moments(kind)

@@ -1,0 +1,202 @@
+"""Moments of plans that gather parameters unit by unit, as ``fully_shard`` does, and the bytes of their units.
+
+``fully_shard`` gathers a unit's parameters into one buffer and copies them out of it into their own memory. The
+buffer of a forward pass is released when the next unit's parameters have arrived, in the backward pass at once;
+there the next unit is fetched before the present one computes. A unit's gradients are copied into a buffer that
+is reduced, and kept until the next unit reduces. What belongs to no unit, the root, is gathered throughout, and
+its gradients are reduced last.
+
+On a CPU, gloo gathers into a copy of the buffer, and reduces one.
+
+Legend: R plans of one kind, s a segment, j one of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from atorch_ns.estimate.memory.activations import Place
+from atorch_ns.estimate.memory.moments import Kind, Moment, places
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, units_of
+
+
+class UnitBytes:
+    """Bytes of one block of each segment, whether it is a unit or belongs to the root.
+
+    Attributes:
+        units: segments whose blocks are units.
+        gathered: [R] for each segment its parameters as they are gathered, padding included.
+        gradients: for each segment its gradients as backward makes them.
+        waiting: for each segment gradients that wait for the last micro-batch.
+        reduced: [R] for each segment its gradients as they are reduced, padding included.
+        reduced_part: [R] a rank's part of these.
+        part: [R] the same in the dtype of the parameters; 0 where it leaves the device.
+        root: [R] what is gathered of the root.
+        alone: [R] whether there is one rank, which gathers nothing.
+        casts_part: whether a rank's part is cast after the reduction.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        plan, every = kind.plan, range(len(kind.trace.segments))
+        gathers = None if plan.sharding.gather_dtype is None else DTYPE_BYTES[plan.sharding.gather_dtype]
+        reduces = gathers if plan.sharding.reduce_dtype is None else DTYPE_BYTES[plan.sharding.reduce_dtype]
+        self._kind = kind
+        self._counts = kind.parts.counts
+        self._none = np.zeros(len(kind.row))
+        self.units = {unit.segment for unit in units_of(plan, kind.trace) if not unit.is_root}
+        self.alone = kind.degree == 1
+        self.gathered = [kind.divided(s, gathers, trainable=False) * kind.degree for s in every]
+        self.gradients = [kind.whole(s, gathers) for s in every]
+        self.waiting = [kind.whole(s, reduces) for s in every]
+        self.reduced_part = [kind.divided(s, reduces) for s in every]
+        self.reduced = [part * kind.degree for part in self.reduced_part]
+        self.part = [kind.divided(s) * (not kind.offloads) for s in every]
+        self.root = self.of_root(self.gathered)
+        self.casts_part = plan.sharding.reduce_dtype is not None
+
+    def of_root(
+        self, of: Sequence[np.ndarray] | Sequence[np.ndarray | float], *, after: int = -1
+    ) -> np.ndarray:
+        """[R] the sum of ``of`` over the root's segments, those after a segment only."""
+        total = self._none
+        for s, count in enumerate(self._counts):
+            if s not in self.units and s > after:
+                total = total + of[s] * count
+        return total
+
+    def reduced_after(self, s: int, j: Place) -> np.ndarray:
+        """[R] parts of gradients of the units that run forward after a place: these are reduced already."""
+        total = self._none
+        for index in self.units:
+            if index >= s:
+                count = self._counts[index] - 1 - j if index == s else self._counts[index]
+                total = total + self.part[index] * count
+        return total
+
+    def waiting_upto(self, s: int, j: Place) -> np.ndarray:
+        """[R] gradients of earlier micro-batches that have not been reduced: all up to a place, and the root's."""
+        total = self.of_root(self.waiting)
+        for index in self.units:
+            if index <= s:
+                total = total + self.waiting[index] * (self._counts[index] if index < s else j + 1)
+        return np.asarray(total * self._kind.accumulates)
+
+    def kept_gathered(self, s: int, j: Place) -> np.ndarray:
+        """[R] what stays gathered of the units up to a place, this one included; in a pipeline, which comes back
+        to them with the next micro-batch, of all."""
+        total = self._none
+        if not self._kind.plan.sharding.keeps_gathered:
+            return total
+        stays = self._kind.parts.sizes.pipeline > 1
+        for index in self.units:
+            count, upto = self._counts[index], j + 1 if index == s else self._counts[index] * (index < s)
+            total = total + self.gathered[index] * np.where(stays, count, upto)
+        return total
+
+    def buffer(self, s: int) -> np.ndarray:
+        """[R] the buffer that a unit is gathered into."""
+        return np.where(self.alone, 0.0, self.gathered[s])
+
+    def of_neighbour(self, of: Sequence[np.ndarray], s: int, j: Place, way: int) -> np.ndarray:
+        """[R] ``of`` the unit that runs forward next (``way`` is 1) or ran before (-1); 0 without one."""
+        value = self._none
+        ahead = sorted(
+            (index for index in self.units if (index - s) * way > 0), key=lambda index: -abs(index - s)
+        )
+        for index in ahead:
+            value = np.where(np.asarray(self._counts[index]) > 0, of[index], value)
+        if s in self.units:
+            place = np.asarray(j) + way
+            value = np.where((place >= 0) & (place < self._counts[s]), of[s], value)
+        return np.asarray(value)
+
+
+def sharded_moments(kind: Kind) -> Iterator[Moment]:
+    """What is gathered, what waits for its reduction, and what of collectives' buffers is alive."""
+    sizes = UnitBytes(kind)
+    yield from _forward(kind, sizes)
+    for s, j, _, name in places(kind):
+        gradients = (
+            sizes.reduced_after(s, j) + sizes.of_root(sizes.gradients, after=s) + sizes.waiting_upto(s, j)
+        )
+        if s in sizes.units:
+            yield from _unit_backward(kind, sizes, (s, j, name), gradients)
+            yield from _unit_reduction(kind, sizes, (s, j, name), gradients)
+        else:
+            temporaries = sizes.root + sizes.kept_gathered(s, j) + sizes.of_neighbour(sizes.reduced, s, j, 1)
+            alive = kind.activations.backward(s, j, "keeping")
+            yield Moment(name, gradients, alive, temporaries)
+    yield from _end(kind, sizes)
+
+
+def _forward(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
+    acts, gloo = kind.activations, float(kind.is_cpu)
+    counts = kind.parts.counts
+    waiting = sizes.waiting_upto(len(counts) - 1, counts[-1] - 1)
+    before = np.where(sizes.alone, 0.0, sizes.root)
+    for s, j, name, _ in places(kind):
+        kept = sizes.kept_gathered(s, j)
+        if s not in sizes.units:
+            yield Moment(name, waiting, acts.forward(s, j), sizes.root + kept + before)
+            continue
+        own, buffer = sizes.gathered[s], sizes.buffer(s)
+        held = sizes.root + (kept - own if kind.plan.sharding.keeps_gathered else 0.0)
+        fetching = np.where(np.asarray(j) == 0, before, buffer) + buffer
+        before = np.where(kind.parts.has(s), buffer, before)
+        yield Moment(name, waiting, acts.before(s, j), held + fetching + gloo * buffer)
+        yield Moment(name, waiting, acts.forward(s, j), held + buffer + own)
+
+
+def _unit_backward(
+    kind: Kind, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
+) -> Iterator[Moment]:
+    s, j, name = place
+    acts, keeps = kind.activations, kind.plan.sharding.keeps_gathered
+    held = sizes.root + sizes.of_neighbour(sizes.reduced, s, j, 1)
+    present = sizes.kept_gathered(s, j) if keeps else sizes.gathered[s]
+    ahead = _fetched(kind, sizes, s, j)
+    if not keeps:
+        yield Moment(name, gradients, acts.entering_backward(s, j), held + present + sizes.buffer(s))
+    copied = ahead * (1 + kind.is_cpu)
+    yield Moment(name, gradients, acts.entering_backward(s, j), held + present + copied)
+    yield Moment(name, gradients, acts.backward(s, j, "keeping"), held + present + ahead)
+
+
+def _unit_reduction(
+    kind: Kind, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
+) -> Iterator[Moment]:
+    s, j, name = place
+    after = kind.activations.leaving_backward(s, j)
+    kept = sizes.kept_gathered(s, j) - sizes.gathered[s] * kind.plan.sharding.keeps_gathered
+    held = sizes.root + kept + _fetched(kind, sizes, s, j)
+    yield Moment(name, gradients + sizes.gradients[s] + sizes.reduced[s], after, held)
+    yield Moment(name, gradients + _reducing(kind, sizes, s), after, held)
+
+
+def _reducing(kind: Kind, sizes: UnitBytes, s: int) -> np.ndarray:
+    """[R] what is reduced, gloo's copy of it, and a rank's part of the result."""
+    parts = sizes.reduced_part[s] + sizes.part[s] * sizes.casts_part
+    return np.asarray(sizes.reduced[s] * (1 + kind.is_cpu) + parts)
+
+
+def _end(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
+    """The root's reduction, and the optimizer's step."""
+    zeros = np.zeros(len(kind.row))
+    reduced = sizes.reduced_after(-1, 0)
+    name = next(backward for _, _, _, backward in places(kind))
+    every = range(len(kind.trace.segments))
+    joined = [sizes.gradients[s] + sizes.reduced[s] for s in every]
+    reducing = [_reducing(kind, sizes, s) for s in every]
+    yield Moment(name, reduced + sizes.of_root(joined), zeros, zeros)
+    yield Moment(name, reduced + sizes.of_root(reducing), zeros, zeros)
+    gradients = kind.kept.gradients[kind.row] * (not kind.offloads)
+    yield Moment(kind.last_moment(), gradients, zeros, kind.step_temporaries())
+
+
+def _fetched(kind: Kind, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
+    """[R] the unit that the backward pass comes to next, on its way."""
+    if kind.plan.sharding.keeps_gathered:
+        return np.zeros(len(kind.row))
+    return np.where(sizes.alone, 0.0, sizes.of_neighbour(sizes.gathered, s, j, -1))

@@ -1,0 +1,189 @@
+"""Shards: the elements of each parameter that a rank holds, for every way of dividing them.
+
+Legend: P distinct parameters (those of a repeated block once), U units, N numbers of ranks, K parts of a model.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a model as columns; tied ones once.
+
+    Attributes:
+        elements: [P] of the whole parameter.
+        rows: [P] its first dimension; 0 for a parameter without dimensions.
+        itemsize: [P] bytes of an element, as it is kept between steps.
+        is_float: [P] whether it is a floating parameter.
+        trainable: [P].
+        copies: [P] how many there are: the number of blocks that have it.
+        unit: [P] the unit that gathers it.
+        segment: [P] the segment that uses it first.
+        divisible: [P] size of the dim along which tensor parallelism divides it; 0 for one that stays whole.
+        by_rows: [P] whether that is the first dim.
+        is_expert: [P] whether it belongs to experts.
+        owner: [P] the segment that uses it first, where it is another use of a tied one; else -1.
+
+    Of parts of a model, ``elements``, ``rows`` and ``copies`` are [K, P].
+    """
+
+    elements: np.ndarray
+    rows: np.ndarray
+    itemsize: np.ndarray
+    is_float: np.ndarray
+    trainable: np.ndarray
+    copies: np.ndarray
+    unit: np.ndarray
+    segment: np.ndarray
+    divisible: np.ndarray
+    by_rows: np.ndarray
+    is_expert: np.ndarray
+    owner: np.ndarray
+
+    def part(self, tensor: np.ndarray, expert: np.ndarray, counts: np.ndarray) -> Parameters:
+        """What one rank has of each: [K, P] columns for K divisions of the model.
+
+        Args:
+            tensor, expert: [K] ranks along these axes.
+            counts: [K, S] blocks of each segment on the rank.
+        """
+        by_tensor = np.where(
+            (self.divisible > 0) & (self.divisible % tensor[:, None] == 0), tensor[:, None], 1
+        )
+        by_expert = np.where(self.is_expert, expert[:, None], 1)
+        copies = counts[:, self.segment]
+        # A tied parameter is another one where the rank has not the stage of its first use.
+        tied = self.owner >= 0
+        lent = np.where(counts[:, np.maximum(self.owner, 0)] > 0, 0, np.minimum(copies, 1))
+        rows = self.rows // np.where(self.by_rows, by_tensor, 1) // by_expert
+        return replace(
+            self,
+            elements=self.elements // by_tensor // by_expert,
+            rows=np.maximum(rows, np.minimum(self.rows, 1)),
+            copies=np.where(tied, lent, copies),
+        )
+
+    @property
+    def num_units(self) -> int:
+        """U, equal blocks as one."""
+        return int(self.unit.max()) + 1 if len(self.unit) else 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of all parameters, for each number of ranks; the rank that holds most.
+
+    Attributes:
+        stored: [N, P] elements of memory for one copy of each parameter, padding included.
+        elements: [N, P] elements that the optimizer updates, padding not included. Where ranks differ these
+            are of the rank that has most in all.
+        parameters: [N] parameters that the rank has a part of and that train.
+    """
+
+    stored: np.ndarray
+    elements: np.ndarray
+    parameters: np.ndarray
+
+
+def row_share(parameters: Parameters, degrees: np.ndarray) -> Share:
+    """Rows of dim 0, as ``fully_shard`` divides: ``torch.chunk``, each chunk padded to the first one's size.
+
+    Parameters without dimensions are kept by every rank. The first rank holds most.
+
+    Args:
+        parameters: of the model, or [N, P] of parts of it.
+        degrees: [N], or [N, P] where some are divided over fewer ranks.
+    """
+    rows = np.maximum(parameters.rows, 1)
+    per_row = parameters.elements // rows
+    kept = -(-rows // degrees.reshape(len(degrees), -1))
+    stored = np.where(parameters.rows > 0, kept * per_row, parameters.elements)
+    return Share(stored, stored, num_trainable(parameters, len(degrees)))
+
+
+def num_trainable(parameters: Parameters, num: int) -> np.ndarray:
+    """[N] parameters that train, on the rank."""
+    count = (parameters.copies * parameters.trainable).sum(axis=-1)
+    return np.array(np.broadcast_to(count, num))
+
+
+def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1, fixed: int = 0) -> Share:
+    """Equal pieces of each unit as one vector.
+
+    Args:
+        parameters: in the order in which they are flattened.
+        degrees: [N] numbers of ranks.
+        multiple: the vector's length is a multiple of this for each rank.
+        fixed: what each parameter costs a rank that has a part of it, in elements; the dearest rank counts.
+
+    Padding is counted with the last parameter of each unit.
+    """
+    num = len(parameters.elements)
+    stored, elements = np.zeros((len(degrees), num)), np.zeros((len(degrees), num))
+    counts = np.zeros(len(degrees), dtype=np.int64)
+    for index, degree in enumerate(degrees):
+        held, padding = _pieces(parameters, int(degree), multiple)
+        parts = (held > 0) @ (parameters.copies * parameters.trainable)
+        rank = int(np.argmax(held @ (parameters.copies * parameters.trainable) + fixed * parts))
+        elements[index] = held[rank]
+        stored[index] = held[rank] + padding[rank]
+        counts[index] = parts[rank]
+    return Share(stored, elements, counts)
+
+
+def _pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """[degree, P] elements of each parameter on each rank, and padding, with the last one of each unit."""
+    held = np.zeros((degree, len(parameters.elements)))
+    padding = np.zeros_like(held)
+    for unit in range(parameters.num_units):
+        own = np.flatnonzero(parameters.unit == unit)
+        if not own.size:
+            continue
+        ends = np.cumsum(parameters.elements[own])
+        starts = ends - parameters.elements[own]
+        piece = -(-int(ends[-1]) // (degree * multiple)) * multiple
+        first = np.arange(degree)[:, None] * piece
+        held[:, own] = np.clip(np.minimum(ends, first + piece) - np.maximum(starts, first), 0, None)
+        padding[:, own[-1]] = piece - held[:, own].sum(axis=1)
+    return held, padding
+
+
+def whole_share(parameters: Parameters, degrees: np.ndarray, weigh: Callable[[int], float]) -> Share:
+    """Whole parameters given to ranks, the largest first to the rank that has least so far, as
+    ``ZeroRedundancyOptimizer`` does and, with parameters sorted beforehand, OSS.
+
+    Args:
+        parameters: only those that train are given.
+        degrees: [N] numbers of ranks.
+        weigh: what a parameter costs its rank, by its index; the dearest rank counts.
+    """
+    own = np.flatnonzero(parameters.trainable)
+    expanded = np.repeat(own, parameters.copies[own])
+    order = expanded[np.argsort(-parameters.elements[expanded], kind="stable")]
+    held = np.zeros((len(degrees), len(parameters.elements)))
+    counts = np.zeros(len(degrees), dtype=np.int64)
+    for index, degree in enumerate(degrees):
+        owner = _dealt(parameters.elements[order].tolist(), int(degree))
+        costs = np.bincount(owner, weights=[weigh(int(one)) for one in order], minlength=int(degree))
+        mine = order[owner == int(np.argmax(costs))]
+        number = np.bincount(mine, minlength=len(parameters.elements))
+        held[index] = number * parameters.elements / parameters.copies
+        counts[index] = len(mine)
+    return Share(held, held, counts)
+
+
+def _dealt(sizes: list[int], num_ranks: int) -> np.ndarray:
+    """The rank that gets each of ``sizes``, in their order."""
+    waiting = [(0, rank) for rank in range(num_ranks)]
+    owners = []
+    for size in sizes:
+        total, rank = heapq.heappop(waiting)
+        owners.append(rank)
+        heapq.heappush(waiting, (total + size, rank))
+    return np.asarray(owners, dtype=np.int64)

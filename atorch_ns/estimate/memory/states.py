@@ -1,0 +1,260 @@
+"""Model states: parameters, gradients and optimizer states that a rank keeps between steps, exactly.
+
+Legend: N plans, K numbers of ranks, P distinct parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atorch_ns.estimate.memory.shards import (
+    Parameters,
+    Share,
+    flat_share,
+    num_trainable,
+    row_share,
+    whole_share,
+)
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, stored_dtype, units_of
+from atorch_ns.profile import OptimizerSpec, ParameterSpec, Trace
+from atorch_ns.strategy import Plan
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes after a step on the rank that keeps most, for K numbers of ranks.
+
+    Attributes:
+        parameters: [K] weights; buffers are not among them.
+        gradients: [K] what ``grad`` of parameters and masters holds.
+        optimizer: [K] states and fp32 copies of weights.
+    """
+
+    parameters: np.ndarray
+    gradients: np.ndarray
+    optimizer: np.ndarray
+
+
+def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters:
+    """The distinct parameters, with the units that the plan makes of them: 0 for the rest of the model, then
+    one for each run of equal blocks.
+
+    What is flattened into one vector with the rest of the model stands there once for each block.
+
+    Args:
+        trace: of the model.
+        plan: what differs in kind.
+        tied: list further uses of tied parameters too, at the end and without copies.
+    """
+    own_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
+    units = {segment: number for number, segment in enumerate(own_units, 1)}
+    columns: list[tuple[int, ...]] = []
+    for index, segment in enumerate(trace.segments):
+        own = [spec for spec in segment.parameters if spec.tied_to is None]
+        separate = index in units or plan.sharding.layout != "flat"
+        place = (segment.count if separate else 1, units.get(index, 0), index, -1)
+        for _ in range(1 if separate else segment.count):
+            columns += [(*_columns(spec, plan), *place) for spec in own]
+    if tied:
+        homes = _homes(trace)
+        for index, segment in enumerate(trace.segments):
+            for spec in segment.parameters:
+                if spec.tied_to in homes:
+                    home, first = homes[spec.tied_to]
+                    columns.append((*_columns(first, plan), 0, units.get(index, 0), index, home))
+    table = np.asarray(columns, dtype=np.int64).reshape(-1, 12).T
+    return Parameters(
+        elements=table[0],
+        rows=table[1],
+        itemsize=table[2],
+        is_float=table[3] > 0,
+        trainable=table[4] > 0,
+        divisible=table[5],
+        by_rows=table[6] > 0,
+        is_expert=table[7] > 0,
+        copies=table[8],
+        unit=table[9],
+        segment=table[10],
+        owner=table[11],
+    )
+
+
+def _columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
+    dtype = stored_dtype(plan, spec, None)
+    dim = spec.tensor_dim
+    return (
+        math.prod(spec.shape),
+        spec.shape[0] if spec.shape else 0,
+        DTYPE_BYTES.get(dtype, 4),
+        "float" in dtype,
+        spec.trainable,
+        0 if dim is None else spec.shape[dim],
+        dim == 0,
+        spec.is_expert,
+    )
+
+
+def _homes(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:
+    """For each parameter by its full name the segment that has it, and what it is there."""
+    homes: dict[str | None, tuple[int, ParameterSpec]] = {}
+    for index, segment in enumerate(trace.segments):
+        for spec in segment.parameters:
+            if spec.tied_to is None:
+                for path in segment.paths or ("",):
+                    homes[f"{path}.{spec.name}" if path else spec.name] = (index, spec)
+    return homes
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How parameters, gradients and optimizer states of one kind of plan are divided.
+
+    Attributes:
+        parameters, gradients, optimizer: one for each.
+    """
+
+    parameters: Share
+    gradients: Share
+    optimizer: Share
+
+
+def shares_of(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Shares:
+    """How a plan divides states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
+    everything = _undivided(parameters, len(degrees))
+    divided = _divided(plan, parameters, spec, degrees)
+    return Shares(
+        parameters=divided if plan.sharding.parameters_over else everything,
+        gradients=divided if plan.sharding.gradients_over else everything,
+        optimizer=divided if plan.sharding.optimizer_over else everything,
+    )
+
+
+def _undivided(parameters: Parameters, num: int) -> Share:
+    whole = np.broadcast_to(parameters.elements.astype(float), (num, parameters.elements.shape[-1]))
+    return Share(whole, whole, num_trainable(parameters, num))
+
+
+def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Share:
+    if plan.sharding.layout == "rows":
+        return row_share(parameters, degrees)
+    if plan.sharding.layout == "flat":
+        share = flat_share(parameters, degrees, multiple=plan.sharding.flat_multiple, fixed=1)
+        # The optimizer sees one vector for each unit, not the parameters in it.
+        units = dict(zip(parameters.unit.tolist(), parameters.copies.tolist(), strict=True))
+        return replace(share, parameters=np.full(len(degrees), sum(units.values())))
+    costs = state_bytes_of(plan, parameters, spec, parameters.elements) + (spec.fixed_bytes if spec else 0)
+    return whole_share(parameters, degrees, lambda index: float(costs[index]))
+
+
+def state_bytes_of(
+    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, held: np.ndarray
+) -> np.ndarray:
+    """[P] or [K, P] bytes of the states of one copy of each parameter, of which the optimizer sees so many elements.
+
+    States of a size of their own are not among them.
+    """
+    plain = held * _state_itemsizes(plan, parameters, spec)
+    if spec is None or spec.compact is None:
+        return np.asarray(plain)
+    small = spec.compact.num_bytes(held) * parameters.trainable
+    return np.asarray(np.where(spec.compact.has(held), small, plain))
+
+
+def _state_itemsizes(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None) -> np.ndarray:
+    """[P] bytes of optimizer states for each element of each parameter."""
+    updated = _updated_itemsizes(plan, parameters)
+    total = np.zeros(len(updated))
+    for dtype in spec.state_dtypes if spec else ():
+        total += updated if dtype == "same" else DTYPE_BYTES.get(dtype, 4)
+    return np.asarray(total * parameters.trainable)
+
+
+def _updated_itemsizes(plan: Plan, parameters: Parameters) -> np.ndarray:
+    """[P] bytes of an element of what the optimizer updates."""
+    if plan.precision.master_dtype is None:
+        return parameters.itemsize
+    return np.where(
+        has_master(plan, parameters), DTYPE_BYTES[plan.precision.master_dtype], parameters.itemsize
+    )
+
+
+def has_master(plan: Plan, parameters: Parameters) -> np.ndarray:
+    """[P] whether the optimizer updates an fp32 copy: of 16-bit parameters that train."""
+    sixteen = (parameters.itemsize == 2) & parameters.is_float & parameters.trainable
+    return np.asarray(np.logical_and(sixteen, plan.precision.master_dtype is not None))
+
+
+def kept_bytes(plan: Plan, trace: Trace, degrees: np.ndarray) -> KeptBytes:
+    """What a plan keeps between steps.
+
+    Args:
+        plan: what differs in kind; its sizes are not read.
+        trace: the parameters and the optimizer.
+        degrees: [K] numbers of ranks that states are divided over.
+    """
+    parameters = parameters_of(trace, plan)
+    shares = shares_of(plan, parameters, trace.optimizer, degrees)
+    return kept_of(plan, parameters, shares, trace.optimizer)
+
+
+def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerSpec | None) -> KeptBytes:
+    """:func:`kept_bytes` of parameters and shares that are known already."""
+    copies, trains = parameters.copies, parameters.trainable
+    masters = has_master(plan, parameters)
+    updated = _updated_itemsizes(plan, parameters)
+    weights = _sum(shares.parameters.stored, copies * parameters.itemsize)
+    # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
+    of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
+    gradients = _sum(of_gradients, copies * trains * updated)
+    held = shares.optimizer.elements
+    optimizer = _all_states(plan, parameters, held, spec)
+    if spec is not None:
+        optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
+    # Masters are made of every parameter that the rank holds, whoever updates it.
+    optimizer = optimizer + _sum(shares.parameters.elements, copies * masters * updated)
+    if plan.sharding.updates_copy:
+        optimizer = optimizer + _sum(held, copies * trains * updated)
+    if plan.sharding.frees_gradients:
+        gradients = np.zeros_like(gradients)
+    return KeptBytes(weights, gradients, optimizer)
+
+
+def _all_states(
+    plan: Plan, parameters: Parameters, held: np.ndarray, spec: OptimizerSpec | None
+) -> np.ndarray:
+    """[K] bytes of states of the parameters' sizes, of ``held`` [K, P] elements."""
+    copies = parameters.copies
+    if spec is None or spec.compact is None:
+        return _sum(held, copies * _state_itemsizes(plan, parameters, spec))
+    shared = spec.compact.shared_bytes
+    if (
+        plan.sharding.layout == "parameters" and plan.sharding.optimizer_over
+    ):  # held is a mean over whole copies
+        share = held / np.maximum(parameters.elements, 1)
+        whole = state_bytes_of(plan, parameters, spec, parameters.elements)
+        return np.asarray((share * copies * whole).sum(axis=-1) + shared)
+    if plan.sharding.layout == "flat" and plan.sharding.optimizer_over:
+        return _states_of_units(plan, parameters, held, spec) + shared
+    return np.asarray((copies * state_bytes_of(plan, parameters, spec, held)).sum(axis=-1) + shared)
+
+
+def _states_of_units(plan: Plan, parameters: Parameters, held: np.ndarray, spec: OptimizerSpec) -> np.ndarray:
+    """[K] bytes where the optimizer sees one vector for each unit."""
+    assert spec.compact is not None
+    total = np.zeros(len(held))
+    plain = held * _state_itemsizes(plan, parameters, spec)
+    for unit in np.unique(parameters.unit):
+        own = np.flatnonzero((parameters.unit == unit) & parameters.trainable)
+        if own.size:
+            n = held[:, own].sum(axis=1)
+            each = np.where(spec.compact.has(n), spec.compact.num_bytes(n), plain[:, own].sum(axis=1))
+            total += each * int(parameters.copies[own[0]])
+    return total
+
+
+def _sum(held: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[K] of [K, P] elements and [P] or [K, P] weights."""
+    return held @ weights if weights.ndim == 1 else np.asarray((held * weights).sum(axis=-1))

@@ -1,0 +1,342 @@
+"""Model shard: the part of a model that each rank of a plan holds, and the share of each quantity on it.
+
+Legend: R plans of one kind (or stages of them), S segments.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from atorch_ns.profile import ParameterSpec, Segment, SegmentCost, Trace, precision_key
+from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan
+
+T = TypeVar("T")
+
+
+class Memo:
+    """Values by key, for as long as one table is priced; arrays stand in keys as their holders."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of ``key``, made where it is not known."""
+        if key not in self._found:
+            self._found[key] = make()
+        value: T = self._found[key]
+        return value
+
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8}
+"""Bytes of an element, by torch name."""
+
+LOSS_CALLS, LOSS_NUMBERS = 2, 3
+"""All-reduces of a cross-entropy on parts of the logits, and the numbers for each token in them: the largest logit; the
+sum of exponentials and the target's logit."""
+
+_FLOATING = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together; equal ones of one segment are one unit with a count.
+
+    Attributes:
+        segment: index of its segment; -1 for the root, which holds what no other unit does.
+        count: how many there are.
+        parameters: of one of them, tied ones once.
+    """
+
+    segment: int
+    count: int
+    parameters: tuple[ParameterSpec, ...]
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the root, which stays gathered from the forward to the backward pass."""
+        return self.segment < 0
+
+
+def units_of(plan: Plan, trace: Trace) -> tuple[Unit, ...]:
+    """The units of a plan that shards parameters or gradients, the root first, then in forward order.
+
+    Blocks that share a parameter with something outside belong to the root, as fully_shard needs it.
+    """
+    chosen = [
+        position
+        for position, segment in enumerate(trace.segments)
+        if segment.is_block and _is_unit(plan, segment) and not _shares(trace, position)
+    ]
+    rest = tuple(
+        parameter
+        for position, segment in enumerate(trace.segments)
+        if position not in chosen
+        for parameter in _own(segment.parameters) * segment.count
+    )
+    units = [Unit(p, trace.segments[p].count, _own(trace.segments[p].parameters)) for p in chosen]
+    return tuple(unit for unit in (Unit(-1, 1, rest), *units) if unit.parameters)
+
+
+def computed_in(plan: Plan) -> tuple[str, str | None]:
+    """The weights' dtype as operators see it, and autocast's."""
+    weights = plan.sharding.gather_dtype or plan.precision.parameter_dtype
+    return weights, plan.precision.compute_dtype
+
+
+def cost_of(plan: Plan, segment: Segment) -> SegmentCost:
+    """The segment's cost in the precision of the plan, or in the nearest that was traced."""
+    weights, autocast = computed_in(plan)
+    exact = precision_key(weights, autocast)
+    # Weights that are gathered in autocast's dtype cost what weights kept in it do, and a cast more at most.
+    wanted = (exact, precision_key(weights, None), precision_key("float32", autocast), "float32")
+    costs = segment.replaced_costs if plan.replaced and segment.replaced_costs else segment.costs
+    for key in (*wanted, *costs):
+        if key in costs:
+            return costs[key]
+    raise AssertionError(f"the segment {segment.name} has no costs")
+
+
+def gathered_bytes(plan: Plan, parameters: Iterable[ParameterSpec]) -> int:
+    """Bytes of these parameters as they are gathered, without padding."""
+    return sum(
+        p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, plan.sharding.gather_dtype)] for p in parameters
+    )
+
+
+def reduced_bytes(plan: Plan, parameters: Iterable[ParameterSpec]) -> int:
+    """Bytes of these parameters' gradients as they are reduced, without padding."""
+    wanted = plan.sharding.reduce_dtype or plan.sharding.gather_dtype
+    return sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, wanted)] for p in parameters if p.trainable)
+
+
+def stored_dtype(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> str:
+    """The dtype of a parameter that the plan may hold in ``wanted``; integers stay what they are."""
+    if parameter.dtype not in _FLOATING:
+        return parameter.dtype
+    kept = plan.precision.parameter_dtype if plan.precision.parameter_dtype != "float32" else parameter.dtype
+    return wanted or kept
+
+
+def _own(parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
+    return tuple(parameter for parameter in parameters if parameter.tied_to is None)
+
+
+def _is_unit(plan: Plan, segment: Segment) -> bool:
+    if plan.sharding.units is None:
+        return True
+    if not plan.sharding.units:
+        return False
+    return any(matches(selector, segment) for selector in plan.sharding.units)
+
+
+def matches(selector: str, segment: Segment) -> bool:
+    """Whether a selector of modules means the blocks of a segment."""
+    return selector.rpartition(".")[2] == segment.block_class or any(
+        fnmatch.fnmatchcase(path, selector) for path in segment.paths
+    )
+
+
+def _shares(trace: Trace, position: int) -> bool:
+    """Whether a block of the segment uses a parameter of another place, or lends one."""
+    segment = trace.segments[position]
+    if any(parameter.tied_to is not None for parameter in segment.parameters):
+        return True
+    owners = tuple(f"{path}." for path in segment.paths)
+    return any(
+        parameter.tied_to is not None and parameter.tied_to.startswith(owners)
+        for other in trace.segments
+        for parameter in other.parameters
+    )
+
+
+@dataclass(frozen=True, eq=False)  # a key of the memo by its identity
+class Sizes:
+    """Sizes of the axes, and passes, of R plans.
+
+    Attributes:
+        data, zero, tensor, sequence, expert, pipeline: [R].
+        micro_batches: [R].
+        use: [R] index into ``uses``.
+        uses: how the axes are used.
+    """
+
+    data: np.ndarray
+    zero: np.ndarray
+    tensor: np.ndarray
+    sequence: np.ndarray
+    expert: np.ndarray
+    pipeline: np.ndarray
+    micro_batches: np.ndarray
+    use: np.ndarray
+    uses: tuple[AxisUse, ...]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def take(self, rows: np.ndarray) -> Sizes:
+        """Those of some rows."""
+        columns = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__ if name != "uses"}
+        return Sizes(uses=self.uses, **columns)
+
+    @cached_property
+    def tensor_sequence(self) -> np.ndarray:
+        """[R] whether the axis ``tensor`` divides the residual stream too."""
+        return self._where(lambda use: use.tensor.sequence)
+
+    @cached_property
+    def parallel_loss(self) -> np.ndarray:
+        """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
+        return self._where(lambda use: use.tensor.parallel_loss)
+
+    @cached_property
+    def is_ring(self) -> np.ndarray:
+        """[R] whether keys and values travel around the axis ``sequence``."""
+        return self._where(lambda use: use.sequence.exchange == "ring")
+
+    @cached_property
+    def pipelines(self) -> tuple[PipelineParallelism, ...]:
+        """The ways to run a pipeline that there are."""
+        return tuple(dict.fromkeys(use.pipeline for use in self.uses))
+
+    @cached_property
+    def pipelined(self) -> np.ndarray:
+        """[R] index into :attr:`pipelines`."""
+        found = [self.pipelines.index(use.pipeline) for use in self.uses]
+        return np.asarray(np.asarray(found, dtype=np.int64)[self.use])
+
+    def _where(self, holds: Callable[[AxisUse], bool]) -> np.ndarray:
+        return np.asarray(np.asarray([holds(use) for use in self.uses])[self.use])
+
+    @cached_property
+    def divides(self) -> bool:
+        """Whether any of the plans divides layers, samples or experts."""
+        return any(bool((one > 1).any()) for one in (self.tensor, self.sequence, self.expert))
+
+    @cached_property
+    def divides_model(self) -> np.ndarray:
+        """[R] whether ranks hold different parts of the model or of a sample."""
+        return (self.tensor > 1) | (self.sequence > 1) | (self.expert > 1) | (self.pipeline > 1)
+
+    @property
+    def num_data_ranks(self) -> np.ndarray:
+        """[R] ranks that see different data."""
+        return np.asarray(self.data * self.zero * self.expert)
+
+    def num_samples(self, global_batch: int) -> np.ndarray:
+        """[R] samples in a micro-batch of one rank."""
+        return np.asarray(global_batch / (self.num_data_ranks * self.micro_batches))
+
+
+@dataclass(frozen=True, eq=False)  # a key of the memo by its identity
+class ModelShard:
+    """What one rank of each of R plans holds.
+
+    Attributes:
+        trace: of the whole model.
+        sizes: of the axes.
+        counts: for each segment the blocks on the rank: one number for all plans, or [R].
+        live: [R] micro-batches whose activations are alive at the worst moment.
+        accumulates: [R] whether gradients of earlier micro-batches are there then.
+        receives, sends: [R] whether the rank's part begins after, or ends before, a cut of a pipeline.
+        known: shares that were asked for before, whichever blocks the ranks have.
+    """
+
+    trace: Trace
+    sizes: Sizes
+    counts: tuple[np.ndarray | int, ...]
+    live: np.ndarray
+    accumulates: np.ndarray
+    receives: np.ndarray
+    sends: np.ndarray
+    known: dict[Hashable, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def whole(cls, trace: Trace, sizes: Sizes) -> ModelShard:
+        """Of plans without a pipeline: every rank has a part of every block."""
+        ones, no = np.ones(len(sizes), dtype=np.int64), np.zeros(len(sizes), dtype=bool)
+        counts = tuple(segment.count for segment in trace.segments)
+        many = sizes.micro_batches > 1
+        return cls(trace, sizes, counts, ones, many, no, no)
+
+    def staged(
+        self,
+        counts: np.ndarray,
+        live: np.ndarray,
+        accumulates: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+    ) -> ModelShard:
+        """The same with [R, S] blocks on each rank."""
+        columns = tuple(counts[:, s] for s in range(counts.shape[1]))
+        return replace(self, counts=columns, live=live, accumulates=accumulates, receives=~first, sends=~last)
+
+    @cached_property
+    def divides(self) -> bool:
+        """Whether any of the plans divides the model."""
+        return self.is_cut or self.sizes.divides
+
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether the plans have stages."""
+        return any(isinstance(count, np.ndarray) for count in self.counts)
+
+    def share(self, s: int, divided: float, words: float = 0.0) -> np.ndarray | float:
+        """[R] of a quantity of segment ``s`` the share that a rank has.
+
+        Args:
+            s: the segment.
+            divided: share of the quantity that lies between divided layers.
+            words: share of it that lies between the head and the loss.
+        """
+        if not self.sizes.divides:
+            return 1.0
+        is_block = self.trace.segments[s].is_block
+        key = (divided, words, is_block)
+        if key not in self.known:
+            inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, divided)
+            inside = inside + self.sizes.parallel_loss * words
+            share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)
+            self.known[key] = share / self.sizes.sequence if is_block else share
+        return self.known[key]
+
+    def of_parameters(self, s: int) -> np.ndarray | float:
+        """[R] of the elements of segment ``s``'s own parameters the share that a rank has of one block."""
+        if not self.sizes.divides:
+            return 1.0
+        if s not in self.known:
+            total, held = 0, np.zeros(len(self.sizes))
+            for spec in self.trace.segments[s].parameters:
+                if spec.tied_to is None:
+                    total += spec.num_elements
+                    size = 0 if spec.tensor_dim is None else spec.shape[spec.tensor_dim]
+                    divides = (size > 0) & (size % self.sizes.tensor == 0)
+                    part = spec.num_elements / np.where(divides, self.sizes.tensor, 1)
+                    held = held + (part / self.sizes.expert if spec.is_expert else part)
+            self.known[s] = held / total if total else np.ones(len(self.sizes))
+        return self.known[s]
+
+    def gathered_inputs(self, s: int) -> np.ndarray | float:
+        """[R] inputs of divided layers that are whole again, in units of the segment's output.
+
+        Megatron's sequence parallelism divides the residual stream, and gathers it before each group of divided
+        layers; what these keep for their weights' gradients is whole.
+        """
+        if not self.sizes.tensor_sequence.any():
+            return 0.0
+        gathered = self.trace.segments[s].num_rows * (1.0 - 1.0 / self.sizes.tensor)
+        return np.where(self.sizes.tensor_sequence, gathered, 0.0)
+
+    def has(self, s: int) -> np.ndarray | bool:
+        """[R] whether the rank has a block of the segment."""
+        count = self.counts[s]
+        return count > 0
+
+    def total(self, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
+        """The sum of ``of`` (a value for a block of each segment) over all blocks of the rank."""
+        return sum(value * count for value, count in zip(of, self.counts, strict=True))

@@ -1,0 +1,93 @@
+"""Pricing plans: memory and time of every row of a table, by array operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.estimate.auto_schedule import with_chosen_schedules
+from atorch_ns.estimate.estimate import Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.model_shard import Memo
+from atorch_ns.estimate.table import PlanTable
+from atorch_ns.estimate.time.predicted_collectives import collectives
+from atorch_ns.estimate.time.step import price_time
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import AxisUse, Plan
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Memory and time of every plan of a table; all figures are predictions.
+
+    Attributes:
+        memory: [N, 6] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
+        time: [N, 9] seconds, columns as :class:`TimeParts`.
+        peak_at: [N] index into ``moments``.
+        moments: the moments of a step, in words.
+    """
+
+    memory: np.ndarray
+    time: np.ndarray
+    peak_at: np.ndarray
+    moments: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> np.ndarray:
+        """[N] bytes per rank."""
+        total: np.ndarray = self.memory.sum(axis=1)
+        return total
+
+    @property
+    def step_seconds(self) -> np.ndarray:
+        """[N] seconds per step."""
+        total: np.ndarray = self.time.sum(axis=1)
+        return total
+
+    def estimate(self, row: int) -> Estimate:
+        """The figures of one plan, without its collectives."""
+        return Estimate(
+            memory=MemoryParts(*map(float, self.memory[row])),
+            time=TimeParts(*map(float, self.time[row])),
+            peak_at=self.moments[int(self.peak_at[row])],
+        )
+
+
+def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Workload) -> Prices:
+    """Prices all plans of a table.
+
+    Raises:
+        InputError: if the profile has no trace, or the cluster no hardware figures.
+    """
+    if profile.trace is None:
+        raise InputError("an estimate needs a trace of the model; make the profile with profile_model().")
+    if cluster.hardware is None:
+        raise InputError("an estimate needs the cluster's hardware; see Cluster.with_hardware().")
+    memo = Memo()
+    table = with_chosen_schedules(table, profile.trace, cluster, workload, memo)
+    memory, peak_at, moments = price_memory(
+        table, profile.trace, workload, device_type=cluster.device_type, memo=memo
+    )
+    time = price_time(table, profile.trace, cluster, workload, memo=memo)
+    return Prices(memory, time, peak_at, moments)
+
+
+def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload) -> Estimate:
+    """Prices one plan, with what it communicates."""
+    table = PlanTable.of([plan])
+    prices = price(table, profile, cluster, workload)
+    assert profile.trace is not None
+    if plan.pipeline.schedule == "auto":
+        plan = AxisUse.of(
+            with_chosen_schedules(table, profile.trace, cluster, workload, Memo()).plan(0)
+        ).onto(plan)
+    priced = prices.estimate(0)
+    return Estimate(
+        memory=priced.memory,
+        time=priced.time,
+        peak_at=priced.peak_at,
+        collectives=collectives(plan, profile.trace, workload),
+    )

@@ -1,0 +1,208 @@
+"""Pipeline stages: blocks of each segment on every rank, and micro-batches whose activations are alive there.
+
+Legend: p ranks of a pipeline, v stages on each, S segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes
+from atorch_ns.pipeline import (
+    ScheduleInfo,
+    actions,
+    get_schedule,
+    live_bytes,
+    parameter_cuts,
+    partition,
+    stage_ranges,
+    uniform_cuts,
+)
+from atorch_ns.profile import Trace
+from atorch_ns.strategy import PipelineParallelism
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model cut into stages.
+
+    Attributes:
+        counts: [p, v, S] blocks of each segment in each stage, stages of a rank in the model's order.
+        numbers: [p, v] the stages.
+        info: the schedule.
+    """
+
+    counts: np.ndarray
+    numbers: np.ndarray
+    info: ScheduleInfo
+
+    @property
+    def on_rank(self) -> np.ndarray:
+        """[p, S] blocks of each segment on each rank."""
+        total: np.ndarray = self.counts.sum(axis=1)
+        return total
+
+    def live(self, num_micro_batches: int) -> np.ndarray:
+        """[p] micro-batches whose activations live on a rank at one time, in units of all its stages'."""
+        p, v = self.numbers.shape
+        if self.info.name == "GPipe":
+            return np.full(p, float(num_micro_batches))
+        if self.info.name == "1F1B":
+            return np.asarray(np.minimum(p - np.arange(p), num_micro_batches), dtype=float)
+        if self.info.name != "LoopedBFS" and num_micro_batches % p == 0:
+            num_micro_batches = min(num_micro_batches, 2 * v * p)  # no more live later
+        orders = actions(self.info, p, num_micro_batches, v)
+        return np.asarray(live_bytes(orders, [1.0 / v] * (p * v)))
+
+
+class Owners(NamedTuple):
+    """Rows that belong to plans, those of a plan one after the other.
+
+    Attributes:
+        plans: [R'] the plan that each belongs to, ascending.
+        starts: [R] the first row of each plan.
+    """
+
+    plans: np.ndarray
+    starts: np.ndarray
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """[R] of each plan's rows the one whose value is largest."""
+        most = np.maximum.reduceat(values, self.starts)[self.plans]
+        rows = np.flatnonzero(values == most)
+        _, first = np.unique(self.plans[rows], return_index=True)
+        return np.asarray(rows[first])
+
+
+def staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
+    """Every rank of a pipeline that differs from the others, as a row of its own.
+
+    Args:
+        trace: of the model.
+        sizes: of R plans.
+        memo: of the pricing.
+
+    Returns:
+        What the ranks of R' rows have, and the plans that these belong to.
+    """
+    return memo.get(("staged", sizes), lambda: _staged(trace, sizes, memo))
+
+
+def _staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
+    if not (sizes.pipeline > 1).any():
+        every = np.arange(len(sizes))
+        return ModelShard.whole(trace, sizes), Owners(every, every)
+    owner, counts, live, flags = [], [], [], []
+    keys = np.column_stack([sizes.pipeline, sizes.micro_batches, sizes.pipelined])
+    for key in np.unique(keys, axis=0):
+        rows = np.flatnonzero((keys == key).all(axis=1))
+        for one in _distinct(sizes.pipelines[key[2]], trace, int(key[0]), int(key[1]), memo):
+            owner.append(rows)
+            counts.append(np.broadcast_to(one.counts, (len(rows), len(one.counts))))
+            live.append(np.full(len(rows), one.live))
+            flags.append(np.broadcast_to(one[2:], (len(rows), 3)))
+    together = np.concatenate(owner)
+    order = np.argsort(together, kind="stable")
+    index = together[order]
+    starts = np.searchsorted(index, np.arange(len(sizes)))
+    parts = ModelShard.whole(trace, sizes.take(index))
+    columns = (np.concatenate(counts)[order], np.concatenate(live)[order], *np.concatenate(flags)[order].T)
+    return parts.staged(*columns), Owners(index, starts)
+
+
+class _Rank(NamedTuple):
+    counts: np.ndarray
+    live: float
+    accumulates: bool
+    is_first: bool
+    is_last: bool
+
+
+def _distinct(
+    pipeline: PipelineParallelism, trace: Trace, num_ranks: int, micro_batches: int, memo: Memo
+) -> list[_Rank]:
+    """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
+    if num_ranks == 1:
+        counts = np.asarray([segment.count for segment in trace.segments])
+        return [_Rank(counts, 1.0, micro_batches > 1, True, True)]
+    stages = known_stages(pipeline, trace, num_ranks, memo)
+    alive = memo.get(("live", pipeline, num_ranks, micro_batches), lambda: stages.live(micro_batches))
+    found: dict[tuple[object, ...], _Rank] = {}
+    last = stages.numbers.max()
+    for rank, (counts, live) in enumerate(zip(stages.on_rank, alive, strict=True)):
+        numbers = stages.numbers[rank]
+        ends = (bool((numbers == 0).any()), bool((numbers == last).any()))
+        # Where all forward passes come first, there are no gradients yet when the first backward pass begins.
+        moments = [(live, True)] if live < micro_batches else [(live, False), (live - 1, micro_batches > 1)]
+        for count, accumulates in moments:
+            one = _Rank(counts, float(count), accumulates, *ends)
+            key = (*counts.tolist(), accumulates, *ends)
+            if count >= 1 and (key not in found or found[key].live < one.live):
+                found[key] = one
+    return list(found.values())
+
+
+def known_stages(pipeline: PipelineParallelism, trace: Trace, num_ranks: int, memo: Memo) -> Stages:
+    """:func:`stages_of`, once for each pipeline."""
+    return memo.get(("stages", pipeline, num_ranks), lambda: stages_of(pipeline, trace, num_ranks))
+
+
+def schedule_of(pipeline: PipelineParallelism) -> ScheduleInfo:
+    """The schedule that a pipeline is priced with; 1F1B for ``auto``, which can only be faster."""
+    return get_schedule("1F1B" if pipeline.schedule == "auto" else pipeline.schedule)
+
+
+def usual_micro_batches(pipeline: PipelineParallelism, num_ranks: int, num_samples: int) -> int:
+    """The micro-batches of a pipeline where none are given; 1 if the schedule runs no number of them."""
+    info, on_rank = schedule_of(pipeline), pipeline.stages_per_rank or None
+    return info.usual_micro_batches(num_ranks, on_rank, num_samples) or 1
+
+
+def num_pieces(trace: Trace) -> int:
+    """Into how many pieces a model can be cut."""
+    return sum(segment.count for segment in trace.segments)
+
+
+def stages_of(pipeline: PipelineParallelism, trace: Trace, num_ranks: int) -> Stages:
+    """The stages that a pipeline makes of a model.
+
+    Blocks, and what runs between them, are the pieces; ``auto`` balances their floating point operations.
+
+    Raises:
+        InputError: if there are more stages than pieces, or no such schedule.
+    """
+    info = schedule_of(pipeline)
+    v = pipeline.stages_per_rank or info.usual_stages
+    owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
+    cuts = _cuts(pipeline, trace, owner, num_ranks * v)
+    per_stage = np.stack(
+        [
+            np.bincount(owner[list(blocks)], minlength=len(trace.segments))
+            for blocks in stage_ranges(cuts, len(owner))
+        ]
+    )
+    numbers = np.asarray([info.stages_of(rank, num_ranks, v) for rank in range(num_ranks)])
+    return Stages(per_stage[numbers], numbers, info)
+
+
+def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_stages: int) -> tuple[int, ...]:
+    if pipeline.split_method == "custom" and pipeline.split_points:
+        paths = [path for segment in trace.segments for path in (segment.paths or (segment.name,))]
+        cuts = tuple(paths.index(point) for point in pipeline.split_points if point in paths)
+        if len(cuts) == num_stages - 1:
+            return cuts
+    if pipeline.split_method == "uniform":
+        return uniform_cuts(len(owner), num_stages)
+    if pipeline.split_method == "parameters":
+        elements = [sum(p.num_elements for p in segment.parameters) for segment in trace.segments]
+        return parameter_cuts([elements[s] for s in owner], num_stages)
+    flops = []
+    for segment in trace.segments:
+        cost = next(iter(segment.costs.values()))
+        flops.append(
+            float((cost.forward.flops + cost.backward.flops).at(trace.num_samples, trace.num_tokens))
+        )
+    return partition([max(0.0, flops[s]) for s in owner], num_stages)

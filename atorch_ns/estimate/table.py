@@ -1,0 +1,149 @@
+"""Plans as columns, so that many are priced by a few array operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from atorch_ns.estimate.estimate import Workload
+from atorch_ns.estimate.model_shard import Memo, Sizes
+from atorch_ns.estimate.stages import usual_micro_batches
+from atorch_ns.strategy import MODEL_AXES, AxisUse, Plan
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Many plans: a few that differ in kind, each with any number of sizes.
+
+    Row ``i`` is the plan ``templates[template[i]]`` with its axes of the given sizes and its number of
+    micro-batches. What differs in kind (precision, sharding, recomputation, …) is read off the templates
+    once; what differs in size only is a column.
+
+    Attributes:
+        templates: plans that differ in kind.
+        template: [N] index into ``templates``.
+        data: [N] size of the axis ``data``.
+        zero: [N] size of the axis ``zero``.
+        micro_batches: [N] passes that one step's batch is split into.
+        model: [N, 4] sizes of the axes that divide the model, as :data:`~atorch_ns.strategy.MODEL_AXES` has
+            them; ``None`` where all are 1.
+        use: [N] index into ``uses``; ``None`` where the axes are used as the templates say.
+        uses: how the axes that divide the model are used.
+    """
+
+    templates: tuple[Plan, ...]
+    template: np.ndarray
+    data: np.ndarray
+    zero: np.ndarray
+    micro_batches: np.ndarray
+    model: np.ndarray | None = None
+    use: np.ndarray | None = None
+    uses: tuple[AxisUse, ...] = (AxisUse(),)
+
+    def __len__(self) -> int:
+        return len(self.template)
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan]) -> PlanTable:
+        """The table of these plans, in their order."""
+        kinds: dict[Plan, int] = {}
+        uses: dict[AxisUse, int] = {}
+        index = [kinds.setdefault(AxisUse().onto(kind_of(plan)), len(kinds)) for plan in plans]
+        used = [uses.setdefault(AxisUse.of(plan), len(uses)) for plan in plans]
+        return cls(
+            tuple(kinds),
+            np.asarray(index, dtype=np.int64),
+            np.asarray([plan.size("data") for plan in plans], dtype=np.int64),
+            np.asarray([plan.size("zero") for plan in plans], dtype=np.int64),
+            np.asarray([plan.num_micro_batches for plan in plans], dtype=np.int64),
+            np.asarray([[plan.size(name) for name in MODEL_AXES] for plan in plans], dtype=np.int64),
+            np.asarray(used, dtype=np.int64),
+            tuple(uses),
+        )
+
+    @classmethod
+    def product(
+        cls, templates: Iterable[Plan], meshes: Sequence[tuple[int, int]], micro_batches: Sequence[int]
+    ) -> PlanTable:
+        """Every template on every mesh, ``(data, zero)``, with every number of micro-batches."""
+        kinds = tuple(dict.fromkeys(kind_of(plan) for plan in templates))
+        grid = np.meshgrid(np.arange(len(kinds)), np.arange(len(meshes)), micro_batches, indexing="ij")
+        template, mesh, passes = (axis.ravel() for axis in grid)
+        sizes = np.asarray(meshes, dtype=np.int64).reshape(-1, 2)
+        return cls(kinds, template, sizes[mesh, 0], sizes[mesh, 1], passes.astype(np.int64))
+
+    def sizes(self, index: int, workload: Workload, memo: Memo) -> tuple[np.ndarray, Sizes]:
+        """The rows of a template, and their sizes; the same object for equal ones.
+
+        A pipeline for which no micro-batches are given runs as many as :func:`usual_micro_batches`.
+        """
+        rows = np.flatnonzero(self.template == index)
+        model = (
+            np.ones((len(rows), len(MODEL_AXES)), dtype=np.int64) if self.model is None else self.model[rows]
+        )
+        passes = self.micro_batches[rows]
+        use, uses = self._uses(index, rows)
+        pipeline, expert = (model[:, MODEL_AXES.index(name)] for name in ("pipeline", "expert"))
+        for row in np.flatnonzero((pipeline > 1) & (passes == 1)).tolist():
+            ranks = self.data[rows[row]] * self.zero[rows[row]] * expert[row]
+            num_samples = workload.global_batch // int(ranks)
+            passes = passes.copy()
+            passes[row] = usual_micro_batches(uses[use[row]].pipeline, int(pipeline[row]), num_samples)
+        columns = np.column_stack([self.data[rows], self.zero[rows], passes, use, model])
+        return rows, memo.get(
+            ("sizes", uses, columns.shape, columns.tobytes()), lambda: _sizes(columns, uses)
+        )
+
+    def _uses(self, index: int, rows: np.ndarray) -> tuple[np.ndarray, tuple[AxisUse, ...]]:
+        """Of the rows of a template: which of the uses each has, and the uses."""
+        if self.use is None:
+            return np.zeros(len(rows), dtype=np.int64), (AxisUse.of(self.templates[index]),)
+        return self.use[rows], self.uses
+
+    def plan(self, row: int) -> Plan:
+        """The plan of a row."""
+        sizes = {"data": int(self.data[row]), "zero": int(self.zero[row])}
+        if self.model is not None:
+            sizes |= {name: int(size) for name, size in zip(MODEL_AXES, self.model[row], strict=True)}
+        template = self.templates[self.template[row]]
+        if self.use is not None:
+            template = self.uses[self.use[row]].onto(template)
+        axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
+        axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
+        plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
+        return _sharded(plan, plan.shard_axes)
+
+
+def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
+    data, zero, micro_batches, use, *model = columns.T
+    return Sizes(
+        data=data,
+        zero=zero,
+        micro_batches=micro_batches,
+        use=use,
+        uses=uses,
+        **dict(zip(MODEL_AXES, model, strict=True)),
+    )
+
+
+def kind_of(plan: Plan, **changes: Any) -> Plan:
+    """The plan without its sizes: what rows of a table have in common.
+
+    States that are sharded are divided along ``zero`` where a row has one, else along ``data``.
+
+    Args:
+        plan: of a row.
+        changes: fields that a kind has otherwise.
+    """
+    changes = {"axes": tuple((name, 0) for name, _ in plan.axes), "num_micro_batches": 1, **changes}
+    return _sharded(plan, ("data",), **changes)
+
+
+def _sharded(plan: Plan, over: tuple[str, ...], **changes: Any) -> Plan:
+    """The plan with all that it shards divided over the axes ``over``, and with other changes."""
+    names = ("parameters_over", "gradients_over", "optimizer_over")
+    sharded = {name: over if getattr(plan.sharding, name) else () for name in names}
+    return plan.changed(**changes, sharding=sharded)

@@ -1,0 +1,1 @@
+"""Step time of plans, in parts."""

@@ -1,0 +1,231 @@
+"""Pricing context: sizes, links and the device of the plans of one kind, as arrays over plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from atorch_ns.cluster import RING_STEPS, Cluster, Hardware, Link
+from atorch_ns.estimate.estimate import Workload
+from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, Unit, units_of
+from atorch_ns.profile import Trace
+from atorch_ns.strategy import Plan
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of ranks that a collective runs in, all alike.
+
+    Attributes:
+        size: [N] ranks in each.
+        within: [N] of them in one node.
+    """
+
+    size: np.ndarray
+    within: np.ndarray
+
+
+def groups_along(inner: np.ndarray, size: np.ndarray, cluster: Cluster) -> Groups:
+    """The groups along an axis.
+
+    Args:
+        inner: [N] product of the sizes of the axes inside it: the distance of neighbours in rank numbers.
+        size: [N] of the axis.
+        cluster: with its processes per node.
+    """
+    per_node = max(1, cluster.local_world_size)
+    return Groups(size, np.minimum(size, np.maximum(1, per_node // inner)))
+
+
+def collective_seconds(
+    kind: str,
+    num_bytes: np.ndarray | float,
+    groups: Groups,
+    hardware: Hardware,
+    count: np.ndarray | float = 1,
+) -> np.ndarray:
+    """[N] seconds of ``count`` collectives that move ``num_bytes`` together.
+
+    Within a node of k ranks, a ring sends ``steps (k - 1)`` messages of 1/k of the tensor. Where a group
+    spans m nodes, the tensor is first divided within the node; each rank then takes part in a ring over the
+    nodes with its share, so a node's adapters work side by side.
+
+    Args:
+        kind: as in :class:`~atorch_ns.estimate.Collective`.
+        num_bytes: of the whole tensors of all calls.
+        groups: the ranks.
+        hardware: the links.
+        count: calls.
+    """
+    within = groups.within
+    nodes = np.maximum(1, groups.size // np.maximum(1, within))
+    inside = _ring(kind, num_bytes, within, hardware.within_node, count)
+    outside = _ring(kind, num_bytes / within, nodes, hardware.between_nodes, count)
+    return np.asarray(inside + outside)
+
+
+def _ring(
+    kind: str, num_bytes: np.ndarray | float, ranks: np.ndarray, link: Link, count: np.ndarray | float
+) -> np.ndarray:
+    rate, steps = link.rate_of(kind), RING_STEPS[kind]
+    messages = steps * (ranks - 1)
+    return np.asarray(
+        messages * (count * rate.latency_s + num_bytes / np.maximum(1, ranks) / rate.bytes_per_s)
+    )
+
+
+DATA_AXES = ("data", "zero", "expert")
+"""Axes whose ranks see different data."""
+
+INNERMOST_FIRST = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
+"""The order of axes that a plan does not name: those that communicate most are nearest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricingContext:
+    """R plans of one kind on one cluster.
+
+    Attributes:
+        plan: what they have in common.
+        sizes: of the axes, and the passes of a step.
+        parts: which part of the model the rank has that is priced: of a pipeline, the slowest.
+        num_tokens: in a sample.
+        global_batch: samples of a step.
+        cluster: with hardware.
+        memo: of the pricing.
+    """
+
+    plan: Plan
+    sizes: Sizes
+    parts: ModelShard
+    num_tokens: int
+    global_batch: int
+    cluster: Cluster
+    memo: Memo
+
+    @classmethod
+    def of(
+        cls, plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
+    ) -> PricingContext:
+        """The setting of a template with R choices of sizes; every rank has a part of every block."""
+        return cls(
+            plan=plan,
+            sizes=sizes,
+            parts=memo.get(("whole", sizes), lambda: ModelShard.whole(trace, sizes)),
+            num_tokens=workload.num_tokens,
+            global_batch=workload.global_batch,
+            cluster=cluster,
+            memo=memo,
+        )
+
+    @property
+    def trace(self) -> Trace:
+        """Of the model."""
+        return self.parts.trace
+
+    @property
+    def micro_batches(self) -> np.ndarray:
+        """[R] passes of a step."""
+        return self.sizes.micro_batches
+
+    @cached_property
+    def num_samples(self) -> np.ndarray:
+        """[R] samples in a micro-batch of one rank."""
+        return self.sizes.num_samples(self.global_batch)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The cluster's."""
+        assert self.cluster.hardware is not None
+        return self.cluster.hardware
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered together."""
+        return units_of(self.plan, self.trace)
+
+    def shards(self, over: tuple[str, ...]) -> np.ndarray:
+        """[R] ranks that states are divided over; 1 where ``over`` names no axis."""
+        if not over:
+            return np.ones(len(self.sizes), dtype=np.int64)
+        zero = self.sizes.zero
+        return np.where(zero > 1, zero, self.sizes.data * self.sizes.expert)
+
+    @cached_property
+    def shard_groups(self) -> Groups:
+        """The ranks that states are divided over: along ``zero`` where there is one, else all that see other data."""
+        return self._chosen(self.groups(("zero",)), self.groups(("data", "expert")))
+
+    @cached_property
+    def replica_groups(self) -> Groups:
+        """The ranks that have the same share of the states."""
+        return self._chosen(self.groups(("data", "expert")), self.groups(("zero",)))
+
+    @cached_property
+    def data_groups(self) -> Groups:
+        """The ranks that see different data."""
+        return self.groups(DATA_AXES)
+
+    def _chosen(self, with_zero: Groups, without: Groups) -> Groups:
+        has = self.sizes.zero > 1
+        return Groups(
+            np.where(has, with_zero.size, without.size), np.where(has, with_zero.within, without.within)
+        )
+
+    def count(self, unit: Unit) -> np.ndarray | int:
+        """[R] how many of a unit the rank has."""
+        return 1 if unit.is_root else self.parts.counts[unit.segment]
+
+    def share_of(self, unit: Unit) -> np.ndarray | float:
+        """[R] of one unit's parameters the share that the rank has before data parallelism divides them."""
+        if not self.parts.divides:
+            return 1.0
+        if not unit.is_root:
+            return self.parts.of_parameters(unit.segment)
+        gathered = {one.segment for one in self.units}
+        total, held = 0, np.zeros(len(self.sizes))
+        for s, segment in enumerate(self.trace.segments):
+            elements = sum(spec.num_elements for spec in segment.parameters if spec.tied_to is None)
+            if s not in gathered and elements:
+                total += elements * segment.count
+                held = held + elements * self.parts.of_parameters(s) * self.parts.counts[s]
+        return held / total if total else 1.0
+
+    def elements(self, *, trainable: bool) -> np.ndarray | float:
+        """[R] elements of parameters on the rank, before data parallelism divides them."""
+        return sum(
+            sum(p.num_elements for p in unit.parameters if p.trainable or not trainable)
+            * self.share_of(unit)
+            * self.count(unit)
+            for unit in self.units
+        )
+
+    def size(self, names: Iterable[str]) -> np.ndarray:
+        """[R] product of the sizes of these axes."""
+        product = np.ones(len(self.sizes), dtype=np.int64)
+        for name in dict.fromkeys(names):
+            product = product * getattr(self.sizes, name)
+        return product
+
+    def groups(self, names: Iterable[str]) -> Groups:
+        """The groups over these axes together; axes that are not neighbours are taken to be."""
+        wanted = frozenset(names)
+        return self.memo.get(("groups", wanted, self.order, self.sizes), lambda: self._groups(wanted))
+
+    def _groups(self, wanted: frozenset[str]) -> Groups:
+        inner = np.ones(len(self.sizes), dtype=np.int64)
+        for name in self.order:
+            size = getattr(self.sizes, name)
+            if name in wanted and np.any(size > 1):
+                break
+            inner = inner * np.where(name in wanted, 1, size)
+        return groups_along(inner, self.size(wanted), self.cluster)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes, innermost first: as the plan has them, then those that it does not name."""
+        named = tuple(name for name, _ in self.plan.axes)
+        return (*named, *(name for name in INNERMOST_FIRST if name not in named))

@@ -1,0 +1,348 @@
+"""Seconds of the passes over a model's segments (forward, backward, recomputation), and the host's overhead.
+
+Overheads are in units of starting one operator. They were measured on a CPU as the growth of a step's time with the
+number of tiny blocks, in one process, over the time of one operator in a small model (with its module, its autograd
+node and its views, as :attr:`~atorch_ns.cluster.Device.launch_s` has it). In these units the figures move little
+between machines: all are Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, matches
+from atorch_ns.estimate.time.context import PricingContext
+from atorch_ns.profile import (
+    Growth,
+    OperatorCost,
+    ParameterSpec,
+    PhaseCost,
+    Segment,
+    SegmentCost,
+    precision_key,
+)
+from atorch_ns.strategy import NarrowProducts, Plan
+
+_PRODUCTS = ("aten.mm", "aten.addmm")
+"""What linear layers compute by; products of activations are batched ones."""
+
+
+class NarrowShare(NamedTuple):
+    """What of a segment is computed in fewer bits, both passes together.
+
+    Attributes:
+        flops: share of its floating point operations.
+        bytes_per_flop: bytes that finding scales and rounding move, for each operation of the segment.
+    """
+
+    flops: float = 0.0
+    bytes_per_flop: float = 0.0
+
+
+def narrow_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: float) -> NarrowShare:
+    """The share of a segment under a plan, at the micro-batch that was traced.
+
+    Which layers a product belongs to is not traced: products are shared out by the sizes of weights, to which the
+    operations of a linear layer are proportional.
+    """
+    if plan.precision.narrow is None:
+        return NarrowShare()
+    operators = cost_of(plan, segment).operators
+    products = [each for each in operators if each.name.removesuffix(".default") in _PRODUCTS]
+    total = _sum((each.flops for each in operators), num_samples, num_tokens)
+    share = _eligible(plan.precision.narrow, segment)
+    if not total or not share:
+        return NarrowShare()
+    flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
+    moved = share * _operand_bytes(products, num_samples, num_tokens) / total
+    return NarrowShare(flops, moved * plan.precision.narrow.casts_per_operand)
+
+
+def _operand_bytes(products: Iterable[OperatorCost], num_samples: float, num_tokens: float) -> float:
+    return _sum((each.moved for each in products), num_samples, num_tokens)
+
+
+def _sum(values: Iterable[Growth], num_samples: float, num_tokens: float) -> float:
+    return float(sum(max(0.0, value.at(num_samples, num_tokens)) for value in values))
+
+
+def _eligible(narrow: NarrowProducts, segment: Segment) -> float:
+    """Share of the elements of a segment's matrices that belong to such layers."""
+    matrices = [each for each in segment.parameters if len(each.shape) == 2]
+    total = sum(each.num_elements for each in matrices)
+    chosen = sum(each.num_elements for each in matrices if _is_chosen(narrow, segment, each))
+    return chosen / total if total else 0.0
+
+
+def _is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+    path = f"{segment.paths[0]}.{matrix.name}" if segment.paths else matrix.name
+    name = path.rpartition(".")[0]
+    if any(size % narrow.multiple for size in matrix.shape) or any(part in name for part in narrow.exclude):
+        return False
+    if narrow.include is not None:
+        return any(part in name for part in narrow.include)
+    return matrix.tied_to is None
+
+
+_GATHER: Final = (24.0, 1.0)
+"""For each unit and each of its parameters, at every gather: hooks, buffers, views."""
+_REDUCE: Final = (32.0, 3.0)
+"""The same at every reduction, with the sharded gradients made."""
+_PASS: Final = (8.0, 1.0)
+"""The same at every backward pass that only accumulates."""
+_BUCKETED: Final = 1.0
+"""For each parameter whose gradient is copied to a bucket."""
+_BROADCAST: Final = 2.0
+"""For each updated parameter that is sent to the others."""
+_RECOMPUTED: Final = 40.0
+"""For each recomputed block: saved-tensor hooks, random states, the error checks of the second pass."""
+_GUARDED: Final = 16.0
+"""For each compiled block, forward and backward: guards and the calls around the graph."""
+_UPDATE: Final = (0.5, 1.2, 4.0)
+"""For each parameter of an optimizer with 0, 1, 2 states, operator by operator; Adam's step counter included."""
+_UPDATE_FUSED: Final = 0.65
+"""The same where one call updates all: lists of tensors are unpacked, and step counters added to."""
+_DTENSOR: Final = 5.0
+"""An operator on a DTensor, as parameters sharded by rows are, over one on a plain tensor."""
+_FOREACH_GPU: Final = 0.1
+"""Of these, where all parameters are updated by a few foreach kernels, as on GPUs."""
+
+
+def recompute_operators(plan: Plan, segment: Segment, share: float) -> float:
+    """Beside the operators themselves, for one instance of which a share is recomputed, in one micro-batch."""
+    compiled = _GUARDED if plan.compiled and segment.is_block else 0.0
+    return share * _RECOMPUTED + compiled
+
+
+def communication_operators(context: PricingContext) -> np.ndarray:
+    """[R] of a step, for gathering, reducing and sending parameters and gradients."""
+    plan, passes = context.plan, context.micro_batches
+    none = np.zeros(len(passes))
+    if plan.gradient_sync == "none":
+        return none
+    units = context.units
+    trainable = sum(context.count(unit) * len(unit.parameters) for unit in units)
+    total = none
+    if plan.gradient_sync == "all_reduce" or plan.sharding.layout == "parameters":
+        total = total + _BUCKETED * trainable
+        return total + (_BROADCAST * trainable if plan.sharding.optimizer_over else 0.0)
+    for unit in units:
+        gathers = 1 if unit.is_root or plan.sharding.keeps_gathered else 2
+        each = (
+            gathers * passes * _cost(_GATHER, unit) + _cost(_REDUCE, unit) + (passes - 1) * _cost(_PASS, unit)
+        )
+        total = total + context.count(unit) * each
+    return np.asarray(total)
+
+
+def _cost(figures: tuple[float, float], unit: Unit) -> float:
+    constant, per_parameter = figures
+    return constant + per_parameter * len(unit.parameters)
+
+
+def update_operators(
+    plan: Plan, num_parameters: np.ndarray, num_states: int, device: str, *, fused: bool = False
+) -> np.ndarray:
+    """[R] for updating so many parameters on the rank that has most."""
+    each = _UPDATE_FUSED if fused else _UPDATE[num_states]
+    if plan.sharding.layout == "rows" and plan.sharding.optimizer_over:
+        each *= _DTENSOR
+    if plan.precision.master_dtype is not None:
+        each += 2.0
+    if device != "cpu" and not fused:
+        each *= _FOREACH_GPU
+    return num_parameters * each
+
+
+COMPILED_LAUNCHES = 0.25
+"""Share of operators that a compiled block still starts: TorchInductor fuses chains of element-wise operators
+and reductions, three to six into one (its own fusion logs on transformer blocks)."""
+
+COMPILED_MOVED = 0.5
+"""Share of bytes that a compiled block still moves: what lies between fused operators stays in registers."""
+
+
+@dataclass(frozen=True)
+class SegmentSeconds:
+    """One instance of a segment, in one micro-batch.
+
+    Attributes:
+        forward, backward, recompute: [R] seconds of computation.
+        operators: started on the host, all passes together.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    recompute: np.ndarray
+    operators: float
+
+
+@dataclass(frozen=True)
+class Passes:
+    """All passes of a step.
+
+    Attributes:
+        segments: for each segment its seconds in one micro-batch.
+        compute, recompute: [R] seconds of the whole step.
+        operators: [R] started on the host in the whole step.
+    """
+
+    segments: tuple[SegmentSeconds, ...]
+    compute: np.ndarray
+    recompute: np.ndarray
+    operators: np.ndarray
+
+
+def segments_of(context: PricingContext) -> tuple[SegmentSeconds, ...]:
+    """The seconds of one instance of every segment."""
+    shares = recomputed_shares(context.plan, context.trace.segments)
+    return tuple(
+        _segment_seconds(context, segment, again)
+        for segment, again in zip(context.trace.segments, shares, strict=True)
+    )
+
+
+def passes_of(context: PricingContext, segments: tuple[SegmentSeconds, ...]) -> Passes:
+    """The seconds of a step, from those of the segments."""
+
+    def total(values: Sequence[np.ndarray | float]) -> np.ndarray:
+        return np.asarray(context.micro_batches * context.parts.total(values))
+
+    return Passes(
+        segments,
+        compute=total([each.forward + each.backward for each in segments]),
+        recompute=total([each.recompute for each in segments]),
+        operators=total([each.operators for each in segments]),
+    )
+
+
+def _segment_seconds(context: PricingContext, segment: Segment, again: float) -> SegmentSeconds:
+    plan, cost = context.plan, cost_of(context.plan, segment)
+    forward = phase_seconds(context, segment, cost.forward, "forward")
+    backward = phase_seconds(context, segment, cost.backward, "backward")
+    kept = _kept_share(plan, cost) if again else 0.0
+    started = cost.forward.num_operators * (1 + again) + cost.backward.num_operators
+    return SegmentSeconds(
+        forward=forward,
+        backward=backward,
+        recompute=forward * again * (1 - kept),
+        operators=started * (COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0)
+        + recompute_operators(plan, segment, again),
+    )
+
+
+def _is_fused(context: PricingContext, segment: Segment) -> bool:
+    """Whether a compiler makes few kernels of the segment: only blocks are compiled, where there are any."""
+    if context.plan.compiler != "inductor":
+        return False
+    return segment.is_block or not any(each.is_block for each in context.trace.segments)
+
+
+def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, which: str) -> np.ndarray:
+    """[R] seconds of computation of one pass of one instance, without starting its operators."""
+    device, plan = context.hardware.device, context.plan
+    fused = _is_fused(context, segment)
+    factor = float(np.prod([extra.compute_factor for extra in plan.extras]))
+    moved = COMPILED_MOVED if fused else 1.0
+    place = context.trace.segments.index(segment) if context.parts.divides else None
+    narrow = narrow_share(plan, segment, context.trace.num_samples, context.trace.num_tokens)
+    seconds = factor * _roofline(
+        context, phase, moved, context.num_samples, context.num_tokens, place, narrow
+    )
+    measured = context.trace.seconds.get(f"{segment.fingerprint}:{_key(plan)}:{which}")
+    if measured is None or fused or not segment.fingerprint:
+        return seconds
+    # On a CPU the time of a block holds that of starting its operators, which is counted by itself.
+    started = phase.num_operators * device.launch_s if device.type == "cpu" else 0.0
+    traced = _roofline(context, phase, moved, context.trace.num_samples, context.trace.num_tokens)
+    return np.asarray(seconds * np.maximum(0.1 * measured, measured - started) / traced)
+
+
+def _roofline(
+    context: PricingContext,
+    phase: PhaseCost,
+    moved: float,
+    num_samples: np.ndarray | float,
+    num_tokens: int,
+    place: int | None = None,
+    narrow: NarrowShare | None = None,
+) -> np.ndarray:
+    """[R] seconds of a pass; of a rank's part of it where the segment's ``place`` is given.
+
+    Measured times are in the precision of the weights or of autocast, so they are held against a pass without
+    ``narrow`` products.
+    """
+    device = context.hardware.device
+    weights, autocast = computed_in(context.plan)
+    peak = device.flops_of(autocast or weights) * device.efficiency
+    flops = np.asarray(phase.flops.at(num_samples, num_tokens), dtype=float)
+    num_bytes = np.asarray(phase.moved.at(num_samples, num_tokens), dtype=float)
+    if place is not None:
+        flops = flops * context.parts.share(place, phase.flops.divided)
+        num_bytes = num_bytes * context.parts.share(place, phase.moved.divided, phase.moved.words)
+    flops, num_bytes = np.maximum(flops, 0), np.maximum(num_bytes, 0)
+    products = flops / peak
+    if narrow is not None and context.plan.precision.narrow is not None and narrow.flops:
+        rate = device.flops_per_s.get(context.plan.precision.narrow.dtype)
+        faster = peak if rate is None else rate * device.efficiency
+        products = flops * ((1 - narrow.flops) / peak + narrow.flops / faster)
+        num_bytes = num_bytes + flops * narrow.bytes_per_flop
+    return np.asarray(products + num_bytes * moved / device.memory_bytes_per_s)
+
+
+def _key(plan: Plan) -> str:
+    return precision_key(*computed_in(plan))
+
+
+def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
+    """Share of each segment's instances that are recomputed: every n-th of all modules that are selected."""
+    shares, position = [], 0
+    for segment in segments:
+        if not _may_recompute(plan, segment):
+            shares.append(0.0)
+            continue
+        last, every = position + segment.count, plan.recomputation.every
+        shares.append((-(-last // every) - -(-position // every)) / segment.count)
+        position = last
+    return shares
+
+
+def offloaded_activations(context: PricingContext) -> np.ndarray:
+    """[R] seconds of moving inputs of recomputed blocks to the host and back, in a step; none of it is hidden."""
+    plan, hardware = context.plan, context.hardware
+    if not plan.recomputation.offload_activations or hardware.device.type == "cpu":
+        return np.zeros(len(context.micro_batches))
+    rate = hardware.to_host.rate
+    each = []
+    for segment, share in zip(
+        context.trace.segments, recomputed_shares(plan, context.trace.segments), strict=True
+    ):
+        num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
+        each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
+    return np.asarray(context.micro_batches * context.parts.total(each))
+
+
+def _may_recompute(plan: Plan, segment: Segment) -> bool:
+    if plan.recomputation.kind == "none" or not segment.is_block:
+        return False
+    return plan.recomputation.selectors is None or any(
+        matches(selector, segment) for selector in plan.recomputation.selectors
+    )
+
+
+def _kept_share(plan: Plan, cost: SegmentCost) -> float:
+    """Share of the forward pass's operations whose results recomputation keeps."""
+    if plan.recomputation.kind != "selective":
+        return 0.0
+    saved = {name.removesuffix(".default") for name in plan.recomputation.saved_operators}
+    total = sum(each.flops.per_sample + each.flops.per_token + each.flops.constant for each in cost.operators)
+    kept = sum(
+        each.flops.per_sample + each.flops.per_token + each.flops.constant
+        for each in cost.operators
+        if each.name in saved
+    )
+    return kept / total if total else 0.0

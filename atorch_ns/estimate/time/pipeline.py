@@ -1,0 +1,164 @@
+"""Pipeline time: the slowest rank's passes, and its bubble.
+
+Legend: R plans of one kind, p ranks of a pipeline, v stages on each, m micro-batches, S segments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate.model_shard import cost_of
+from atorch_ns.estimate.stages import Stages, known_stages
+from atorch_ns.estimate.time.context import PricingContext
+from atorch_ns.estimate.time.passes import SegmentSeconds
+from atorch_ns.estimate.time.traffic import Exchange
+from atorch_ns.pipeline import ScheduleInfo, StageCosts, actions, simulate, split_backward
+
+
+class Waiting(NamedTuple):
+    """What a pipeline adds to a step on its slowest rank.
+
+    Attributes:
+        bubble: [R] seconds of waiting for other ranks to compute.
+        sends: [R] seconds of waiting for what they send.
+        twice: [R] seconds of computing that a backward pass in two parts takes longer.
+    """
+
+    bubble: np.ndarray
+    sends: np.ndarray
+    twice: np.ndarray
+
+
+def as_pipeline(
+    context: PricingContext, segments: Sequence[SegmentSeconds], exchanges: Sequence[Exchange]
+) -> tuple[PricingContext, Waiting]:
+    """The context of each pipeline's slowest rank, and what it waits for.
+
+    While the slowest rank works without a pause, all others are hidden behind it. Before and after, each of the
+    others takes one micro-batch once, forward and backward: the bubble. Schedules with several stages on a rank,
+    or with the backward pass in two parts, leave a share of it.
+    """
+    none = np.zeros(len(context.sizes))
+    if not (context.sizes.pipeline > 1).any():
+        return context, Waiting(none, none, none)
+    launch = context.hardware.device.launch_s if context.hardware.device.type == "cpu" else 0.0
+    seconds = np.stack(
+        [
+            np.broadcast_to(
+                one.forward
+                + one.backward
+                + one.recompute
+                + other.seconds
+                + launch * (one.operators + other.operators),
+                none.shape,
+            )
+            for one, other in zip(segments, exchanges, strict=True)
+        ]
+    )  # [S, R]
+    backward = np.stack([np.broadcast_to(one.backward, none.shape) for one in segments])
+    again = _recomputed(segments)
+    counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
+    waiting = Waiting(none.copy(), none.copy(), none.copy())
+    sizes = context.sizes
+    for num_ranks, place in np.unique(np.column_stack([sizes.pipeline, sizes.pipelined]), axis=0).tolist():
+        if num_ranks == 1:
+            continue
+        rows = np.flatnonzero((sizes.pipeline == num_ranks) & (sizes.pipelined == place))
+        stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, context.memo)
+        of_rank = stages.on_rank @ seconds[:, rows]  # [p, R']
+        slowest = of_rank.argmax(axis=0)
+        counts[rows] = stages.on_rank[slowest]
+        others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
+        waiting.bubble[rows] = others * _shares(context, rows, stages, again)
+        waiting.sends[rows] = _sends(context, rows, stages)
+        if stages.info.splits_backward and not context.plan.whole_backward:
+            once = (counts[rows] * backward[:, rows].T).sum(axis=1)
+            waiting.twice[rows] = context.micro_batches[rows] * once * _SECOND_WALK
+    ones = np.ones(len(none), dtype=bool)
+    staged = context.parts.staged(counts, context.parts.live, context.parts.accumulates, ones, ones)
+    return replace(context, parts=staged), waiting
+
+
+_SECOND_WALK = sum(part[0] for part in split_backward([1.0])) - 1.0
+"""By how much both parts of a backward pass take longer than the whole."""
+
+
+def _recomputed(segments: Sequence[SegmentSeconds]) -> float:
+    """Seconds of recomputation for each of the forward pass, in halves."""
+    forward = sum(float(np.mean(one.forward)) for one in segments)
+    again = sum(float(np.mean(one.recompute)) for one in segments)
+    return round(2 * again / forward) / 2 if forward else 0.0
+
+
+def _shares(context: PricingContext, rows: np.ndarray, stages: Stages, again: float) -> np.ndarray:
+    """[R] what is left of the bubble: 1 with one stage on each rank; simulated for all other schedules."""
+    micro_batches = context.micro_batches[rows]
+    if stages.info.is_single:
+        return np.ones(len(rows))
+    p, v = stages.numbers.shape
+    whole = context.plan.whole_backward
+    found = {}
+    for count in np.unique(micro_batches).tolist():
+        numbers = (*_as_small(p, count), v)
+        make = functools.partial(_share, stages.info, numbers, again, whole)
+        found[count] = context.memo.get(("bubble", stages.info.name, numbers, again, whole), make)
+    return np.asarray([found[count] for count in micro_batches.tolist()])
+
+
+def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
+    """A pipeline with the same share of idle time: it depends on the micro-batches for each rank alone, where these
+    are a whole number, and not on that from two on."""
+    each, rest = divmod(micro_batches, num_ranks)
+    if rest or not each:
+        return num_ranks, micro_batches
+    few = min(num_ranks, 4)
+    return few, few * min(each, 2)
+
+
+def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
+    """Of p ranks with v equal stages each and m micro-batches: idle seconds for each second of the others' passes.
+
+    Args:
+        info: the schedule.
+        numbers: p, m and v.
+        again: seconds of recomputation for each of the forward pass.
+        whole: whether backward passes are never split.
+    """
+    p, micro_batches, v = numbers
+    if info.problem(p, micro_batches, v):
+        return 1.0
+    (first,), (second,) = ((2.0 + again,), (0.0,)) if whole else split_backward([2.0], [again])
+    costs = StageCosts(
+        forward=(1.0,) * (p * v),
+        backward_input=(first,) * (p * v),
+        backward_weight=(second,) * (p * v),
+        backward=(2.0 + again,) * (p * v),
+    )
+    timeline = simulate(actions(info, p, micro_batches, v), costs)
+    idle = timeline.step_seconds - max(timeline.busy_seconds)
+    return float(idle / ((3.0 + again) * v * (p - 1)))
+
+
+def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
+    """[R] seconds of sends that nothing hides: all of a rank's where it posts its receives late, else those of
+    the first and the last micro-batch."""
+    p = len(stages.numbers)
+    inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
+    output = cost_of(context.plan, context.trace.segments[inner]).output
+    num_bytes = np.asarray(output.at(context.num_samples[rows], context.num_tokens), dtype=float)
+    groups = context.groups(("pipeline",))
+    inside = groups.within[rows] > 1
+    near = context.hardware.within_node.rate_of("send")
+    far = context.hardware.between_nodes.rate_of("send")
+    each = np.where(
+        inside, near.latency_s + num_bytes / near.bytes_per_s, far.latency_s + num_bytes / far.bytes_per_s
+    )
+    exposed = 2.0 * (p - 1) * each
+    if not stages.info.hides_sends:
+        exposed = exposed + 2.0 * context.micro_batches[rows] * each
+    return np.asarray(exposed)

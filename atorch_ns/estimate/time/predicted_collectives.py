@@ -1,0 +1,323 @@
+"""Predicted collectives: what the first rank sends and receives in a step, call by call as torch's libraries do it.
+
+Legend: B samples in a micro-batch, T tokens, D model, V vocabulary, t ranks along ``tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from atorch_ns.estimate.estimate import Collective, Workload
+from atorch_ns.estimate.model_shard import (
+    DTYPE_BYTES,
+    LOSS_CALLS,
+    LOSS_NUMBERS,
+    Unit,
+    computed_in,
+    cost_of,
+    stored_dtype,
+    units_of,
+)
+from atorch_ns.estimate.stages import schedule_of, stages_of, usual_micro_batches
+from atorch_ns.estimate.time.passes import recomputed_shares
+from atorch_ns.estimate.time.traffic import gradient_buckets
+from atorch_ns.pipeline import actions
+from atorch_ns.profile import ParameterSpec, Segment, Trace
+from atorch_ns.strategy import MODEL_AXES, Plan
+
+_SCALAR_BYTES = 4
+
+
+def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collective, ...]:
+    """Every collective that the first rank takes part in, in one step after the second, those of one kind along
+    one axis together.
+
+    Clipping by the gradients' norm is not in it: no plan decides about it. Of plans for which :func:`unpredicted`
+    gives a reason, what it names is not in it either.
+
+    Args:
+        plan: with its axes and micro-batches.
+        trace: of the model.
+        workload: the batch, which decides about what is exchanged between parts of a model.
+    """
+    divides = any(plan.size(name) > 1 for name in MODEL_AXES)
+    if plan.size("pipeline") > 1 and plan.num_micro_batches == 1:
+        num_samples = workload.global_batch // plan.num_data_ranks
+        passes = usual_micro_batches(plan.pipeline, plan.size("pipeline"), num_samples)
+        plan = replace(plan, num_micro_batches=passes)
+    own = list(exchanged(plan, trace, workload)) if divides else []
+    part = first_part(plan, trace) if divides else trace
+    if plan.num_data_ranks > 1:
+        own += _of_data(plan, part, divides)
+    scalars = int(plan.num_data_ranks > 1)  # the loss's mean
+    if plan.precision.loss_scaling and (divides or plan.num_data_ranks > 1):
+        scalars += 1  # whether any gradient is infinite
+    return _together([*own, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
+
+
+def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
+    """What combines gradients of different data."""
+    if plan.gradient_sync == "reduce_scatter":
+        return _of_owners(plan, trace) if plan.sharding.layout == "parameters" else _of_units(plan, trace)
+    if plan.gradient_sync == "all_reduce":
+        return _of_parts(plan, trace) if divides else _of_replicas(plan, trace)
+    return []
+
+
+def _of_parts(plan: Plan, trace: Trace) -> list[Collective]:
+    """torch's ``replicate``: all gradients of a part of the model in one tensor."""
+    sizes = [_bytes(plan, p, plan.sharding.reduce_dtype) for p in _parameters(plan, trace) if p.trainable]
+    return [Collective("all_reduce", "data", 1, sum(sizes))]
+
+
+def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:
+    """DistributedDataParallel, with the optimizer sharded or not."""
+    buckets = gradient_buckets(plan, trace)
+    return [
+        Collective("all_reduce", "data", len(buckets), sum(buckets)),
+        *_broadcast_buffers(trace),
+        *(_broadcast_updates(plan, trace) if plan.size(plan.sharding.optimizer_over) > 1 else ()),
+    ]
+
+
+def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
+    """Gradients reduced one by one to the rank that updates the parameter."""
+    sizes = [_bytes(plan, p, plan.sharding.reduce_dtype) for p in _parameters(plan, trace) if p.trainable]
+    return [
+        Collective("reduce", "data", len(sizes), sum(sizes)),
+        *_broadcast_buffers(trace),
+        *_broadcast_updates(plan, trace),
+    ]
+
+
+def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
+    """fully_shard, with parameters kept gathered or not."""
+    found = []
+    axis = "zero" if plan.sharding.gradients_over == ("zero",) else "data"
+    shards = plan.size(plan.sharding.gradients_over)
+    replicas = plan.num_data_ranks // shards
+    for unit in units_of(plan, trace):
+        reduced = _padded(
+            plan, (p for p in unit.parameters if p.trainable), plan.sharding.reduce_dtype, shards
+        )
+        if shards > 1:
+            gathered = _padded(plan, unit.parameters, plan.sharding.gather_dtype, shards)
+            calls = unit.count * _gathers(plan, unit)
+            found.append(Collective("all_gather", axis, calls, calls * gathered))
+            if reduced:
+                found.append(Collective("reduce_scatter", axis, unit.count, unit.count * reduced))
+        if replicas > 1 and reduced:
+            found.append(Collective("all_reduce", "data", unit.count, unit.count * reduced // shards))
+    return found
+
+
+def _gathers(plan: Plan, unit: Unit) -> int:
+    """How often a unit is gathered in a step: the root stays gathered until its backward pass.
+
+    In a pipeline, torch keeps what a backward pass gathered for the next pass, and the root for the whole step.
+    """
+    once = unit.is_root or plan.sharding.keeps_gathered or not plan.sharding.parameters_over
+    if plan.size("pipeline") == 1:
+        return plan.num_micro_batches * (1 if once else 2)
+    return 1 if once else _gathers_of_stage(plan)
+
+
+def _gathers_of_stage(plan: Plan) -> int:
+    """Gathers of a block in the first stage, in the order of its passes."""
+    info = schedule_of(plan.pipeline)
+    order = actions(
+        info, plan.size("pipeline"), plan.num_micro_batches, plan.pipeline.stages_per_rank or None
+    )[0]
+    gathered, calls = False, 0
+    for kind, stage, _ in order:
+        if stage == 0:
+            calls += not gathered
+            gathered = kind != "F"
+    return calls
+
+
+def _padded(plan: Plan, parameters: Iterable[ParameterSpec], wanted: str | None, shards: int) -> int:
+    """Bytes of tensors that are divided by rows, each padded to a multiple of the shards."""
+    total = 0
+    for parameter in parameters:
+        rows = parameter.shape[0] if parameter.shape else 1
+        padded = -(-rows // shards) * shards
+        total += parameter.num_elements // max(1, rows) * padded * _itemsize(plan, parameter, wanted)
+    return total
+
+
+def _broadcast_buffers(trace: Trace) -> list[Collective]:
+    """Buffers follow the first rank at the start of a step's first forward pass, as one flat tensor."""
+    num_bytes = sum(segment.buffer_bytes * segment.count for segment in trace.segments)
+    return [Collective("broadcast", "data", 1, num_bytes)] if num_bytes else []
+
+
+def _broadcast_updates(plan: Plan, trace: Trace) -> list[Collective]:
+    """Updated parameters go from their owner to all: one by one, or those of each owner as one tensor."""
+    axis = "zero" if plan.sharding.optimizer_over == ("zero",) else "data"
+    sizes = [_bytes(plan, p, plan.precision.master_dtype) for p in _parameters(plan, trace) if p.trainable]
+    count = plan.size(plan.sharding.optimizer_over) if plan.sharding.layout == "flat" else len(sizes)
+    return [Collective("broadcast", axis, count, sum(sizes))]
+
+
+def _parameters(plan: Plan, trace: Trace) -> list[ParameterSpec]:
+    return [p for unit in units_of(plan, trace) for p in unit.parameters * unit.count]
+
+
+def _bytes(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
+    return parameter.num_elements * _itemsize(plan, parameter, wanted)
+
+
+def _itemsize(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
+    return DTYPE_BYTES[stored_dtype(plan, parameter, wanted)]
+
+
+def _together(found: Iterable[Collective]) -> tuple[Collective, ...]:
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for each in found:
+        count, num_bytes = sums.get((each.kind, each.axis), (0, 0))
+        sums[each.kind, each.axis] = (count + each.count, num_bytes + each.num_bytes)
+    return tuple(Collective(kind, axis, *both) for (kind, axis), both in sums.items() if both[0])
+
+
+def unpredicted(plan: Plan) -> str:
+    """Why the collectives of a plan are not predicted, as a clause; empty if they are."""
+    axes = [name for name in ("sequence", "expert") if plan.size(name) > 1]
+    if axes:
+        return f"what is exchanged along {' and '.join(axes)} depends on attention and routing, which a trace does not tell"
+    if plan.size("tensor") > 1 and plan.tensor.sequence:
+        return "what Megatron's sequence parallelism gathers depends on the found layout"
+    if (
+        plan.size("pipeline") > 1
+        and plan.sharding.parameters_over
+        and not schedule_of(plan.pipeline).is_single
+    ):
+        return "when each of several stages on a rank gathers its parameters depends on the schedule"
+    return ""
+
+
+def first_part(plan: Plan, trace: Trace) -> Trace:
+    """The part of the model that the first rank has, with the sizes that its parameters have there."""
+    counts = [segment.count for segment in trace.segments]
+    if plan.size("pipeline") > 1:
+        counts = stages_of(plan.pipeline, trace, plan.size("pipeline")).on_rank[0].tolist()
+    segments = []
+    names: set[str | None] = set()
+    for segment, count in zip(trace.segments, counts, strict=True):
+        if not count:
+            continue
+        paths = segment.paths[:count]
+        own = [_local(spec, plan) for spec in segment.parameters]
+        # A tied parameter is another one where the first use is on another rank.
+        own = [replace(spec, tied_to=spec.tied_to if spec.tied_to in names else None) for spec in own]
+        names |= {f"{path}.{spec.name}" if path else spec.name for path in paths or ("",) for spec in own}
+        segments.append(replace(segment, paths=paths, parameters=tuple(own)))
+    return replace(trace, segments=tuple(segments))
+
+
+def _local(spec: ParameterSpec, plan: Plan) -> ParameterSpec:
+    tensor, dim = plan.size("tensor"), spec.tensor_dim
+    if dim is None or tensor == 1 or spec.shape[dim] % tensor:
+        return spec
+    return replace(
+        spec, shape=tuple(size // tensor if place == dim else size for place, size in enumerate(spec.shape))
+    )
+
+
+def tied_bytes(plan: Plan, trace: Trace) -> int:
+    """Bytes of the first rank's parameters that other stages have too: their gradients are summed."""
+    if plan.size("pipeline") == 1:
+        return 0
+    held = {
+        f"{path}.{spec.name}" if path else spec.name
+        for segment in first_part(plan, trace).segments
+        for path in segment.paths or ("",)
+        for spec in segment.parameters
+    }
+    counts = stages_of(plan.pipeline, trace, plan.size("pipeline")).on_rank[0]
+    away = [one for one, count in zip(trace.segments, counts, strict=True) if not count]
+    tied = {
+        spec.tied_to: _local(spec, plan).num_elements * DTYPE_BYTES[stored_dtype(plan, spec, None)]
+        for segment in away
+        for spec in segment.parameters
+        if spec.tied_to in held
+    }
+    return sum(tied.values())
+
+
+def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collective]:
+    """Along ``tensor`` and ``pipeline``, in one step."""
+    passes = plan.num_micro_batches
+    samples = workload.global_batch / (plan.num_data_ranks * passes)
+    if plan.size("tensor") > 1:
+        part = first_part(plan, trace)
+        again = recomputed_shares(plan, part.segments)
+        for segment, share in zip(part.segments, again, strict=True):
+            for kind, count, num_bytes in _of_segment(plan, trace, segment, share, samples):
+                yield Collective(kind, "tensor", passes * count, round(passes * num_bytes))
+    if plan.size("pipeline") > 1:
+        yield from _of_stages(plan, trace, samples)
+        yield Collective("broadcast", "pipeline", 1, _SCALAR_BYTES)  # the loss
+        if tied := tied_bytes(plan, trace):
+            # Sharded gradients are summed shard by shard.
+            yield Collective("all_reduce", "pipeline", 1, tied // plan.size(plan.sharding.gradients_over))
+
+
+def _of_segment(
+    plan: Plan, trace: Trace, segment: Segment, again: float, samples: float
+) -> Iterator[tuple[str, int, float]]:
+    """Kind, calls and bytes of a segment in one micro-batch.
+
+    Each row layer's results are summed in the compute dtype, the gradients of what column layers read in the
+    dtype of the residual stream. Recomputation stops before its last sum.
+    """
+    residual, computed = _itemsizes(plan)
+    width = _hidden(plan, trace, samples) / residual
+    if segment.is_block:
+        forward = segment.count * (segment.num_rows + again * (segment.num_rows - 1))
+        backward = segment.count * segment.num_rows
+        yield "all_reduce", round(forward), forward * width * computed
+        yield "all_reduce", backward, backward * width * residual
+        return
+    words = [spec for spec in segment.parameters if spec.tensor_dim == 0 and len(spec.shape) == 2]
+    if not words:
+        return
+    if segment.name != trace.segments[-1].name:
+        yield "all_reduce", 1, width * residual
+        return
+    tokens = samples * trace.num_tokens
+    if plan.tensor.parallel_loss:
+        yield "all_reduce", LOSS_CALLS, LOSS_NUMBERS * tokens * trace.loss_share * DTYPE_BYTES["float32"]
+    else:
+        yield "all_gather", 1, tokens * trace.vocabulary_size * computed
+    yield "all_reduce", 1, width * residual
+
+
+def _itemsizes(plan: Plan) -> tuple[int, int]:
+    weights, autocast = computed_in(plan)
+    return DTYPE_BYTES.get(weights, 4), DTYPE_BYTES.get(autocast or weights, 4)
+
+
+def _hidden(plan: Plan, trace: Trace, samples: float) -> float:
+    """Bytes of the residual stream, [B, T, D]."""
+    blocks = [segment for segment in trace.segments if segment.is_block]
+    cost = cost_of(plan, max(blocks or trace.segments, key=lambda one: one.count))
+    return float(cost.output.at(samples, trace.num_tokens))
+
+
+def _of_stages(plan: Plan, trace: Trace, samples: float) -> Iterator[Collective]:
+    """Activations to the next stage and gradients to the one before, unless that is on the same rank."""
+    stages = stages_of(plan.pipeline, trace, plan.size("pipeline"))
+    num_ranks, last = len(stages.numbers), int(stages.numbers.max())
+    cuts = [stage for stage in stages.numbers[0].tolist() if stage < last]
+    cuts += [stage - 1 for stage in stages.numbers[0].tolist() if stage > 0]
+    crossing = [
+        cut for cut in cuts if stages.info.rank_of(cut, num_ranks) != stages.info.rank_of(cut + 1, num_ranks)
+    ]
+    calls = plan.num_micro_batches * len(crossing)
+    num_bytes = int(np.ceil(calls * _hidden(plan, trace, samples)))
+    for kind in ("send", "recv"):
+        yield Collective(kind, "pipeline", calls, num_bytes)

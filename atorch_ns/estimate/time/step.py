@@ -1,0 +1,211 @@
+"""Step time of plans of one kind, which differ in sizes only.
+
+A step is priced as its passes over the segments of the model (:mod:`.passes`), the communication between and during
+them (:mod:`.traffic`), the time that a pipeline's ranks wait for each other (:mod:`.pipeline`), and the optimizer's
+update.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.estimate.estimate import TimeParts, Workload
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, Sizes, computed_in, stored_dtype
+from atorch_ns.estimate.table import PlanTable
+from atorch_ns.estimate.time.context import PricingContext, collective_seconds
+from atorch_ns.estimate.time.passes import (
+    communication_operators,
+    offloaded_activations,
+    passes_of,
+    segments_of,
+    update_operators,
+)
+from atorch_ns.estimate.time.pipeline import as_pipeline
+from atorch_ns.estimate.time.traffic import exchanges_of, gather_and_reduce, partial_sums
+from atorch_ns.profile import ParameterSpec, Trace
+from atorch_ns.strategy import Plan
+
+_IN_PLACE = (3, 8, 17)
+"""Tensors that an optimizer with 0, 1, 2 states reads or writes in place for each parameter, operator by operator:
+SGD reads two and writes one; momentum adds ``mul_`` and ``add_``; Adam runs seven operators in place."""
+_FRESH = (0, 0, 4)
+"""The same for operators that make new tensors: Adam's root and its quotient."""
+_FUSED = (3, 5, 7)
+"""The same for one kernel: the parameter, its gradient and its states are read once, all but the gradient written."""
+
+
+def update_seconds(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
+    """[R] seconds of moving states, and [R] operators started on the host."""
+    trainable = _trainable(context)
+    optimizer = context.trace.optimizer
+    num_states = min(2, len(optimizer.state_dtypes)) if optimizer else 0
+    fused = optimizer is not None and optimizer.fused
+    plan, device = context.plan, context.hardware.device
+    num_elements = context.elements(trainable=True)
+    shards = context.shards(plan.sharding.optimizer_over)
+    updated = plan.precision.master_dtype or plan.precision.parameter_dtype
+    share = num_elements / shards
+    in_place = (_FUSED if fused else _IN_PLACE)[num_states] * share * DTYPE_BYTES.get(updated, 4)
+    fresh = (0 if fused else _FRESH[num_states]) * share * DTYPE_BYTES.get(updated, 4)
+    if plan.precision.master_dtype is not None:  # gradients to new fp32 ones, masters into weights
+        in_place, fresh = in_place + share * (4 + 2), fresh + share * (2 + 4)
+    if plan.precision.loss_scaling:  # gradients are read and written once to unscale them
+        in_place = in_place + share * 8
+    seconds = in_place / device.update_bytes_per_s + fresh / device.memory_bytes_per_s
+    own = (
+        len(trainable) / shards
+        if plan.sharding.layout == "parameters"
+        else np.broadcast_to(_num_trainable(context), shards.shape)
+    )
+    # The host updates, at about the speed of the link to it.
+    if (plan.offload or plan.offload_optimizer) and device.type != "cpu":
+        seconds = (in_place + fresh) / context.hardware.to_host.rate.bytes_per_s
+    return seconds, update_operators(plan, own, num_states, device.type, fused=fused)
+
+
+def offload_seconds(context: PricingContext) -> np.ndarray:
+    """[R] seconds of moving shards of parameters to the device and of gradients back, for each micro-batch."""
+    plan, device = context.plan, context.hardware.device
+    if plan.offload_optimizer and device.type != "cpu":
+        return _copied_weights(context)
+    if not plan.offload or device.type == "cpu":
+        return np.zeros(len(context.micro_batches))
+    held = [p for unit in context.units for p in unit.parameters * unit.count]
+    shards = context.shards(plan.sharding.parameters_over)
+    whole = sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, None)] for p in held)
+    num_bytes = whole * context.elements(trainable=False) / max(1, sum(p.num_elements for p in held))
+    passes = 1 if plan.sharding.keeps_gathered else 2
+    rate = context.hardware.to_host.rate
+    per_pass = rate.latency_s * len(held) + num_bytes / shards / rate.bytes_per_s
+    return np.asarray(context.micro_batches * per_pass * passes + per_pass)
+
+
+def _copied_weights(context: PricingContext) -> np.ndarray:
+    """[R] seconds of sending gradients to the host and updated weights back, once a step."""
+    rate = context.hardware.to_host.rate
+    num_bytes = (
+        DTYPE_BYTES[context.plan.precision.parameter_dtype] + 4
+    )  # gradients in their own dtype, weights in fp32
+    seconds = context.elements(trainable=True) * num_bytes / rate.bytes_per_s
+    return np.asarray(seconds + 2 * rate.latency_s * len(_trainable(context))) * np.ones(
+        len(context.micro_batches)
+    )
+
+
+def _num_trainable(context: PricingContext) -> np.ndarray | float:
+    """[R] parameters on the rank that train."""
+    own = [sum(p.trainable and p.tied_to is None for p in one.parameters) for one in context.trace.segments]
+    return context.parts.total([float(count) for count in own])
+
+
+def _trainable(context: PricingContext) -> list[ParameterSpec]:
+    return [p for unit in context.units for p in unit.parameters * unit.count if p.trainable]
+
+
+_STEP_OPERATORS = 30
+"""Operators of a step that belong to no segment: preparing the batch, the loss's mean, bookkeeping."""
+
+
+def price_kind(
+    plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
+) -> np.ndarray:
+    """[R, 9] seconds, columns as :class:`TimeParts`, of a template with R choices of sizes.
+
+    Args:
+        plan: what the rows have in common; its sizes are not read.
+        sizes: of R plans.
+        trace: what one step of the model costs.
+        cluster: with hardware.
+        workload: samples and tokens of a step.
+        memo: of the pricing.
+    """
+    context = PricingContext.of(plan, sizes, trace, cluster, workload, memo)
+    computing = _computing(plan)
+    segments = memo.get(("seconds", computing, context.parts), lambda: segments_of(context))
+    key = ("exchanges", computing, context.order, context.parts)
+    exchanges = memo.get(key, lambda: exchanges_of(context))
+    context, waiting = as_pipeline(context, segments, exchanges)
+    passes = passes_of(context, segments)
+    compute = passes.compute + waiting.twice
+    gather, reduce = gather_and_reduce(context, passes)
+    update, update_operators = update_seconds(context)
+    offload = offload_seconds(context) + offloaded_activations(context)
+    exchange = context.micro_batches * context.parts.total([each.seconds for each in exchanges])
+    device_seconds = compute + passes.recompute + gather + reduce + update + offload + exchange
+    operators = passes.operators + communication_operators(context) + update_operators + _STEP_OPERATORS
+    operators = operators + context.micro_batches * context.parts.total(
+        [each.operators for each in exchanges]
+    )
+    parts = {
+        "compute": compute,
+        "recompute": passes.recompute,
+        "gather": gather,
+        "reduce": reduce + partial_sums(context),
+        "optimizer": update,
+        "offload": offload,
+        "bubble": waiting.bubble,
+        "overhead": _overhead(context, operators, device_seconds),
+        "exchange": exchange + waiting.sends,
+    }
+    columns = np.empty((len(sizes), len(TimeParts._fields)))
+    for place, name in enumerate(TimeParts._fields):
+        columns[:, place] = parts[name]
+    return columns
+
+
+def _computing(plan: Plan) -> tuple[object, ...]:
+    """What of a plan decides how long its passes take."""
+    recomputed = (
+        plan.recomputation.kind,
+        plan.recomputation.every,
+        plan.recomputation.selectors,
+        plan.recomputation.saved_operators,
+    )
+    return (
+        *computed_in(plan),
+        plan.precision.narrow,
+        plan.replaced,
+        plan.compiled,
+        plan.compiler,
+        plan.extras,
+        *recomputed,
+    )
+
+
+def _overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
+    """[R] seconds of starting operators that nothing hides, and of what every step does on the host.
+
+    A GPU runs behind its host, so only what the host takes longer counts; a CPU is the host.
+    """
+    device = context.hardware.device
+    host = operators * device.launch_s
+    exposed = host if device.type == "cpu" else np.maximum(0.0, host - device_seconds)
+    given = sum(extra.seconds_per_step for extra in context.plan.extras)
+    loss = collective_seconds("all_reduce", 4.0, context.data_groups, context.hardware)
+    flags = loss if context.plan.precision.loss_scaling else 0.0
+    return np.asarray(exposed + given + loss + flags)
+
+
+def price_time(
+    table: PlanTable, trace: Trace, cluster: Cluster, workload: Workload, *, memo: Memo | None = None
+) -> np.ndarray:
+    """Seconds of one step of every plan.
+
+    Args:
+        table: N plans.
+        trace: what one step of the model costs.
+        cluster: with hardware.
+        workload: samples and tokens of a step.
+        memo: of the same table, trace and workload.
+
+    Returns:
+        [N, 9] seconds, columns as :class:`TimeParts`.
+    """
+    times = np.zeros((len(table), len(TimeParts._fields)))
+    memo = memo or Memo()
+    for kind, plan in enumerate(table.templates):
+        rows, sizes = table.sizes(kind, workload, memo)
+        if rows.size:
+            times[rows] = price_kind(plan, sizes, trace, cluster, workload, memo)
+    return times

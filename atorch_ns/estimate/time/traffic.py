@@ -1,0 +1,280 @@
+"""Communication time: gathers, reductions, and activations exchanged between ranks that divide the model or a sample.
+
+Legend: R plans of one kind, B samples in a micro-batch, T tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate.model_shard import (
+    DTYPE_BYTES,
+    LOSS_CALLS,
+    LOSS_NUMBERS,
+    Unit,
+    computed_in,
+    cost_of,
+    gathered_bytes,
+    reduced_bytes,
+    stored_dtype,
+)
+from atorch_ns.estimate.time.context import PricingContext, collective_seconds
+from atorch_ns.estimate.time.passes import Passes, recomputed_shares
+from atorch_ns.profile import ParameterSpec, Segment, Trace
+from atorch_ns.strategy import Plan
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``: a small first bucket starts to communicate early. A size
+that the user gives holds for the first bucket too."""
+
+
+def gradient_buckets(plan: Plan, trace: Trace) -> list[int]:
+    """Bytes of each bucket, in the order in which they are reduced.
+
+    Buckets are made anew after the first step, in the order in which gradients arrived: that of the
+    parameters backwards. A bucket is closed by the gradient that fills it. Each dtype has its own.
+    """
+    cap = plan.sharding.bucket_bytes or DEFAULT_BUCKET_BYTES
+    first = FIRST_BUCKET_BYTES if cap == DEFAULT_BUCKET_BYTES else cap
+    closed: list[int] = []
+    filling: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    for parameter in _arriving(trace):
+        dtype = stored_dtype(plan, parameter, None)
+        filling[dtype] = filling.get(dtype, 0) + parameter.num_elements * DTYPE_BYTES[dtype]
+        if filling[dtype] >= limits.get(dtype, first):
+            closed.append(filling.pop(dtype))
+            limits[dtype] = cap
+    return [*closed, *filling.values()]
+
+
+def _arriving(trace: Trace) -> Iterator[ParameterSpec]:
+    """Trainable parameters in the order in which their gradients are complete; a tied one at its first use."""
+    for segment in reversed(trace.segments):
+        own = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
+        for _ in range(segment.count):
+            yield from own
+
+
+def gather_and_reduce(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
+    """[R] exposed seconds of a step for gathering parameters and for reducing gradients."""
+    if context.plan.gradient_sync == "reduce_scatter":
+        return _by_units(context, passes)
+    nothing = np.zeros(len(context.micro_batches))
+    if context.plan.gradient_sync == "all_reduce":
+        return _broadcast_of_updates(context), _of_replicas(context, passes)
+    return _broadcast_of_updates(context), nothing
+
+
+def _of_replicas(context: PricingContext, passes: Passes) -> np.ndarray:
+    """By DistributedDataParallel, or at the end of the backward pass where ranks hold parts of the model."""
+    if not context.parts.divides:
+        return _by_buckets(context, passes)
+    num_bytes = sum(
+        reduced_bytes(context.plan, unit.parameters) * context.share_of(unit) * context.count(unit)
+        for unit in context.units
+    )
+    groups = context.data_groups
+    seconds = collective_seconds("all_reduce", num_bytes, groups, context.hardware)
+    moved = num_bytes * np.where(groups.size > 1, 4, 0) + 3 * num_bytes * (context.micro_batches - 1)
+    at_end = seconds + moved / context.hardware.device.update_bytes_per_s
+    return np.where(context.sizes.divides_model, at_end, _by_buckets(context, passes))
+
+
+def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
+    """Gradients all-reduced in buckets while the backward pass goes on."""
+    device, num_bytes = context.hardware.device, float(sum(gradient_buckets(context.plan, context.trace)))
+    count = len(gradient_buckets(context.plan, context.trace))
+    seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
+    last = seconds / max(1, count)
+    backward = context.parts.total([each.backward for each in passes.segments])
+    hidden = context.hardware.within_node.overlap * np.asarray(backward)
+    # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
+    moved = num_bytes * (2 + 3 * (context.micro_batches - 1))
+    return np.asarray(np.maximum(last, seconds - hidden) + moved / device.update_bytes_per_s)
+
+
+def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters gathered and gradients reduced unit by unit, each behind its neighbour's computation."""
+    plan, micro_batches = context.plan, context.micro_batches
+    gather, reduce = np.zeros(len(micro_batches)), np.zeros(len(micro_batches))
+    # On a CPU, fully_shard waits for each collective where it starts it.
+    overlap = 0.0 if context.hardware.device.type == "cpu" else context.hardware.within_node.overlap
+    # A pipeline keeps what a backward pass gathered for the pass that comes next, and its root for the step; or
+    # all of it for the step.
+    is_cut = context.sizes.pipeline > 1
+    in_pipeline = 1 if plan.sharding.keeps_gathered else (micro_batches + 1) / 2
+    passes_gathered = np.where(is_cut, in_pipeline, micro_batches)
+    is_first = True
+    for unit in context.units:
+        gathered, reduced, added = _unit_seconds(context, unit)
+        count = context.count(unit)
+        reduce = reduce + (micro_batches - 1) * count * added
+        if unit.is_root:
+            gather = gather + gathered * np.where(is_cut, 1, micro_batches)
+            reduce = reduce + reduced
+            continue
+        each = passes.segments[unit.segment]
+        # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
+        # has none, and in the backward pass the last reduction has none.
+        ahead = np.maximum(0.0, gathered - overlap * each.forward)
+        gather = gather + passes_gathered * (count * ahead + is_first * (gathered - ahead))
+        behind = overlap * (each.backward + each.recompute)
+        if not plan.sharding.keeps_gathered:
+            gather = gather + passes_gathered * count * np.maximum(0.0, gathered - behind)
+            behind = np.maximum(0.0, behind - gathered)
+        exposed = np.maximum(0.0, reduced - behind)
+        reduce = reduce + count * exposed + is_first * (reduced - exposed)
+        is_first = False
+    return gather, reduce
+
+
+def _unit_seconds(context: PricingContext, unit: Unit) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
+    """Seconds of one gather and one reduction of a unit, with the copies to and from their buffers, and of
+    adding the gradients of one more micro-batch."""
+    plan, hardware = context.plan, context.hardware
+    shard, device = context.shard_groups, hardware.device
+    share = context.share_of(unit)
+    gathered = gathered_bytes(plan, unit.parameters) * share
+    reduced = reduced_bytes(plan, unit.parameters) * share
+    # A gather writes a new buffer and copies it into new parameters; a reduction copies gradients into a new
+    # buffer and makes new shards. Shards are cast before and after, where dtypes differ.
+    copied = 3 * gathered + 2 * gathered / shard.size
+    gather = collective_seconds("all_gather", gathered, shard, hardware) + copied / device.memory_bytes_per_s
+    copied = 2 * reduced + 3 * reduced / shard.size
+    reduce = collective_seconds("reduce_scatter", reduced, shard, hardware)
+    reduce = reduce + copied / device.memory_bytes_per_s
+    replicas = context.replica_groups
+    if (replicas.size > 1).any():
+        reduce = reduce + collective_seconds("all_reduce", reduced / shard.size, replicas, hardware)
+    return gather, reduce, 3 * reduced / device.update_bytes_per_s
+
+
+def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
+    """Updated parameters sent from their owners to all, where only the optimizer is sharded."""
+    plan = context.plan
+    if not plan.sharding.optimizer_over:
+        return np.zeros(len(context.micro_batches))
+    parameters = [p for unit in context.units for p in unit.parameters * unit.count if p.trainable]
+    num_bytes = float(gathered_bytes(plan, parameters))
+    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, len(parameters))
+
+
+_OPERATORS = 4.0
+"""Operators that one exchange starts on the host: an autograd node, a buffer, the collective, its wait."""
+
+
+class Exchange(NamedTuple):
+    """Of one instance of a segment in one micro-batch, all passes together.
+
+    Attributes:
+        seconds: [R].
+        operators: [R] started on the host.
+    """
+
+    seconds: np.ndarray | float
+    operators: np.ndarray | float
+
+
+def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
+    """What every segment exchanges along the axes ``tensor``, ``sequence`` and ``expert``. Nothing hides it."""
+    segments = context.trace.segments
+    if not context.parts.divides:
+        return (Exchange(0.0, 0.0),) * len(segments)
+    again = recomputed_shares(context.plan, segments)
+    found = []
+    for s, segment in enumerate(segments):
+        seconds, calls = np.zeros(len(context.sizes)), np.zeros(len(context.sizes))
+        for axis, of in (("tensor", _tensor), ("sequence", _sequence), ("expert", _expert)):
+            size = getattr(context.sizes, axis)
+            if (size > 1).any():
+                more, count = of(context, s, segment, again[s])
+                seconds = seconds + np.where(size > 1, more, 0.0)
+                calls = calls + np.where(size > 1, count, 0.0)
+        found.append(Exchange(seconds, _OPERATORS * calls))
+    return tuple(found)
+
+
+def partial_sums(context: PricingContext) -> np.ndarray:
+    """[R] seconds of summing, once a step, gradients that each rank along ``sequence`` has a part of."""
+    size = context.sizes.sequence
+    if not (size > 1).any():
+        return np.zeros(len(size))
+    num_bytes = context.parts.total(
+        [float(reduced_bytes(context.plan, one.parameters)) * one.is_block for one in context.trace.segments]
+    )
+    return collective_seconds("all_reduce", num_bytes, context.groups(("sequence",)), context.hardware)
+
+
+def _tensor(
+    context: PricingContext, s: int, segment: Segment, again: float
+) -> tuple[np.ndarray, np.ndarray | float]:
+    """Megatron's exchanges: one sum for each row layer forward, one for each group of column layers backward.
+
+    With the residual stream divided, a gather and a scattered sum take the place of each sum, which is as many
+    bytes. Around the blocks the embedding's rows are summed, and the logits gathered; a loss on parts of the logits
+    sums three numbers for each token instead.
+    """
+    groups = context.groups(("tensor",))
+    output = _output(context, s) / context.sizes.sequence
+    if segment.is_block:
+        # Recomputation stops before its last sum.
+        count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
+        return collective_seconds("all_reduce", output * count, groups, context.hardware, count), count
+    words = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2]
+    if not words:
+        return np.zeros(len(context.sizes)), 0.0
+    if s < len(context.trace.segments) - 1:
+        return collective_seconds("all_reduce", output, groups, context.hardware), 1.0
+    weights, autocast = computed_in(context.plan)
+    tokens = context.num_samples * context.num_tokens * DTYPE_BYTES.get(autocast or weights, 4)
+    logits = collective_seconds("all_gather", tokens * words[0].shape[0], groups, context.hardware)
+    hidden = collective_seconds("all_reduce", tokens * words[0].shape[1], groups, context.hardware)
+    parts = context.sizes.parallel_loss
+    seen = context.num_samples * context.num_tokens * context.trace.loss_share
+    numbers = seen * LOSS_NUMBERS * DTYPE_BYTES["float32"]
+    sums = collective_seconds("all_reduce", numbers, groups, context.hardware, LOSS_CALLS)
+    return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
+
+
+def _sequence(
+    context: PricingContext, s: int, segment: Segment, again: float
+) -> tuple[np.ndarray, np.ndarray | float]:
+    """Ulysses: queries, keys, values and results change between tokens and heads in each attention; a ring: keys
+    and values pass every rank, forward, and with their gradients backward. Keys and values have fewer heads."""
+    groups = context.groups(("sequence",))
+    if not segment.is_block:
+        return np.zeros(len(context.sizes)), 0.0
+    trace = context.trace
+    heads = trace.num_key_value_heads / trace.num_heads if trace.num_heads else 1.0
+    width = _output(context, s) / context.sizes.tensor
+    passes = segment.num_attentions * (2 + again)
+    is_ring = context.sizes.is_ring
+    count = 4 * passes
+    num_bytes = width * (2 + 2 * heads) * passes / context.sizes.sequence
+    seconds = collective_seconds("all_to_all", num_bytes, groups, context.hardware, count)
+    if not is_ring.any():
+        return seconds, count
+    turns = segment.num_attentions * (1 + again + 2)
+    around = collective_seconds("all_gather", width * 2 * heads * turns, groups, context.hardware, turns)
+    return np.where(is_ring, around, seconds), np.where(is_ring, turns, count)
+
+
+def _expert(context: PricingContext, s: int, segment: Segment, again: float) -> tuple[np.ndarray, float]:
+    """Tokens go to the ranks that hold their experts, and results come back, in both passes."""
+    count = 2 * segment.num_routed * (2 + again)
+    routed = _output(context, s) * max(1, context.trace.experts_per_token)
+    groups = context.groups(("expert",))
+    return collective_seconds("all_to_all", routed * count, groups, context.hardware, count), count
+
+
+def _output(context: PricingContext, s: int) -> np.ndarray:
+    """[R] bytes of what a segment hands on: [B, T, D]."""
+    cost = cost_of(context.plan, context.trace.segments[s])
+    return np.asarray(cost.output.at(context.num_samples, context.num_tokens), dtype=float)

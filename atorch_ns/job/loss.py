@@ -1,0 +1,242 @@
+"""Precision of a job: autocast, loss scaling and casts around the model and the user's loss function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns.capture.nests import floats_to
+from atorch_ns.errors import InputError
+from atorch_ns.torch_compat import found_inf_tensors, local_grad_scaler
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Autocast around forward passes and the loss."""
+
+    device_type: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Dynamic loss scaling: the first scale and the steps between doublings."""
+
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+
+
+@dataclass(kw_only=True)
+class Precision:
+    """Precision of a job's forward passes and what guards its gradients.
+
+    Attributes:
+        autocast: around the step; ``None`` for none.
+        loss_scaling: dynamic loss scaling; ``None`` for none.
+        skip_if_nonfinite: whether steps with infinite or NaN gradients are skipped without a scaler.
+        input_dtype: dtype that floating inputs are cast to; ``None`` to leave them.
+        forward_root: the module whose forward pass autocast and casts surround; ``None`` for the job's model.
+        restore: makes all layers of a copy of a module compute in the dtype of their weights again; ``None``
+            where they do. See :meth:`atorch_ns.job.Job.in_full_precision`.
+    """
+
+    autocast: Autocast | None = None
+    loss_scaling: LossScaling | None = None
+    skip_if_nonfinite: bool = False
+    input_dtype: torch.dtype | None = None
+    forward_root: nn.Module | None = None
+    restore: Callable[[nn.Module], None] | None = None
+
+
+def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    """Runs every forward pass of ``model`` under autocast. Hooks are added; ``forward`` is not replaced.
+
+    Args:
+        model: the outermost module, wrappers included.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        dtype: of matrix products.
+    """
+    scope = _AutocastScope(device_type, dtype)
+    model.register_forward_pre_hook(scope.enter, prepend=True)
+    model.register_forward_hook(scope.leave, always_call=True)
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the floating tensors among the model's inputs to ``dtype``, before every forward pass."""
+
+    model.register_forward_pre_hook(_Cast(dtype), with_kwargs=True, prepend=True)
+
+
+class _AutocastScope:
+    """Enters autocast before a forward pass and leaves it after; copies and pickles with the model."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type = device_type
+        self._dtype = dtype
+        self._entered: list[torch.autocast] = []
+
+    def enter(self, *_: Any) -> None:
+        context = torch.autocast(self._device_type, dtype=self._dtype)
+        context.__enter__()
+        self._entered.append(context)
+
+    def leave(self, *_: Any) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_entered": []}
+
+
+class _Cast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return floats_to(args, self._dtype), floats_to(kwargs, self._dtype)
+
+
+class LossScaler:
+    """A ``GradScaler`` whose scale enters in the backward pass, so that the loss itself stays readable.
+
+    The loss that :meth:`scaled` returns has the user's value; its backward pass multiplies the gradient by
+    the scale. ``loss.backward()`` therefore works as written, and so does dividing the loss beforehand.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        init_scale: the first scale.
+        growth_interval: steps without overflow after which the scale doubles.
+        group: the ranks that must skip a step together; ``None`` for one rank.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        init_scale: float = 2.0**16,
+        growth_interval: int = 2000,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.scaler = local_grad_scaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
+        self.num_backwards = 0
+        self._group = group
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` with the scale in its backward pass."""
+        result: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_gradient)  # type: ignore[no-untyped-call]
+        return result
+
+    def scaled_elsewhere(self, device: torch.device) -> None:
+        """Another rank computes the loss of this rank's gradients, and scales it alike."""
+        self.scaler.scale(torch.zeros((), device=device))  # which makes the scale
+        self.num_backwards += 1
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Divides the gradients of ``optimizer`` by the scale; collective, also for a rank that has none.
+
+        Returns:
+            Whether any gradient on any rank is infinite or NaN.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        flags: list[torch.Tensor] = []
+        if any(parameter.grad is not None for parameter in parameters):
+            self.scaler.unscale_(optimizer)
+            flags = found_inf_tensors(self.scaler, optimizer)
+        if self._group is None:
+            return any(float(flag) > 0 for flag in flags)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        overflow = torch.zeros((), device=device)
+        for flag in flags:
+            overflow = torch.maximum(overflow, flag.reshape(()).to(device))
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._group)
+        for flag in flags:
+            flag.fill_(overflow.item())
+        return bool(overflow)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps ``optimizer`` unless :meth:`unscale` found an overflow, and adapts the scale."""
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.num_backwards = 0
+
+    def _scale_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.num_backwards += 1
+        return self.scaler.scale(gradient)
+
+
+class _ScaleInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.scale = scale
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.scale(gradients[0]), None
+
+
+LossFunction = Callable[[Any, Any], Any]
+"""``(batch, output) -> loss``, or a list or tuple that begins with the loss."""
+
+
+def wrap_loss(
+    loss_func: LossFunction, *, autocast: Autocast | None, scaler: LossScaler | None, upcast: bool
+) -> LossFunction:
+    """The loss function a user calls; the same object if nothing surrounds it.
+
+    Args:
+        loss_func: the user's.
+        autocast: run it under autocast.
+        scaler: let the gradient scale enter in its backward pass.
+        upcast: give it the model's floating outputs in fp32.
+    """
+    if autocast is None and scaler is None and not upcast:
+        return loss_func
+
+    @functools.wraps(loss_func)
+    def wrapped(batch: Any, output: Any) -> Any:
+        if upcast:
+            output = floats_to(output, torch.float32)
+        context = torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
+        with context:
+            value = loss_func(batch, output)
+        return value if scaler is None else _with_first(value, scaler.scaled(first_loss(value)))
+
+    return wrapped
+
+
+def first_loss(value: Any) -> torch.Tensor:
+    """The loss in what a loss function returned.
+
+    Raises:
+        InputError: if there is no scalar tensor where the loss should be.
+    """
+    loss = value[0] if isinstance(value, (list, tuple)) and value else value
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"loss_func returned {type(value).__name__}, but the loss must be a tensor, or the first item of "
+            "a list or tuple."
+        )
+    if loss.numel() != 1:
+        raise InputError(
+            f"loss_func returned a tensor of shape {tuple(loss.shape)}; the loss must be one number. "
+            "Reduce it, for example by .mean()."
+        )
+    return loss
+
+
+def _with_first(value: Any, loss: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor):
+        return loss
+    if isinstance(value, list):
+        return [loss, *value[1:]]
+    if hasattr(value, "_replace"):
+        return type(value)(loss, *value[1:])
+    return (loss, *value[1:])

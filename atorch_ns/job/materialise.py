@@ -1,0 +1,217 @@
+"""Giving memory and values to a model that was built on the meta device."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding import Packing
+from atorch_ns.torch_compat import is_strided_shard, plain_name
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of ``whole`` in the layout of ``like``; a view, and nothing is communicated.
+
+    A dimension that is divided twice (over tensor ranks, then over the ranks that share a tensor rank's part)
+    is divided in that order, which placements tell by a strided shard.
+
+    Args:
+        whole: of the shape of ``like``, the same on all of its ranks.
+        like: divided by shards and replicas only.
+    """
+    mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    assert whole.shape == like.shape
+    numbered = list(enumerate(like.placements))
+    plain = [entry for entry in numbered if not is_strided_shard(entry[1])]
+    strided = [entry for entry in reversed(numbered) if is_strided_shard(entry[1])]
+    part = whole
+    for axis, placement in (*plain, *strided):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            part = _chunk(part, mesh.size(axis), dim, coordinate[axis])
+    return part
+
+
+def divided_like(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """``whole`` as a DTensor in the layout of ``like``, each rank with a copy of its part."""
+    return DTensor.from_local(
+        local_part(whole, like).contiguous().clone(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _chunk(tensor: torch.Tensor, count: int, dim: int, index: int) -> torch.Tensor:
+    """Piece ``index`` of ``torch.chunk``, which may be empty."""
+    pieces = tensor.chunk(count, dim)
+    return pieces[index] if index < len(pieces) else tensor.narrow(dim, tensor.size(dim), 0)
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer of ``module`` has a shape but no memory."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+class Materialiser:
+    """Materialises parts of one model, each module once, with values that do not depend on the order.
+
+    Every module's initial values are drawn from a generator state of its own, made from ``seed`` and the
+    module's path. A model materialised block by block, on any number of ranks, therefore has the values of
+    one materialised at once. Tied parameters stay tied. A parameter that is divided over ranks is made whole, one
+    module at a time, and each rank keeps its part.
+
+    Args:
+        model: the whole model.
+        device: where the memory is taken.
+        seed: the same on every rank.
+        init: initialises one module's own parameters and buffers in place; ``None`` to use what the model
+            offers: ``_init_weights`` of Hugging Face models, else each module's ``reset_parameters``.
+        packings: parameters that lie divided in another order than the user's, by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        seed: int,
+        init: Callable[[nn.Module], object] | None = None,
+        packings: Mapping[str, Packing] | None = None,
+    ) -> None:
+        self._packings = dict(packings or {})
+        self._device = device
+        self._seed = seed
+        self._init = init or _initialiser(model)
+        self._names = {module: plain_name(name) for name, module in model.named_modules()}
+        # Only tied parameters are looked up again. A strong reference would keep every full parameter alive
+        # after its shard has taken its place.
+        self._made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
+
+    def materialise(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
+        """Materialises everything on meta inside ``modules``; without ``recurse`` only what they hold themselves.
+
+        Raises:
+            InputError: naming the modules that offer no way to initialise themselves, or whose
+                initialisation leaves values unset.
+        """
+        for root in modules:
+            for module in root.modules() if recurse else (root,):
+                self._materialise_one(module)
+
+    def _materialise_one(self, module: nn.Module) -> None:
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            return
+        divided = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        fresh = self._allocate(module)
+        if not fresh:
+            return
+        made = divided.keys() - fresh.keys()
+        self._make_whole(module, made)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed ^ zlib.crc32(self._names.get(module, "").encode()))
+            self._init(module)
+        unset = [name for name, tensor in fresh.items() if _is_poisoned(tensor)]
+        if unset:
+            raise InputError(
+                f"the model is on the meta device, and initialising {self._path(module)} leaves "
+                f"{', '.join(unset)} unset. Set them in its reset_parameters, or build the model on a device."
+            )
+        for name, parameter in divided.items():
+            self._keep_part(module, name, parameter, made=name in made)
+
+    def _make_whole(self, module: nn.Module, made: Iterable[str]) -> None:
+        """Lets the initialisation see whole parameters in place of parts that another module has made."""
+        for name in made:
+            tied = module._parameters[name]
+            assert tied is not None
+            data = _poison(torch.empty(tied.shape, dtype=tied.dtype, device=self._device))
+            module._parameters[name] = nn.Parameter(data, requires_grad=tied.requires_grad)
+
+    @torch.no_grad()
+    def _keep_part(self, module: nn.Module, name: str, like: nn.Parameter, *, made: bool) -> None:
+        """Keeps of a parameter that has its values this rank's part, laid out like ``like``."""
+        path = self._names.get(module, "")
+        packing = self._packings.get(f"{path}.{name}" if path else name)
+        whole = module._parameters[name]
+        assert whole is not None
+        assert isinstance(like, DTensor)
+        values = whole.detach() if packing is None else packing.pack(whole.detach())
+        part = divided_like(values, like)
+        if made:
+            tied = self._made.get(like, like)
+            module._parameters[name] = tied
+            if not _is_poisoned(whole):
+                tied.copy_(part)
+        else:
+            module._parameters[name] = self._made[like] = nn.Parameter(part, requires_grad=like.requires_grad)
+
+    @torch.no_grad()
+    def _allocate(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        fresh: dict[str, torch.Tensor] = {}
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            made = self._made.get(parameter)
+            if made is None:
+                size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
+                data = _poison(torch.empty_strided(size, stride, dtype=dtype, device=self._device))
+                made = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                fresh[name] = data
+            module._parameters[name] = made
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                fresh[name] = module._buffers[name] = _poison(torch.empty_like(buffer, device=self._device))
+        return fresh
+
+    def _path(self, module: nn.Module) -> str:
+        return f"{self._names.get(module) or 'the model'} ({type(module).__qualname__})"
+
+
+def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
+    from_model = getattr(model, "_init_weights", None)
+    if callable(from_model):
+        without_grad: Callable[[nn.Module], object] = torch.no_grad()(from_model)
+        return without_grad
+
+    def reset(module: nn.Module) -> object:
+        for name in ("reset_parameters", "_reset_parameters"):
+            function = getattr(module, name, None)
+            if callable(function):
+                return torch.no_grad()(function)()
+        raise InputError(
+            f"the model is on the meta device, and {type(module).__qualname__} has no reset_parameters() to "
+            "give it values. Add one, or build the model on a device; a strategy with fsdp may give param_init_fn."
+        )
+
+    return reset
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills a tensor with a value that no initialisation leaves behind everywhere."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    if tensor.dtype == torch.bool:
+        return tensor.zero_()
+    return tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    """Whether some value (integers: every value) is still the poison; takes no memory of the tensor's size."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_floating_point():
+        return bool(torch.isnan(tensor.detach().amin()))  # a minimum over a NaN is NaN
+    return bool(tensor.amax() == torch.iinfo(tensor.dtype).min)

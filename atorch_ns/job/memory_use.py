@@ -1,0 +1,191 @@
+"""Memory of a training job: bytes of tensors at its peak and in its states."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from atorch_ns.job.optimizer import inner_optimizer
+from atorch_ns.job.result import Result
+from atorch_ns.profile import plain_tensors
+from atorch_ns.torch_compat import CpuMemoryRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """What one rank keeps of a model in training after a step, in bytes; a storage counts once.
+
+    Attributes:
+        parameters: of the model.
+        gradients: of parameters, or of their fp32 masters.
+        optimizer: the optimizer's states and fp32 master weights.
+        buffers: of the model.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All four."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """What one rank held in a training step.
+
+    Attributes:
+        peak_bytes: the most that was alive at once.
+        states: what is kept after the step.
+    """
+
+    peak_bytes: int
+    states: StateBytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Parameters."""
+        return self.states.parameters
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients that are alive after the step."""
+        return self.states.gradients
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Optimizer states and masters."""
+        return self.states.optimizer
+
+
+def state_bytes(result: Result) -> StateBytes:
+    """What is kept of a job; read after a step, before gradients are cleared."""
+    own = list(result.model.parameters())
+    updated = [] if result.optim is None else _updated_tensors(result.optim)
+    states = [] if result.optim is None else _state_tensors(result.optim)
+    kept = _storages(own)
+    gradients = _storages(tensor.grad for tensor in (*own, *updated) if tensor.grad is not None)
+    # Masters are updated in the place of parameters, and so are flat partitions of their own memory.
+    of_optimizer = {key: size for key, size in _storages((*updated, *states)).items() if key not in kept}
+    return StateBytes(
+        parameters=sum(kept.values()),
+        gradients=sum(gradients.values()),
+        optimizer=sum(of_optimizer.values()),
+        buffers=sum(_storages(result.model.buffers()).values()),
+    )
+
+
+def _updated_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    optimizer = inner_optimizer(optimizer)
+    optimizer = getattr(optimizer, "optim", optimizer)  # of those that keep this rank's part in another one
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind ``tensors`` on this rank, whole storages, by address."""
+    storages: dict[int, int] = {}
+    for part in itertools.chain.from_iterable(map(plain_tensors, tensors)):
+        storage = part.detach().untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+class MemoryTracker:
+    """Follows the tensor memory of this process; see :func:`track_memory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = 0
+        self._alive = 0
+        self._base = 0
+        self._record: CpuMemoryRecord | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once since the start, or the last :meth:`reset_peak`."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        self._fold()
+        return self._peak
+
+    @property
+    def alive_bytes(self) -> int:
+        """What is alive now."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        self._fold()
+        return self._alive
+
+    def reset_peak(self) -> None:
+        """Forgets the peak so far: what is alive now is the new one."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._fold()
+        self._peak = self._alive
+
+    def start(self) -> None:
+        """Begins; :func:`track_memory` calls it."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._record = CpuMemoryRecord()
+        self._record.count(True)
+        self._record.start()
+        self._base = self._record.stop()[-1]
+        self._record.start()
+
+    def stop(self) -> None:
+        """Ends; the figures stay."""
+        if self._record is not None:
+            self._fold()
+            record, self._record = self._record, None
+            record.stop()
+            record.count(False)
+
+    def _fold(self) -> None:
+        """Takes over what has been recorded, and goes on recording."""
+        if self._record is None:
+            return
+        counts = [count - self._base for count in self._record.stop()]
+        self._peak = max(self._peak, *counts)
+        self._alive = counts[-1]
+        self._record.start()
+
+
+@contextmanager
+def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
+    """Follows the tensor memory of this process inside the block.
+
+    On CUDA the figures are the allocator's, of the whole process. On the CPU they are of what is allocated
+    inside the block, by any thread, in the bytes asked for; memory that was there before is not counted, nor
+    its release, so models are to be built or copied inside. Operators run slower meanwhile, and another
+    profiler cannot run: time steps outside.
+
+    Example:
+        >>> with track_memory(torch.device("cpu")) as memory:  # doctest: +SKIP
+        ...     result = build()
+        ...     result.train_step(batch)  # makes the optimizer's states
+        ...     memory.reset_peak()
+        ...     result.train_step(batch)
+        ...     peak = PeakMemory(peak_bytes=memory.peak_bytes, states=state_bytes(result))
+    """
+    tracker = MemoryTracker(device)
+    tracker.start()
+    try:
+        yield tracker
+    finally:
+        tracker.stop()

@@ -1,0 +1,197 @@
+"""A job's model: what it was before any method, and what methods have made of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.job.inputs import Inputs
+from atorch_ns.pipeline import PipelineStep
+from atorch_ns.sharding import Packing
+from atorch_ns.torch_compat import plain_name
+
+
+def parameter_names(module: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """All names of every parameter, the first one first, as the model without wrappers inside it has them."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(plain_name(name))
+    return names
+
+
+@dataclass(frozen=True)
+class NamedGroup:
+    """One group of an optimizer: the names of its parameters, and its options (``lr``, …)."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginalModel:
+    """The user's model before any method.
+
+    Attributes:
+        model_class: name of its class.
+        num_parameters: its elements.
+        parameter_order: the first name of every parameter, in the model's order.
+        tied: for each parameter that has several names, the other names by the first one.
+        groups: the user's parameter groups by name; ``None`` for one group of all that trains.
+    """
+
+    model_class: str
+    num_parameters: int
+    parameter_order: tuple[str, ...]
+    tied: dict[str, list[str]]
+    groups: tuple[NamedGroup, ...] | None
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> OriginalModel:
+        """Describes the user's model; raises what :func:`name_groups` raises."""
+        names = parameter_names(inputs.model).values()
+        return cls(
+            model_class=type(inputs.model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in inputs.model.parameters()),
+            parameter_order=tuple(first for first, *_ in names),
+            tied={first: others for first, *others in names if others},
+            groups=name_groups(inputs),
+        )
+
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """``names`` without repetition: parameters in the model's order, then the others as they come."""
+        order = {name: place for place, name in enumerate(self.parameter_order)}
+        return sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
+
+    def first_name(self, names: Sequence[str]) -> str:
+        """The model's first name for a parameter of which a stage may have kept later ones only."""
+        for first, others in self.tied.items():
+            if first in names or not set(others).isdisjoint(names):
+                return first
+        return names[0]
+
+
+@dataclass(kw_only=True)
+class ModelParts:
+    """What methods have divided the model into.
+
+    Attributes:
+        stages: modules of this rank that are called in place of the model, in the order of a pipeline; empty
+            where the model is called as one. Together they hold this rank's parameters.
+        pipeline: the schedule and the predicted costs of its stages, for the report; ``None`` without a pipeline.
+        full_structure: the whole model from before it was cut into stages, its parameters without memory;
+            ``None`` where it is in one piece.
+        experts: modules whose parameters are divided over the expert axis, so that only the other data ranks
+            hold copies of them. They scale their gradients themselves to the mean over the expert axis.
+        listed_experts: likewise, modules that are never called themselves: ``job.gradients.sums`` averages the
+            gradients of their copies, and nothing may shard them further.
+        packings: parameters that lie divided over the tensor axis in another order than the user's, by name.
+    """
+
+    stages: tuple[nn.Module, ...] = ()
+    pipeline: PipelineStep | None = None
+    full_structure: nn.Module | None = None
+    experts: tuple[nn.Module, ...] = ()
+    listed_experts: tuple[nn.Module, ...] = ()
+    packings: dict[str, Packing] = field(default_factory=dict)
+
+
+def name_groups(inputs: Inputs) -> tuple[NamedGroup, ...] | None:
+    """Asks ``optim_param_func`` about the user's model before anything is done to it.
+
+    Only then does the function see whole parameters with their own shapes and names, whatever the strategy
+    makes of them afterwards.
+
+    Returns:
+        The groups; ``None`` if there is no such function: then every parameter that requires a gradient
+        when the optimizer is made is in one group.
+
+    Raises:
+        InputError: if the function gives something else than parameters or groups of them, or tensors that
+            are not parameters of the model.
+    """
+    if inputs.optim_param_func is None:
+        return None
+    names = {id(parameter): name for name, parameter in inputs.model.named_parameters()}
+    return tuple(_named(group, names) for group in _as_groups(inputs.optim_param_func(inputs.model)))
+
+
+def parameter_groups(
+    model: nn.Module,
+    groups: tuple[NamedGroup, ...] | None,
+    *,
+    whole: bool = True,
+    tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """The same groups over the parameters that the model has now.
+
+    Args:
+        model: what this rank holds.
+        groups: by name.
+        whole: whether that is the whole model; else groups keep what there is of them.
+        tied: other names of parameters, of which a part of the model may have kept one only.
+
+    Raises:
+        InputError: if nothing is trainable, or a method has removed one of the parameters.
+    """
+    if groups is None:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable and whole:
+            raise InputError(
+                "the model has no parameter that requires a gradient, so there is nothing to optimize."
+            )
+        return [{"params": trainable}]
+    now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, others in tied.items():
+        kept = [other for other in others if other in now]
+        if name not in now and kept:
+            now[name] = now[kept[0]]
+    missing = [name for group in groups for name in group.names if name not in now]
+    if missing and whole:
+        raise InputError(
+            f"optim_param_func chose {missing[0]} ({len(missing)} such), which the model no longer has after "
+            "the strategy's methods. Leave that module out of module_replace, or group by what remains."
+        )
+    return [
+        {"params": [now[name] for name in group.names if name in now], **group.options} for group in groups
+    ]
+
+
+def _named(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
+    for parameter in group["params"]:
+        if id(parameter) not in names:
+            raise InputError(
+                f"optim_param_func gave a {type(parameter).__name__} that is no parameter of the model it was "
+                "called with. Build the groups from the model that is passed to the function."
+            )
+    options = {key: value for key, value in group.items() if key != "params"}
+    return NamedGroup(tuple(names[id(parameter)] for parameter in group["params"]), options)
+
+
+def _as_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
+    try:
+        entries = list(given)
+    except TypeError:
+        raise InputError(
+            f"optim_param_func returned a {type(given).__name__}; it must return parameters or groups of them."
+        ) from None
+    if all(isinstance(entry, dict) for entry in entries):
+        return [{**entry, "params": _listed(entry)} for entry in entries]
+    return [{"params": _plain(entries)}]
+
+
+def _listed(group: dict[str, Any]) -> list[Any]:
+    if "params" not in group:
+        raise InputError(f"optim_param_func gave a group without 'params'; it has {sorted(group)}.")
+    params = group["params"]
+    return _plain([params] if isinstance(params, torch.Tensor) else list(params))
+
+
+def _plain(entries: list[Any]) -> list[Any]:
+    """Parameters, of which some may come as ``(name, parameter)``."""
+    return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]

@@ -1,0 +1,352 @@
+"""The optimizer that a user steps when more than the bare step has to happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import StepError
+from atorch_ns.job.gradients import gradient_norm
+from atorch_ns.job.loss import LossScaler
+from atorch_ns.torch_compat import plain_name
+
+
+class MasterWeights:
+    """Pairs of a model's parameter and its fp32 copy.
+
+    Args:
+        parameters: the model's parameters; those that are not floating or already fp32 are their own master.
+        on_host: all floating parameters have a master, in host memory; they are plain tensors then.
+        pinned: whether that memory is pinned, so that the device moves it by itself.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], *, on_host: bool = False, pinned: bool = False
+    ) -> None:
+        self._on_host = on_host
+        self._pinned = pinned
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if on_host and parameter.is_floating_point():
+                master = self._host_tensor(parameter).copy_(parameter.detach())
+                self._masters[parameter] = torch.nn.Parameter(master)
+            elif parameter.dtype in (torch.float16, torch.bfloat16):
+                master = parameter.detach().to(torch.float32)
+                self._masters[parameter] = torch.nn.Parameter(master)
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that the optimizer updates for ``parameter``."""
+        return self._masters.get(parameter, parameter)
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """``(parameter, master)`` of every parameter that has one."""
+        yield from self._masters.items()
+
+    def groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
+        """Parameter groups with every parameter replaced by its master."""
+        return [
+            {**group, "params": [self.of(parameter) for parameter in group["params"]]} for group in groups
+        ]
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed."""
+        for parameter, master in self._masters.items():
+            if parameter.grad is None:
+                continue
+            if self._on_host:
+                if parameter not in self._gradients:
+                    self._gradients[parameter] = self._host_tensor(parameter)
+                gradient = self._gradients[parameter]
+                master.grad = gradient.copy_(parameter.grad, non_blocking=self._pinned)
+            else:
+                master.grad = parameter.grad.to(torch.float32)
+            parameter.grad = None
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()  # the host reads them next
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Rounds the masters into the parameters."""
+        for parameter, master in self._masters.items():
+            parameter.copy_(master, non_blocking=self._pinned)
+
+    def _host_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
+
+
+_FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with fused kernels for CPUs and for CUDA. Adagrad has one for CPUs only."""
+_DEVICES: Final = ("cpu", "cuda")
+_DECIDES: Final = ("fused", "foreach", "differentiable")
+
+
+class FusedChoice(NamedTuple):
+    """Whether an optimizer is asked for its fused kernel.
+
+    Attributes:
+        use: whether ``fused=True`` is passed.
+        why: for the report; empty where there is nothing to decide.
+    """
+
+    use: bool
+    why: str
+
+
+def choose_fused(
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
+) -> FusedChoice:
+    """Decides for parameter groups as they will be given to ``optim_func``.
+
+    A fused kernel updates all parameters of a group in one pass over memory, with no temporary. torch itself leaves
+    it off; a loop over parameters is what it runs on CPUs, and for DTensors on GPUs too.
+
+    Args:
+        optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
+        optim_args: the user's; where they decide, nothing is added.
+        groups: with ``params``, and the user's options of each.
+        models: what holds the parameters; embeddings in it may say that their gradients are sparse.
+    """
+    kind, given = _unwrapped(optim_func, dict(optim_args or {}))
+    if kind not in _FUSED:
+        return FusedChoice(False, "")
+    groups = list(groups)
+    decided = [key for key in _DECIDES if given.get(key) is not None or any(key in each for each in groups)]
+    if decided:
+        return FusedChoice(False, "")
+    reason = _sparse(models) or next(
+        (reason for group in groups if (reason := _obstacle(kind, group["params"]))), None
+    )
+    if reason is not None:
+        return FusedChoice(False, f"{kind.__name__}: not fused, since {reason}")
+    return FusedChoice(
+        True,
+        f"{kind.__name__}: fused, in one pass over all parameters; optim_args={{'fused': False}} for a loop",
+    )
+
+
+def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class behind partials, and all keywords that it will be called with."""
+    while isinstance(function, partial):
+        given = {**function.keywords, **given}
+        function = function.func
+    return function, given
+
+
+def optimizer_arguments(
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
+) -> tuple[dict[str, Any], str]:
+    """The keywords that ``optim_func`` is called with, and what to say of them; arguments as :func:`choose_fused`."""
+    choice = choose_fused(optim_func, optim_args, groups, models)
+    given = dict(optim_args or {})
+    return ({**given, "fused": True} if choice.use else given), choice.why
+
+
+def _sparse(models: Iterable[nn.Module]) -> str | None:
+    """The module whose gradient is sparse, which fused kernels refuse in the first step."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                kind = type(module).__name__
+                return f"{plain_name(name) or 'the model'} is an {kind} with sparse=True, and no fused kernel takes sparse gradients"
+    return None
+
+
+def _obstacle(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why one fused call cannot update these parameters; ``None`` if it can."""
+    layouts = set()
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            return f"a parameter is {parameter.dtype}"
+        if parameter.device.type not in _DEVICES:
+            return f"there is no fused kernel for {parameter.device.type}"
+        if parameter.device.type == "cpu" and parameter.itemsize < 4:
+            # SGD's kernel loses the momentum of 16-bit numbers (torch 2.13); the others round otherwise than a loop.
+            return f"torch's fused kernels for CPUs are not right for {parameter.dtype}"
+        layouts.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
+    if kind is torch.optim.SGD and layouts - {None}:
+        return "torch has no fused SGD for DTensors"
+    if len(layouts) > 1:
+        kinds = "DTensors and plain tensors" if None in layouts else "DTensors on several meshes"
+        return f"a group holds {kinds}, which one call cannot update"
+    return None
+
+
+class StepOptimizer(torch.optim.Optimizer):
+    """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
+
+    Everything but :meth:`step` and :meth:`zero_grad` is the inner optimizer's, so schedulers, hooks and
+    ``state_dict`` see that one.
+
+    Args:
+        inner: the user's optimizer, already on the master weights if there are any.
+        scaler: dynamic loss scaling, or ``None``.
+        masters: fp32 copies, or ``None``.
+        skip_if_nonfinite: without a scaler, skip a step whose gradients are infinite or NaN.
+        group: the ranks that must skip a step together; ``None`` for one rank.
+        finish: completes gradients that are not complete after the backward pass; ``None`` if all are.
+        norm: of the gradients of some parameters, over all ranks that hold a part of them.
+
+    Attributes:
+        num_skipped: steps skipped so far.
+        skipped: whether the last step was skipped.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None,
+        skip_if_nonfinite: bool = False,
+        group: dist.ProcessGroup | None = None,
+        finish: Callable[[], None] | None = None,
+        norm: Callable[[list[torch.Tensor]], torch.Tensor] = gradient_norm,
+    ) -> None:
+        # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
+        self.inner = inner
+        self.scaler = scaler
+        self.masters = masters
+        self.num_skipped = 0
+        self.skipped = False
+        self._skip_if_nonfinite = skip_if_nonfinite
+        self._group = group
+        self._finish = finish
+        self._norm = norm
+        self._prepared = False
+        self._overflow = False
+
+    def prepare_gradients(self) -> None:
+        """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
+
+        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective.
+
+        Raises:
+            StepError: if the loss was scaled nowhere, because it did not come from the result's loss function.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        if self._finish is not None:
+            self._finish()
+        if self.masters is not None:
+            self.masters.take_gradients()
+        if self.scaler is None:
+            return
+        if self.scaler.num_backwards == 0 and self._has_gradients():
+            raise StepError(
+                "fp16 needs a scaled loss, but no backward pass since the last step came from the loss "
+                "function that auto_accelerate returned. Use result.loss_func(batch, output), or "
+                "result.train_step(batch)."
+            )
+        self._overflow = self.scaler.unscale(self.inner)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
+        if closure is not None and self.scaler is not None:
+            raise StepError(
+                "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
+                "bf16 with optimizers that need a closure."
+            )
+        if closure is not None:
+            with torch.enable_grad():
+                loss: float | None = closure()
+        else:
+            loss = None
+        self.prepare_gradients()
+        self.skipped = self._overflow or (self._skip_if_nonfinite and self._nonfinite())
+        if self.scaler is not None and self._has_gradients():
+            self.scaler.step(self.inner)
+        elif not self.skipped:
+            self.inner.step()
+        if self.skipped:
+            self.num_skipped += 1
+        elif self.masters is not None:
+            self.masters.give_weights()
+        self._prepared = self._overflow = False
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the weights and of their masters."""
+        self.inner.zero_grad(set_to_none)
+        if self.masters is not None:
+            for parameter, _ in self.masters.pairs():
+                parameter.grad = None
+        if self.scaler is not None:
+            self.scaler.num_backwards = 0
+        self._prepared = self._overflow = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups; changing a learning rate here changes it there."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the inner optimizer's state."""
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer.
+
+        Raises:
+            StepError: with master weights, which exist for the first groups only.
+        """
+        if self.masters is not None:
+            raise StepError("parameters cannot be added after fp32 master weights were made")
+        self.inner.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    def _has_gradients(self) -> bool:
+        return any(
+            parameter.grad is not None for group in self.inner.param_groups for parameter in group["params"]
+        )
+
+    def _nonfinite(self) -> bool:
+        """Whether any rank sees a bad gradient: a rank may hold only a part of them."""
+        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        flag = (~torch.isfinite(self._norm(parameters))).float()
+        if self._group is not None:
+            flag = flag.to(parameters[0].device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's optimizer inside a :class:`StepOptimizer`; any other as it is."""
+    return optimizer.inner if isinstance(optimizer, StepOptimizer) else optimizer

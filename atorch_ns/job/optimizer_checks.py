@@ -1,0 +1,350 @@
+"""Checks of optimizers: what those of torch and of other packages cannot update, found before the first step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.errors import BackendError, InputError
+from atorch_ns.job.job import Job, ParameterGroups
+from atorch_ns.torch_compat import TorchDispatchMode
+
+_SHAPES: Final = ((4, 6), (6, 4))
+_STEPS: Final = 6
+_LARGE: Final = 1e4
+"""Factor of the last gradients: norms that nothing else reaches are clipped there."""
+_TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Difference of updates, as a part of the largest. Estimated step sizes begin with 1e-6, below fp32's rounding."""
+_KNOWN: Final = ("torch.optim.", "torchao.", "bitsandbytes.")
+"""Modules whose optimizers update each parameter by itself, LBFGS apart."""
+_Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_Updates = list[list[torch.Tensor]]
+"""Of each step, of each parameter."""
+
+
+def require_separable(job: Job, groups: ParameterGroups) -> str:
+    """Tries the user's optimizer on two small parameters together and on each alone.
+
+    Only where the optimizer of a rank has a part of the parameters: flat or whole ones of ZeRO, or a pipeline's
+    stages. There, an optimizer that looks at all of them, as a norm over all gradients does, trains wrongly without
+    an error. Where parameters are DTensors, what reads numbers out of them is refused. The random states
+    are left as they were.
+
+    Args:
+        job: gives ``optim_func`` and how parameters are divided.
+        groups: of the real parameters; their options are tried.
+
+    Returns:
+        What to tell of an optimizer that could not be tried; empty if there is nothing to tell.
+
+    Raises:
+        BackendError: if updates together and alone differ.
+    """
+    if job.inputs.optim_func is None or _is_known(job.inputs.optim_func):
+        return ""
+    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    if not sharded and not _divided(job):
+        return ""
+    for options in _kinds(groups):
+        make = partial(_made, job, options)
+        with _undisturbed(job.device):
+            try:
+                optimizer = make(_parameters(torch.float32, torch.device("cpu")))
+            except Exception as error:  # also what is wrong with the real call, which tells it better
+                return _untried(job, error)
+            judged = isinstance(optimizer, (torch.optim.LBFGS, *NOT_OF_DTENSORS)) or _is_known(
+                type(optimizer)
+            )
+            if sharded and not judged:
+                _require_tensors(job, make)
+            if not _divided(job):
+                continue
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise _error(job, "LBFGS searches along one direction of all parameters together")
+            if _is_known(type(optimizer)):
+                continue
+            couples, why = _tried(make, job.device)
+        if couples:
+            raise _error(job, "its updates of two parameters together and of each alone differ")
+        if why is not None:
+            return _untried(job, why)
+    return ""
+
+
+def _divided(job: Job) -> bool:
+    if job.mesh is None:
+        return False
+    by_layout = job.plan.sharding.layout != "rows" and job.num_data_ranks > 1
+    return by_layout or job.stage_group is not None
+
+
+def _require_tensors(job: Job, make: _Make) -> None:
+    """Refuses what reads numbers out of gradients or weights: of a DTensor's sum, a rank reads its own part."""
+    try:
+        one, other = (_numbers_read(make, factor) for factor in (1.0, 3.0))
+    except Exception:  # what fails on plain tensors is not judged here; with DTensors it is used as it is
+        return
+    if one != other:
+        raise BackendError(
+            f"{_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy makes "
+            "DTensors of the parameters, where such a number is that of a rank's own part, so ranks would go apart "
+            "without an error. Use ddp, zero1 if it updates each parameter by itself, or an optimizer that keeps such "
+            "values in tensors."
+        )
+
+
+def _numbers_read(make: _Make, factor: float) -> list[Any]:
+    """The numbers that steps read, with weights multiplied by ``factor``, and gradients by its square."""
+    parameters = _parameters(torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(factor)
+    optimizer = make(parameters)
+    reads = _Reads()
+    with reads:
+        for step in _gradients():
+            _give(parameters, [factor**2 * gradient for gradient in step])
+            optimizer.step()
+    return reads.numbers
+
+
+class _Reads(TorchDispatchMode):
+    """Records the numbers that are read out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.numbers.append(result)
+        return result
+
+
+def _is_known(kind: Any) -> bool:
+    known = isinstance(kind, type) and kind.__module__.startswith(_KNOWN)
+    return known and kind is not torch.optim.LBFGS
+
+
+def _kinds(groups: ParameterGroups) -> list[dict[str, Any]]:
+    """Options of groups that an optimizer may treat differently: not those that differ in numbers alone."""
+    found: dict[Any, dict[str, Any]] = {}
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        choices = {key: value if isinstance(value, (bool, str)) else None for key, value in options.items()}
+        found.setdefault(tuple(sorted(choices.items(), key=str)), options)
+    return list(found.values())
+
+
+def _made(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    assert job.inputs.optim_func is not None
+    given = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in dict(job.inputs.optim_args or {}).items()
+    }
+    optimizer: Any = job.inputs.optim_func([{**options, "params": parameters}], **given)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float) and group["lr"] == 0:  # a warm-up's beginning
+            group["lr"] = 1e-3
+    if callable(getattr(optimizer, "train", None)):  # averaging ones refuse steps in evaluation mode
+        optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    with random_states_kept(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _tried(make: _Make, device: torch.device) -> tuple[bool, Exception | None]:
+    """Whether it couples parameters, and why it could not be found out."""
+    why: Exception | None = None
+    for place in dict.fromkeys((torch.device("cpu"), device)):
+        for dtype in _TOLERANCES:
+            for with_closure in (False, True):
+                run = partial(_updates, make, dtype, place, with_closure)
+                try:
+                    couples = _couples(run, _TOLERANCES[dtype])
+                except Exception as error:
+                    why = why or error
+                else:
+                    return couples, None
+    return False, why
+
+
+def _couples(run: Callable[..., _Updates], tolerance: float) -> bool:
+    together = run((0, 1))
+    if not any(bool(update.any()) for updates in together for update in updates):
+        raise ValueError("it changed neither of two small parameters")
+    alone = [run((index,)) for index in (0, 1)]
+    apart = [[first[0], second[0]] for first, second in zip(*alone, strict=True)]
+    if not _differ(together, apart, tolerance):
+        return False
+    if _differ(together, run((0, 1), seed=1), tolerance):
+        raise ValueError("its updates are random")
+    return True
+
+
+def _differ(first: _Updates, second: _Updates, tolerance: float) -> bool:
+    for ones, others in zip(first, second, strict=True):
+        for one, other in zip(ones, others, strict=True):
+            scale = float(torch.maximum(one.abs().max(), other.abs().max()))
+            rounding = 16 * torch.finfo(one.dtype).eps  # of weights of order one
+            if not torch.allclose(one, other, rtol=0, atol=tolerance * scale + rounding, equal_nan=True):
+                return True
+    return False
+
+
+def _parameters(dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
+    return [nn.Parameter(start.to(device, dtype)) for start in starts]
+
+
+def _gradients() -> list[list[torch.Tensor]]:
+    """Of each step: of one direction mostly, along which estimated step sizes grow."""
+    generator = torch.Generator().manual_seed(1)
+    main = [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
+    return [
+        [
+            (_LARGE if step == _STEPS - 1 else 1.0)
+            * (each + 0.3 * torch.randn(each.shape, generator=generator, device="cpu"))
+            for each in main
+        ]
+        for step in range(_STEPS)
+    ]
+
+
+def _updates(
+    make: _Make,
+    dtype: torch.dtype,
+    device: torch.device,
+    with_closure: bool,
+    chosen: Sequence[int],
+    *,
+    seed: int = 0,
+) -> _Updates:
+    """What each step adds to the chosen parameters, of which alone the optimizer knows."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    parameters = [_parameters(dtype, device)[index] for index in chosen]
+    optimizer = make(parameters)
+    found = []
+    for step in _gradients():
+        before = [parameter.detach().clone() for parameter in parameters]
+        give = partial(_give, parameters, [step[index] for index in chosen])
+        give()
+        closure: tuple[Any, ...] = (give,) if with_closure else ()
+        optimizer.step(*closure)
+        found.append([p.detach() - old for p, old in zip(parameters, before, strict=True)])
+    return found
+
+
+def _give(parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Sets gradients; the closure of optimizers that want one, with a loss that stays."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
+    return torch.ones((), device=parameters[0].device)
+
+
+def _name(job: Job) -> str:
+    return getattr(job.inputs.optim_func, "__name__", "the optimizer")
+
+
+def _error(job: Job, why: str) -> BackendError:
+    return BackendError(
+        f"{_name(job)} updates each parameter by what it sees of the others: {why}. Under this strategy the optimizer "
+        "of a rank has a part of the parameters, so it would train otherwise than one process, without an error. Use "
+        "ddp, fsdp or zero2 (without not_use_fsdp and DeepSpeed), whose optimizers see all parameters, or "
+        "an optimizer that updates each by itself; clip gradients by max_grad_norm in place of within the optimizer."
+    )
+
+
+def _untried(job: Job, error: Exception) -> str:
+    return (
+        f"{_name(job)} could not be tried with small parameters ({type(error).__name__}: {error}). Under this strategy "
+        "the optimizer of a rank has a part of the parameters, which is right only if it updates each by itself. If it "
+        "looks at several, by a norm of all gradients or an estimated step size, use ddp, fsdp or zero2."
+    )
+
+
+NOT_OF_DTENSORS: Final = (torch.optim.Adafactor, torch.optim.Rprop)
+"""Optimizers of torch with operators in place that DTensors refuse in the first step (torch 2.11 to 2.13)."""
+
+
+def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
+    """Checks the parameters of a new optimizer against what its package is known not to update.
+
+    Raises:
+        InputError: naming the package, the reason and what works instead.
+    """
+    package = type(optimizer).__module__.partition(".")[0]
+    name = f"{package}.optim.{type(optimizer).__name__}"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    reason = None
+    if package == "bitsandbytes":
+        reason = _of_bitsandbytes(parameters)
+    elif package == "torchao":
+        reason = _of_torchao(parameters)
+    elif isinstance(optimizer, NOT_OF_DTENSORS):
+        base = next(kind for kind in NOT_OF_DTENSORS if isinstance(optimizer, kind))
+        name = (
+            f"torch.optim.{base.__name__}"
+            if type(optimizer) is base
+            else f"{type(optimizer).__name__}, of torch.optim.{base.__name__},"
+        )
+        reason = _of_torch(optimizer, parameters)
+    if reason is not None:
+        raise InputError(f"{name} {reason}")
+
+
+def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of bitsandbytes with 8-bit states: some of them have one value for a block of elements.
+
+    Parameters that are too small for 8 bits have states of one value an element all the same.
+    """
+    ours = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
+    return ours and getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
+
+
+def _of_torch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> str | None:
+    """Their operators in place would have to change how a DTensor is divided."""
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return None
+    return (
+        "cannot update DTensors, which this strategy makes of the parameters: torch has no rule for one of its "
+        "operators in place. Shard with zero1 or ('zero2', {'not_use_fsdp': True}), use ddp, or use another optimizer, "
+        "such as AdamW."
+    )
+
+
+def _of_bitsandbytes(parameters: Iterable[torch.Tensor]) -> str | None:
+    """Its kernels take plain tensors."""
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return None
+    return (
+        "cannot update DTensors, which this strategy makes of the parameters. Use torchao.optim.AdamW8bit, or shard "
+        "with zero1 or ('zero2', {'not_use_fsdp': True}), whose optimizers see plain tensors."
+    )
+
+
+def _of_torchao(parameters: Iterable[torch.Tensor]) -> str | None:
+    """DTensors keep the dtype that its quantized states seem to have, so mixed dtypes fail in the first step."""
+    if not any(isinstance(p, DTensor) and p.dtype != torch.float32 for p in parameters):
+        return None
+    return (
+        "cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') in place of half, or ('half', 'fp16'), whose "
+        "fp32 masters it updates."
+    )

@@ -1,0 +1,217 @@
+"""Result: what auto_accelerate returns to train with."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from atorch_ns.data import TrainLoader
+from atorch_ns.job.job import Job
+from atorch_ns.job.loss import LossFunction
+from atorch_ns.job.train_step import TrainStep
+from atorch_ns.strategy import Strategy
+from atorch_ns.text import bytes_text, count_text
+from atorch_ns.tracking import StepMeter, Tracker, Tracking
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRow:
+    """One method of the strategy as applied.
+
+    Attributes:
+        name: the method.
+        settings: its config where it differs from the defaults, as text.
+        why: why it is here and what it chose.
+    """
+
+    name: str
+    settings: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was decided and done.
+
+    Attributes:
+        strategy: as it is saved: with what is left out here and can be used elsewhere.
+        rows: one for every method, in order of application.
+        notes: methods added, left out and fitted, each a sentence.
+        world_size: number of processes.
+        axes: the mesh, ``(name, size)``, innermost first.
+        device: this rank's device.
+        num_parameters: parameter elements of the whole model.
+        parameter_bytes_per_rank: bytes of parameters that this rank keeps between steps (measured).
+    """
+
+    strategy: Strategy
+    rows: tuple[MethodRow, ...]
+    notes: tuple[str, ...]
+    world_size: int
+    axes: tuple[tuple[str, int], ...]
+    device: str
+    num_parameters: int
+    parameter_bytes_per_rank: int
+
+    def __str__(self) -> str:
+        mesh = " × ".join(f"{name}={size}" for name, size in self.axes) or "one process"
+        lines = [
+            f"{count_text(self.num_parameters)} parameters on {self.world_size} process(es) ({mesh}), "
+            f"{self.device}; {bytes_text(self.parameter_bytes_per_rank)} of parameters per rank (measured)"
+        ]
+        width = max((len(row.name) for row in self.rows), default=0)
+        for row in self.rows:
+            settings = f" [{row.settings}]" if row.settings else ""
+            lines.append(f"  {row.name:<{width}}  {row.why}{settings}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+class _Fields(NamedTuple):
+    model: nn.Module
+    optim: torch.optim.Optimizer | None
+    dataloader: TrainLoader | None
+    loss_func: LossFunction | None
+    prepare_input: Any
+    lr_scheduler: Any
+    args: dict[str, bool]
+
+
+class ReadableReport(Protocol):
+    """Report of a job as its user reads it; ``atorch_ns.report.TrainingReport`` is the one that jobs have."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy as it is saved."""
+
+    @property
+    def rows(self) -> tuple[MethodRow, ...]:
+        """One row for every method, in order of application."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Methods added, left out and fitted, each a sentence."""
+
+    @property
+    def search(self) -> Any:
+        """Outcome of the search, ``None`` where nothing was searched."""
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+
+    def to_html(self) -> str:
+        """The report as one HTML page."""
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the report in the form that the ending of ``path`` names."""
+
+    def refit(self, path: str | PathLike[str] | None = None) -> Any:
+        """Corrections of the estimate that this job's measurements give, saved to ``path``."""
+
+
+class Result(_Fields):
+    """The objects to train with; a named tuple of seven, with the step and the report as attributes.
+
+    Attributes:
+        model: call it as before.
+        optim: the optimizer, or ``None`` if no ``optim_func`` was given.
+        dataloader: gives this rank's part of every global batch, or ``None`` if no ``dataset`` was given.
+        loss_func: ``(batch, output) -> loss``.
+        prepare_input: ``(batch, device) -> batch``; moves the batch to the device by default.
+        lr_scheduler: the scheduler, or ``None``. Stepping it is the user's.
+        args: ``use_optim_backward`` and ``requires_set_gradient_accumulation_boundary``.
+        train_step: ``batch -> loss``: the whole step, right for every strategy.
+        make_applied: makes :attr:`applied`.
+        make_report: makes :attr:`report`.
+    """
+
+    train_step: TrainStep
+    job: Job
+    make_applied: Callable[[], Report]
+    make_report: Callable[[], Any]
+
+    @classmethod
+    def of(
+        cls, *, train_step: TrainStep, make_applied: Callable[[], Report], job: Job, **fields: Any
+    ) -> Result:
+        """Makes a result from its seven fields and its attributes."""
+        result = cls(**fields)
+        result.train_step = train_step
+        result.job = job
+        result.make_applied = make_applied
+        result.make_report = make_applied
+        return result
+
+    @property
+    def applied(self) -> Report:
+        """What was applied and why, with what methods have found since, as with the first batch."""
+        return self.make_applied()
+
+    @property
+    def report(self) -> ReadableReport:
+        """What was applied and why, what was searched, and, after some steps, what they took."""
+        report: ReadableReport = self.make_report()
+        return report
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.job.device
+
+    @property
+    def rank(self) -> int:
+        """This process, 0 to the number of processes less one."""
+        return self.job.cluster.rank
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes add to local gradients and communicate nothing.
+
+        For the plain loop: all micro-batches but the last run in it. ``train_step`` does so by itself.
+        """
+        return self.job.gradients.skip_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of all ranks together to ``max_norm``; returns the norm before, 0-d.
+
+        Call it between the backward pass and ``optim.step()``. Collective where gradients are sharded.
+        """
+        return self.train_step.clip_grad_norm_(max_norm, norm_type)
+
+    def track(self, tracker: Tracker, *, every: int = 10, samples_per_step: int | None = None) -> Tracking:
+        """Gives the metrics of every so many steps of ``train_step`` to a tracker; see ``atorch_ns.tracking``.
+
+        Call it on every rank, or on rank 0 alone: nothing is communicated, and only rank 0 measures and writes.
+        A logged step waits for the device; the others do not. A tracker that fails is one warning.
+
+        Args:
+            tracker: where the metrics go.
+            every: steps from one logged step to the next.
+            samples_per_step: samples in a global batch; ``None`` for that of ``dataloader``.
+
+        Returns:
+            What ends it, and takes metrics of your own. The end of the interpreter ends it too.
+
+        Raises:
+            InputError: if ``every`` is no number of steps.
+        """
+        if samples_per_step is None and self.dataloader is not None:
+            samples_per_step = self.dataloader.global_batch_size
+        observers = self.train_step.observers
+
+        def closed(tracking: Tracking) -> None:
+            observers.remove(tracking)
+            atexit.unregister(tracking.close)
+
+        meter = StepMeter(self.device, self.optim, samples_per_step)
+        tracking = Tracking(tracker if self.rank == 0 else None, meter, every=every, on_close=closed)
+        if self.rank == 0:
+            observers.append(tracking)
+            atexit.register(tracking.close)
+        return tracking

@@ -1,0 +1,283 @@
+"""Samples of the user's data: for profile and trials, which then leave the dataset alone, and to trace models with.
+
+Legend: B global batch size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from atorch_ns.capture.nests import leaves
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.data import call_model, default_prepare_input, split_batch
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs, first_loss
+
+_MAX_BYTES: Final = 256 * 2**20
+_NUM_BATCHES: Final = 64
+_PROFILED_SAMPLES: Final = 4
+
+
+class SampledDataset(Dataset[Any]):
+    """A few samples, cycled up to any length."""
+
+    def __init__(self, samples: Sequence[Any], length: int) -> None:
+        self._samples = list(samples)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index % len(self._samples)]
+
+
+class _Joined:
+    """Collates one-row batches into one batch."""
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return join_batches(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What stands for the user's data.
+
+    Attributes:
+        inputs: the user's, with the samples as dataset, without samplers, workers and schedulers.
+        batch: a prepared batch of a few samples on the CPU, for the profile.
+        num_samples: rows of ``batch``.
+        global_batch: B, samples in one training step.
+    """
+
+    inputs: Inputs
+    batch: Any
+    num_samples: int
+    global_batch: int
+
+
+def sample_inputs(
+    inputs: Inputs, *, num_data_ranks: int, sample_batch: Any = None, batch_size: int | None = None
+) -> Sample:
+    """Takes a few samples; the caller's random states are as before.
+
+    Args:
+        inputs: what the user gave.
+        num_data_ranks: ranks that see different data: the batch size if nothing else says.
+        sample_batch: a collated batch in place of the dataset's samples.
+        batch_size: B, where ``dataloader_args`` does not say.
+
+    Raises:
+        InputError: if there is no data to sample, or the user's functions fail on it.
+    """
+    _require(inputs, sample_batch)
+    with random_states_kept():
+        if sample_batch is not None:
+            return _from_batch(inputs, sample_batch, batch_size)
+        return _from_dataset(inputs, num_data_ranks, batch_size)
+
+
+def forward_loss(inputs: Inputs) -> Callable[[Any, Any], torch.Tensor]:
+    """``(model, prepared batch) -> loss``, as a training step computes it without any method."""
+
+    def run(model: Any, batch: Any) -> torch.Tensor:
+        assert inputs.loss_func is not None
+        loss: torch.Tensor = first_loss(
+            inputs.loss_func(batch, call_model(model, batch, inputs.model_input_format))
+        )
+        return loss
+
+    return run
+
+
+def first_batch(inputs: Inputs, num_rows: int, device: torch.device) -> Any:
+    """``inputs.sample_batch`` or a batch of the dataset's first samples, prepared as in training.
+
+    A dataset whose items are batches gives its first item; else a batch has ``num_rows`` samples, repeated where the
+    dataset is shorter. The caller's random states are as before.
+
+    Returns:
+        The batch on ``device``; ``None`` without data, or with a dataset that can be read only once.
+    """
+    prepare = inputs.prepare_input or default_prepare_input
+    args = dict(inputs.dataloader_args or {})
+    with random_states_kept(device):
+        if inputs.sample_batch is not None:
+            return prepare(inputs.sample_batch, device)
+        given_as_batches = args.get("batch_size", 1) is None
+        samples = list(
+            itertools.islice(read_samples(inputs.dataset) or (), 1 if given_as_batches else num_rows)
+        )
+        if not samples:
+            return None
+        if given_as_batches:
+            return prepare(samples[0], device)
+        rows = [samples[place % len(samples)] for place in range(num_rows)]
+        return prepare((args.get("collate_fn") or default_collate)(rows), device)
+
+
+def read_samples(dataset: Any) -> Iterator[Any] | None:
+    """The samples of a dataset from its first on.
+
+    Returns:
+        ``None`` without a dataset, and for one that can be iterated over only once: training would lose them.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        stream = None if dataset is None else iter(dataset)
+        return None if stream is dataset else stream
+    return (dataset[index] for index in range(len(dataset)))
+
+
+def _require(inputs: Inputs, sample_batch: Any) -> None:
+    if not any(parameter.requires_grad for parameter in inputs.model.parameters()):
+        raise InputError(
+            "the model has no parameter that requires a gradient, so there is nothing to optimize."
+        )
+    missing = [name for name in ("optim_func", "loss_func") if getattr(inputs, name) is None]
+    if inputs.dataset is None and sample_batch is None:
+        missing.append("dataset (or sample_batch)")
+    if missing:
+        raise InputError(
+            f"the fully automatic mode runs training steps, so it needs {', '.join(missing)}. Give them, or "
+            "name the methods yourself with load_strategy."
+        )
+
+
+def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
+    rows = num_samples(batch)
+    wanted = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
+    pieces = split_batch(batch, rows)
+    kept = min(rows, _PROFILED_SAMPLES)
+    trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": _Joined()}, wanted)
+    return Sample(
+        inputs=trial,
+        batch=_prepared(inputs, join_batches(pieces[:kept])),
+        num_samples=kept,
+        global_batch=wanted,
+    )
+
+
+def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -> Sample:
+    args = dict(inputs.dataloader_args or {})
+    collate = args.get("collate_fn")
+    if "batch_size" in args and args["batch_size"] is None:  # every item is a batch already
+        items = _take(inputs.dataset, 2)
+        rows = num_samples(items[0])
+        trial = _trial_inputs(inputs, items, {"batch_size": None}, 1)
+        return Sample(inputs=trial, batch=_prepared(inputs, items[0]), num_samples=rows, global_batch=rows)
+    wanted = batch_size or args.get("batch_size") or _batch_sampler_size(args) or num_data_ranks
+    samples = _take(inputs.dataset, 2 * wanted)
+    loader_args = {"batch_size": wanted, **({} if collate is None else {"collate_fn": collate})}
+    kept = samples[: min(wanted, _PROFILED_SAMPLES)]
+    try:
+        batch = (collate or default_collate)(kept)
+    except Exception as error:
+        raise InputError(
+            f"the samples of the dataset cannot be collated: {type(error).__name__}: {error}. Give a "
+            "collate_fn in dataloader_args."
+        ) from error
+    return Sample(
+        inputs=_trial_inputs(inputs, samples, loader_args, wanted),
+        batch=_prepared(inputs, batch),
+        num_samples=len(kept),
+        global_batch=wanted,
+    )
+
+
+def _trial_inputs(inputs: Inputs, samples: Sequence[Any], args: Mapping[str, Any], batch: int) -> Inputs:
+    return replace(
+        inputs,
+        dataset=SampledDataset(samples, _NUM_BATCHES * batch),
+        dataloader_args=dict(args),
+        distributed_sampler_cls=None,
+        lr_scheduler_cls=None,
+        lr_scheduler_args=None,
+    )
+
+
+def _take(dataset: Any, wanted: int) -> list[Any]:
+    """Up to ``wanted`` samples, fewer where the dataset is short or its samples are large."""
+    samples: list[Any] = []
+    held = 0
+    try:
+        stream = read_samples(dataset)
+        if stream is None:
+            raise InputError(
+                "the dataset can be iterated over only once, and sampling it would lose what it gives first. "
+                "Give sample_batch, one collated batch, as well."
+            )
+        for sample in itertools.islice(stream, wanted):
+            samples.append(sample)
+            held += _num_bytes(sample)
+            if held > _MAX_BYTES:
+                break
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the dataset raised {type(error).__name__} at sample {len(samples)}: {error}"
+        ) from error
+    if not samples:
+        raise InputError("the dataset is empty, so there is nothing to try a strategy on.")
+    return samples
+
+
+def _batch_sampler_size(args: Mapping[str, Any]) -> int | None:
+    """The size of the batch sampler's batches, where it says; drawing one could advance it."""
+    size = getattr(args.get("batch_sampler"), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _prepared(inputs: Inputs, batch: Any) -> Any:
+    prepare = inputs.prepare_input or default_prepare_input
+    try:
+        return prepare(batch, torch.device("cpu"))
+    except Exception as error:
+        raise InputError(f"prepare_input raised {type(error).__name__}: {error}") from error
+
+
+def num_samples(batch: Any) -> int:
+    """Samples in a batch; raises InputError if its tensors do not say."""
+    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    if not sizes:
+        raise InputError(
+            f"the sample batch, a {type(batch).__name__}, holds no tensor with a batch dimension."
+        )
+    if len(sizes) != 1:
+        raise InputError(
+            f"the tensors of a batch must have the same size of dim 0; they have {sorted(sizes)}."
+        )
+    return int(sizes.pop())
+
+
+def _num_bytes(sample: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(sample))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    for _, leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, np.ndarray):
+            yield torch.empty(leaf.shape, dtype=torch.uint8, device="meta").expand(leaf.shape)
+
+
+def join_batches(rows: Sequence[Any]) -> Any:
+    """Batches of the same nest as one, their tensors joined along dim 0; what is no tensor is the first's."""
+    first = rows[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(rows)) if first.dim() else first
+    if isinstance(first, Mapping):
+        return type(first)({key: join_batches([row[key] for row in rows]) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, tuple) and hasattr(first, "_make"):
+        return first._make(join_batches(items) for items in zip(*rows, strict=True))
+    if isinstance(first, (list, tuple)):
+        return type(first)(join_batches(items) for items in zip(*rows, strict=True))
+    return first

@@ -1,0 +1,292 @@
+"""Training states: weights and optimizer states, read and written by the user's names of parameters.
+
+A checkpoint sees every job through :class:`TrainingStates`, whatever has sharded, wrapped or flattened the model.
+:class:`ParameterStates` is that of models that keep their parameters, plain or DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from atorch_ns.cluster import gathered
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job.materialise import divided_like
+from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
+from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.sharding import Packing
+
+T = TypeVar("T")
+
+
+class TrainedModel(Protocol):
+    """What states are read from: a built :class:`~atorch_ns.job.Job`."""
+
+    module: nn.Module
+    original: OriginalModel
+    parts: ModelParts
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of one pipeline; ``None`` if the model is in one piece."""
+
+
+def on_all_stages(job: TrainedModel, value: T) -> list[T]:
+    """``value`` of every rank of this rank's pipeline; collective over them, and of this rank alone without one."""
+    group = job.stage_group
+    if group is None:
+        return [value]
+    return gathered(value, distributed=True, group=group)
+
+
+StateValue: TypeAlias = bool | int | float | str | None
+"""An entry of an optimizer's state that is no tensor."""
+
+
+class StateSpec(NamedTuple):
+    """Shape (of the whole, over all ranks) and dtype of one tensor of an optimizer's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What an optimizer remembers of each parameter, by the parameter's name and then by its own.
+
+    Attributes:
+        tensors: plain tensors, or DTensors where this rank holds a shard.
+        values: entries that are no tensors.
+    """
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, StateValue]] = field(default_factory=dict)
+
+
+class TrainingStates(Protocol):
+    """Weights and optimizer states of one job, by the names that the user's model gives its parameters.
+
+    A tied parameter has one name, the first of its names in ``named_parameters()`` order. Every method may
+    be collective: all ranks call it, in the same order. A tensor may be plain or a DTensor; whatever it is,
+    ``torch.distributed.checkpoint`` must be able to save it and to load into it. A plain tensor that several
+    ranks give under one name must be the same on all of them; it may also be given by one rank only.
+    """
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter, frozen ones included, as precise as the job has it: fp32 masters where there are any.
+
+        The tensors may be the live ones or copies. To change weights, the caller fills them and then calls
+        :meth:`set_weights` with them. Every rank that needs a weight must give it here.
+        """
+        ...
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Makes the job train on with ``weights``, the filled tensors of :meth:`weights`."""
+        ...
+
+    def optimizer_class(self) -> str:
+        """Qualified name of the optimizer's class; empty without an optimizer."""
+        ...
+
+    def group_names(self) -> list[list[str]]:
+        """The names of the parameters in each of ``result.optim.param_groups``; on every rank the same."""
+        ...
+
+    def optimizer_states(self) -> OptimizerStates:
+        """What this rank holds of the optimizer's state; live tensors or copies.
+
+        Raises:
+            CheckpointError: for states that can be neither tensors nor plain values of one parameter.
+        """
+        ...
+
+    def blank_states(
+        self, specs: Mapping[str, Mapping[str, StateSpec]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Fresh tensors to be filled, for those of ``specs`` that this rank holds or needs.
+
+        Args:
+            specs: of every tensor there will be: parameter name, then the state's name.
+        """
+        ...
+
+    def set_optimizer_states(self, states: OptimizerStates) -> None:
+        """Replaces the optimizer's whole state.
+
+        Args:
+            states: the filled tensors of :meth:`blank_states`, and the values of all parameters.
+        """
+        ...
+
+
+class ParameterStates:
+    """The default :class:`~atorch_ns.job.TrainingStates`.
+
+    Where several ranks hold the stages of a pipeline, each gives its own parameters; a parameter of two stages is
+    given by both. Fused parameters that lie in another order than the user's are given in the user's, as copies.
+
+    Args:
+        job: a built job.
+        optimizer: the one its result has.
+        holder: from the user's optimizer to the one that holds this rank's states, where those differ, as
+            ``operator.attrgetter("optim")`` for ``ZeroRedundancyOptimizer``.
+    """
+
+    def __init__(
+        self,
+        job: TrainedModel,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        holder: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        for module in job.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves parameters gathered: plain tensors in place of the shards
+        masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
+        aliases = parameter_names(job.module)
+        self._job = job
+        self._parameters = {job.original.first_name(names): p for p, names in aliases.items()}
+        self._packings = {
+            job.original.first_name(names): job.parts.packings[name]
+            for names in aliases.values()
+            for name in names
+            if name in job.parts.packings
+        }
+        self._trained = {
+            name: p if masters is None else masters.of(p) for name, p in self._parameters.items()
+        }
+        self._names = {tensor: name for name, tensor in self._trained.items()}
+        self._outer = None if optimizer is None else inner_optimizer(optimizer)
+        self._holder = self._outer
+        if self._outer is not None and holder is not None:
+            self._holder = holder(self._outer)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors that the optimizer updates: masters where there are any. Collective for fused ones."""
+        return {name: self._unpacked(name, tensor.detach()) for name, tensor in self._trained.items()}
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes over ``weights``, and rounds masters into the parameters they stand for."""
+        for name, value in weights.items():
+            trained, parameter = self._trained[name], self._parameters[name]
+            trained.copy_(self._packed(name, value))
+            if parameter is not trained:
+                parameter.copy_(trained)
+
+    def optimizer_class(self) -> str:
+        """The class of the optimizer that holds the states."""
+        if self._holder is None:
+            return ""
+        return f"{type(self._holder).__module__}.{type(self._holder).__qualname__}"
+
+    def group_names(self) -> list[list[str]]:
+        """Names by group, in the order of the user's model where ranks hold stages of it; collective then."""
+        if self._outer is None:
+            return []
+        own = [[self._names[p] for p in group["params"]] for group in self._outer.param_groups]
+        if self._job.stage_group is None:
+            return own
+        stages = on_all_stages(self._job, own)
+        return [
+            self._job.original.ordered(name for stage in stages for name in stage[place])
+            for place in range(len(own))
+        ]
+
+    def optimizer_states(self) -> OptimizerStates:
+        """The live tensors, and the entries that are no tensors.
+
+        Raises:
+            CheckpointError: naming the first entry that belongs to no parameter or is neither.
+        """
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        values: dict[str, dict[str, StateValue]] = {}
+        for key, state in {} if self._holder is None else self._holder.state.items():
+            name = self._names.get(key) if isinstance(key, torch.Tensor) else None
+            if name is None or not isinstance(state, Mapping):
+                raise self._unsupported(f"it keeps {type(state).__name__} under {str(key)[:80]!r}")
+            for entry, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors.setdefault(name, {})[entry] = self._unpacked(name, value.detach())
+                elif value is None or isinstance(value, (bool, int, float, str)):
+                    values.setdefault(name, {})[entry] = value
+                else:
+                    raise self._unsupported(f"its state {entry!r} of {name} is a {type(value).__name__}")
+        return OptimizerStates(tensors, values)
+
+    def blank_states(
+        self, specs: Mapping[str, Mapping[str, StateSpec]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Tensors laid out like the parameters that this rank's optimizer updates."""
+        return {
+            name: {entry: self._blank(tensor, options, entry, spec) for entry, spec in specs[name].items()}
+            for name, tensor, options in self._held()
+            if name in specs
+        }
+
+    def set_optimizer_states(self, states: OptimizerStates) -> None:
+        """Replaces the state of every parameter that this rank's optimizer updates."""
+        if self._holder is None:
+            return
+        self._holder.state.clear()
+        for name, tensor, _ in self._held():
+            filled = {
+                entry: _like_its_parameter(self._packed(name, value), tensor)
+                for entry, value in states.tensors.get(name, {}).items()
+            }
+            if state := {**filled, **states.values.get(name, {})}:
+                self._holder.state[tensor] = state
+
+    def _unpacked(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """``value`` in the user's order: itself, or a copy divided as it is."""
+        packing = self._packing_of(name, value)
+        if packing is None or not isinstance(value, DTensor):
+            return value
+        return divided_like(packing.unpack(value.full_tensor()), value)
+
+    def _packed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The reverse."""
+        packing = self._packing_of(name, value)
+        if packing is None or not isinstance(value, DTensor):
+            return value
+        return divided_like(packing.pack(value.full_tensor()), value)
+
+    def _packing_of(self, name: str, value: torch.Tensor) -> Packing | None:
+        """That of a parameter, for whatever has its shape."""
+        return self._packings.get(name) if value.shape == self._parameters[name].shape else None
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+        """Name, tensor and group options of each parameter that this rank's optimizer updates."""
+        for group in () if self._holder is None else self._holder.param_groups:
+            for tensor in group["params"]:
+                yield self._names[tensor], tensor, group
+
+    @staticmethod
+    def _blank(tensor: torch.Tensor, options: Mapping[str, Any], entry: str, spec: StateSpec) -> torch.Tensor:
+        if spec.shape == tuple(tensor.shape) and tensor.dim() > 0:
+            return torch.empty_like(tensor.detach(), dtype=spec.dtype)
+        # As in torch's own load_state_dict: the step counter stays on the CPU unless a kernel reads it.
+        on_device = entry != "step" or options.get("capturable") or options.get("fused")
+        return torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device if on_device else "cpu")
+
+    def _unsupported(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the state of {type(self._holder).__name__} cannot be saved: {what}. Checkpoints hold tensors, "
+            "numbers and texts that belong to one parameter each."
+        )
+
+
+def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """``value``, as a DTensor if the parameter is one and the state is of a size to take part in its algebra."""
+    if not isinstance(tensor, DTensor) or isinstance(value, DTensor) or value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False
+    )

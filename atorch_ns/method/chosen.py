@@ -1,0 +1,90 @@
+"""Chosen methods: methods with their configs, in order, and the names of classes in them fitted to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from atorch_ns.method.method import Method, MethodConfig, selector_keys
+from atorch_ns.method.phase import ORDER
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something decided for the user: a method added, left out or replaced by what it stands for, a size or a name fitted.
+
+    Attributes:
+        kind: what was decided.
+        method: the method concerned.
+        text: what and why, as a sentence.
+    """
+
+    kind: Literal["added", "left out", "fitted", "expanded"]
+    method: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A method with its validated config."""
+
+    method: Method[Any]
+    config: MethodConfig
+
+
+def ordered(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
+    """Methods in the order of application."""
+    return tuple(sorted(chosen, key=lambda item: ORDER.index(item.method.phase)))
+
+
+def fold_plan(chosen: Iterable[Chosen]) -> Plan:
+    """What methods decide together, each adding its part in order."""
+    plan = Plan()
+    for item in chosen:
+        plan = item.method.plan(plan, item.config)
+    return plan
+
+
+_SCRIPT = "__main__."
+
+
+def named_as_here(chosen: Iterable[Chosen], profile: Profile) -> tuple[list[Chosen], list[Note]]:
+    """Replaces names of classes so that they mean the model's, and so that they mean the same elsewhere.
+
+    A class is called ``__main__.Block`` in the script that defines it and ``train.Block`` where the script is
+    imported. A full name that matches nothing is therefore taken as its qualified name, ``Block``, if exactly one
+    class of the model has it, and a class of ``__main__`` is called by its qualified name from the beginning,
+    unless another class has it too.
+    """
+    renamed: list[Chosen] = []
+    notes: list[Note] = []
+    for item in chosen:
+        changes: dict[str, tuple[str, ...]] = {}
+        for key in selector_keys(type(item.config)):
+            old = getattr(item.config, key) or ()
+            new = tuple(_name_here(selector, profile) for selector in old)
+            if new == old:
+                continue
+            changes[key] = new
+            notes += [
+                Note("fitted", item.method.name, f"{item.method.name}.{key}: {_said(before, after, profile)}")
+                for before, after in zip(old, new, strict=True)
+                if before != after and profile.unmatched([before])
+            ]
+        renamed.append(replace(item, config=item.config.model_copy(update=changes)) if changes else item)
+    return renamed, notes
+
+
+def _name_here(selector: str, profile: Profile) -> str:
+    if not selector.startswith(_SCRIPT) and not profile.unmatched([selector]):
+        return selector
+    name, classes = profile.namesakes(selector)
+    return name if len(classes) == 1 and name not in profile.module_classes else selector
+
+
+def _said(before: str, after: str, profile: Profile) -> str:
+    (full,) = profile.namesakes(before)[1]
+    return f"{before} is not in this model; taken as {after}, the one class of that name here ({full})"

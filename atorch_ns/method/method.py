@@ -1,0 +1,330 @@
+"""Method: one thing that can be done to a training job."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import MappingProxyType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, model_validator
+from pydantic.fields import FieldInfo
+
+from atorch_ns.errors import Problem, RegistrationError
+from atorch_ns.method.phase import Phase
+from atorch_ns.strategy import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch_ns.cluster import Cluster
+    from atorch_ns.job import Job
+    from atorch_ns.profile import Profile
+
+Flag = StrictBool
+"""True or False, and nothing that merely looks like it."""
+
+
+class MethodConfig(BaseModel):
+    """A method's settings: frozen, keyword-only, JSON values only, a description under each field.
+
+    A subclass may accept shorthand by overriding :meth:`from_shorthand`.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False
+    )
+
+    @classmethod
+    def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
+        """The keys that a config written as something else than a mapping stands for.
+
+        Raises:
+            ValueError: if this method has no such shorthand.
+        """
+        raise ValueError(f"write its config as a mapping of {', '.join(cls.model_fields) or 'nothing'}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_shorthand(cls, value: Any) -> Any:
+        if value is None:
+            return {}
+        if isinstance(value, (Mapping, BaseModel)):
+            return value
+        return cls.from_shorthand(value)
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, as JSON values."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+_SELECTS = BeforeValidator(_one_or_many)
+
+ModuleSelectors = Annotated[tuple[str, ...], _SELECTS]
+"""Modules by class name, qualified class name, or dotted path with ``*``; a single string is one of them."""
+
+
+def selector_keys(config: type[BaseModel]) -> list[str]:
+    """The keys of a config that select modules: the fields that are :data:`ModuleSelectors`, or that or None."""
+
+    def selects(field: FieldInfo) -> bool:
+        parts = [field.metadata, *(getattr(part, "__metadata__", ()) for part in get_args(field.annotation))]
+        return any(_SELECTS in part for part in parts)
+
+    return [key for key, field in config.model_fields.items() if selects(field)]
+
+
+_DTYPES = {
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+_KNOWN_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def dtype_name(value: Any) -> str:
+    """The torch name of a floating dtype written as ``"bf16"``, ``"torch.bfloat16"`` or ``"bfloat16"``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    name = str(value).removeprefix("torch.")
+    name = _DTYPES.get(name, name)
+    if name not in _KNOWN_DTYPES:
+        raise ValueError(f"{value!r} is no dtype here; accepted: fp16, bf16, fp32 or their torch names")
+    return name
+
+
+C = TypeVar("C", bound=MethodConfig)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A role that some method of the strategy must fill, and the reason, as a clause after 'because'."""
+
+    role: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two methods that cannot stand together.
+
+    Attributes:
+        other: the other method's name.
+        reason: why, as a sentence.
+        when: given this method's config and the other's, whether the conflict exists; ``None`` for always.
+    """
+
+    other: str
+    reason: str
+    when: Callable[[Any, Any], bool] | None = None
+
+    def holds(self, mine: MethodConfig, theirs: MethodConfig) -> bool:
+        """Whether the conflict exists between these configs."""
+        return self.when is None or self.when(mine, theirs)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The methods that one method stands for.
+
+    Attributes:
+        steps: their names and what a user would write as their configs.
+        notes: what the user should know about it, each a sentence.
+    """
+
+    steps: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _plan_fields() -> set[str]:
+    """Names of the fields of a plan; those of its groups too, as ``group.field``."""
+    values = {one.name: getattr(Plan(), one.name) for one in fields(Plan)}
+    groups = {name: value for name, value in values.items() if is_dataclass(value)}
+    return {*values, *(f"{name}.{one.name}" for name, value in groups.items() for one in fields(value))}
+
+
+class Method(ABC, Generic[C]):
+    """One thing that can be done to a job. A subclass is final, small, and knows nothing of search or RPC.
+
+    Class attributes:
+        name: as written in a strategy.
+        aliases: other names users know it by.
+        phase: when it is applied.
+        Config: its settings.
+        provides: the roles it fills. Two methods that fill one role exclude each other.
+        default_for: the role it is added for when a strategy leaves that role empty.
+        conflicts: methods it cannot stand with.
+        variants: configs that compose differently from the default one, by what sets them apart.
+        needs_process_group: whether it means nothing in a process that is not one of a group; there it is
+            left out with a warning.
+        refuses_by: the fields of the plan (``compiled``, ``sharding``, ``sharding.layout``) that decide, with the
+            config, the axes that divide the model and the methods that are applied before, whether :meth:`apply`
+            refuses; empty if these alone do. A search then takes one refusal to hold for every strategy that is
+            alike in this. ``None``: it may be about anything, and holds for no other.
+
+    The first line of the class's docstring is its summary in tables. A method with a need of its own implements
+    the protocol of that need as well: :class:`Expands`, :class:`FitsCluster`, :class:`ReplacesModules` or
+    :class:`CarriesState`.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    phase: ClassVar[Phase]
+    Config: ClassVar[type[MethodConfig]] = MethodConfig
+    provides: ClassVar[tuple[str, ...]] = ()
+    default_for: ClassVar[str | None] = None
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    needs_process_group: ClassVar[bool] = False
+    refuses_by: ClassVar[tuple[str, ...] | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Enforces the conventions when the class is made."""
+        super().__init_subclass__()
+        if inspect.isabstract(cls):
+            return
+        for base in cls.__bases__:
+            if base is not Method and isinstance(base, type) and issubclass(base, Method):
+                raise RegistrationError(f"{cls.__name__} inherits from {base.__name__}: methods are final")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", getattr(cls, "name", "")):
+            raise RegistrationError(f"{cls.__name__} needs a name in lower case with underscores")
+        if not isinstance(getattr(cls, "phase", None), Phase):
+            raise RegistrationError(f"{cls.__name__} needs a phase, one of atorch_ns.method.Phase")
+        if not (inspect.isclass(cls.Config) and issubclass(cls.Config, MethodConfig)):
+            raise RegistrationError(f"{cls.__name__}.Config must derive from MethodConfig")
+        if not (cls.__doc__ or "").strip():
+            raise RegistrationError(f"{cls.__name__} needs a docstring: its first line is shown to users")
+        unknown = sorted({*(cls.refuses_by or ())} - _plan_fields())
+        if unknown:
+            raise RegistrationError(f"{cls.__name__}.refuses_by: Plan has no field {', '.join(unknown)}")
+
+    @property
+    def summary(self) -> str:
+        """What the method does, in one line."""
+        return inspect.getdoc(type(self)).splitlines()[0]  # type: ignore[union-attr]
+
+    def roles(self, config: C) -> tuple[str, ...]:
+        """The roles filled with this config."""
+        return self.provides
+
+    def needs(self, config: C, cluster: Cluster) -> Iterable[Need]:
+        """The roles that other methods must fill for this one to work."""
+        return ()
+
+    def unavailable(self, config: C, cluster: Cluster) -> str | None:
+        """Why the method can do nothing here and is left out with a warning; ``None`` if it can."""
+        return None
+
+    def notices(self, config: C, cluster: Cluster) -> Iterable[str]:
+        """Settings that mean nothing here, each a sentence; shown as one warning."""
+        return ()
+
+    def check(self, config: C, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+        """Everything that makes the method impossible with this config, here, on this model."""
+        return []
+
+    def plan(self, plan: Plan, config: C) -> Plan:
+        """The plan with this method's decisions added."""
+        return plan
+
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[C]:
+        """The configs that a search may choose from; none if the method is never searched."""
+        return ()
+
+    @abstractmethod
+    def apply(self, job: Job, config: C) -> None:
+        """Does it to the job."""
+
+    def explain(self, config: C, cluster: Cluster) -> str:
+        """Why it is here and how it is set, as a clause for the report."""
+        return self.summary
+
+
+@runtime_checkable
+class Expands(Protocol):
+    """A method that can stand for other methods."""
+
+    def expand(self, config: Any, others: Plan, cluster: Cluster) -> Expansion | None:
+        """The methods that replace this one before a strategy is completed; ``None`` if it stays.
+
+        They are resolved as if the user had written them, and are what a saved strategy shows. A method that is
+        replaced does nothing itself: none of its other hooks is called.
+
+        Args:
+            config: as written.
+            others: what the other methods of the strategy decide, before sizes are fitted to the cluster.
+            cluster: where the strategy is resolved for.
+
+        Raises:
+            StrategyError: if there is nothing that it could stand for, or a key of the config is at odds with
+                the other methods.
+        """
+
+
+@runtime_checkable
+class FitsCluster(Protocol):
+    """A method whose config holds sizes that depend on the cluster."""
+
+    def fit(self, config: Any, cluster: Cluster) -> Any:
+        """The config with sizes fitted to the cluster.
+
+        Raises:
+            AtorchError: if it cannot be fitted.
+        """
+
+
+def fit_config(method: Method[Any], config: MethodConfig, cluster: Cluster) -> MethodConfig:
+    """``config`` as a method that :class:`FitsCluster` fits it; as it is for other methods."""
+    if not isinstance(method, FitsCluster):
+        return config
+    result: MethodConfig = method.fit(config, cluster)
+    return result
+
+
+@runtime_checkable
+class ReplacesModules(Protocol):
+    """A method that changes what the model computes, so that a search needs a profile of the model with it."""
+
+    def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
+        """``model`` as it computes under a plan with replaced modules; ``None`` if nothing is replaced in it.
+
+        Args:
+            model: a copy that may be changed; only its structure counts.
+            profile: of the model as it is.
+            cluster: where it is to run.
+        """
+
+
+@runtime_checkable
+class CarriesState(Protocol):
+    """A method that users have told this process something about outside of a config, as by registering a class.
+
+    Trials run in processes of their own, which receive it.
+    """
+
+    def carry(self) -> Any:
+        """What is sent to another process, by cloudpickle; ``None`` for nothing."""
+
+    def restore(self, carried: Any) -> None:
+        """Takes over what :meth:`carry` gave in the process that this one runs trials for."""

@@ -1,0 +1,115 @@
+"""Method registry: the built-in methods and those of plug-ins, by name and alias."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from atorch_ns.errors import MethodNotFoundError, Problem, RegistrationError
+from atorch_ns.method.method import CarriesState, Method
+from atorch_ns.text import did_you_mean
+
+ENTRY_POINT_GROUP = "atorch_ns.methods"
+
+
+class Registry:
+    """Methods by name and alias.
+
+    Args:
+        methods: the classes to register.
+
+    Raises:
+        RegistrationError: if a name is taken or a class is no finished method.
+    """
+
+    def __init__(self, methods: Iterable[type[Method[Any]]] = ()) -> None:
+        self._methods: dict[str, Method[Any]] = {}
+        self._names: dict[str, str] = {}
+        self._origins: dict[str, str] = {}
+        for method in methods:
+            self.add(method)
+
+    def add(self, kind: type[Method[Any]], *, origin: str = "atorch_ns") -> None:
+        """Registers a method class; ``origin`` is the distribution it comes from."""
+        if not (isinstance(kind, type) and issubclass(kind, Method)):
+            raise RegistrationError(f"{kind!r} is not a subclass of atorch_ns.method.Method")
+        try:
+            method = kind()
+        except TypeError as error:
+            raise RegistrationError(f"{kind.__name__} cannot be made: {error}") from error
+        for name in (method.name, *method.aliases):
+            if name in self._names:
+                owner = self._names[name]
+                raise RegistrationError(
+                    f"the method name {name!r} is taken by {type(self._methods[owner]).__qualname__} "
+                    f"of {self._origins[owner]}; {kind.__qualname__} of {origin} cannot have it"
+                )
+        self._methods[method.name] = method
+        self._origins[method.name] = origin
+        for name in (method.name, *method.aliases):
+            self._names[name] = method.name
+
+    def get(self, name: str) -> Method[Any]:
+        """The method of this name or alias.
+
+        Raises:
+            MethodNotFoundError: with the nearest names.
+        """
+        if name not in self._names:
+            raise MethodNotFoundError([self.unknown(name)])
+        return self._methods[self._names[name]]
+
+    def unknown(self, name: str) -> Problem:
+        """The problem of a name that is not registered, with suggestions."""
+        hint = did_you_mean(name, self._names, otherwise=f"Known: {', '.join(sorted(self._methods))}.")
+        return Problem(message=f"unknown method {name!r}.{hint}")
+
+    def default_for(self, role: str) -> Method[Any] | None:
+        """The method that is added where nothing in a strategy fills ``role``."""
+        return next((method for method in self if method.default_for == role), None)
+
+    def carried(self) -> dict[str, Any]:
+        """What methods carry to another process, by their names."""
+        states = ((method.name, method.carry()) for method in self if isinstance(method, CarriesState))
+        return {name: state for name, state in states if state is not None}
+
+    def restore(self, carried: Mapping[str, Any]) -> None:
+        """Gives every method what its like carried from another process."""
+        for name, state in carried.items():
+            if name in self and isinstance(method := self.get(name), CarriesState):
+                method.restore(state)
+
+    def origin(self, name: str) -> str:
+        """The distribution that a method comes from."""
+        return self._origins[self._names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[Method[Any]]:
+        return iter(self._methods.values())
+
+    def __len__(self) -> int:
+        return len(self._methods)
+
+
+def load_registry() -> Registry:
+    """All methods of the installed distributions, the built-in ones among them.
+
+    A plug-in that fails to load is a warning that names its distribution; the rest is loaded.
+    """
+    registry = Registry()
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    # Built-ins first, so that a plug-in that takes a built-in name is the one refused.
+    for point in sorted(points, key=lambda point: (not point.value.startswith("opt_lib."), point.name)):
+        origin = point.dist.name if point.dist is not None else "an unknown distribution"
+        try:
+            registry.add(point.load(), origin=origin)
+        except Exception as error:  # a broken plug-in must not take the built-in methods with it
+            warnings.warn(
+                f"the method {point.name!r} of {origin} was not loaded: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+    return registry

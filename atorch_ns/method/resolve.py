@@ -1,0 +1,287 @@
+"""Resolution of a strategy: its methods validated, expanded, fitted to a cluster, completed and ordered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import AtorchError, MethodNotFoundError, Problem, StrategyError
+from atorch_ns.method.chosen import Chosen, Note, fold_plan, named_as_here, ordered
+from atorch_ns.method.method import Expands, Expansion, Method, Need, fit_config
+from atorch_ns.method.registry import Registry
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Plan, Requires, Strategy
+from atorch_ns.text import did_you_mean
+
+
+def validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list[Problem]]:
+    """The methods of a strategy with their configs, and everything that is wrong with names and configs."""
+    chosen: list[Chosen] = []
+    problems: list[Problem] = []
+    for step in strategy:
+        if step.name not in registry:
+            problems.append(registry.unknown(step.name))
+            continue
+        method = registry.get(step.name)
+        if any(item.method is method for item in chosen):
+            problems.append(Problem(message=f"named twice, once as {step.name!r}", method=method.name))
+        try:
+            chosen.append(Chosen(method, method.Config.model_validate(step.config)))
+        except ValidationError as error:
+            problems += [_config_problem(method, issue) for issue in error.errors()]
+    return chosen, problems
+
+
+def expand(
+    chosen: list[Chosen], cluster: Cluster, registry: Registry
+) -> tuple[list[Chosen], list[Note], list[Problem]]:
+    """Puts what methods stand for in their places, says so, and finds what cannot stand there."""
+    result: list[Chosen] = []
+    notes: list[Note] = []
+    problems: list[Problem] = []
+    for item in chosen:
+        if not isinstance(item.method, Expands):
+            result.append(item)
+            continue
+        others = [other for other in chosen if other is not item]
+        try:
+            expansion = item.method.expand(item.config, fold_plan(ordered(others)), cluster)
+        except StrategyError as error:
+            problems += [replace(one, method=one.method or item.method.name) for one in error.problems]
+            continue
+        if expansion is None:
+            result.append(item)
+            continue
+        own, wrong = validate(Strategy(expansion.steps), registry)
+        problems += wrong + _given_twice(item, own, beside=[*others, *result])
+        notes += _notes(item, own, expansion)
+        result += own
+    return result, notes, problems
+
+
+def _given_twice(item: Chosen, own: list[Chosen], *, beside: list[Chosen]) -> list[Problem]:
+    taken = {other.method.name for other in beside}
+    text = f"given twice, as a method of its own and by {item.method.name}. Configure it in one of the two places"
+    return [Problem(message=text, method=one.method.name) for one in own if one.method.name in taken]
+
+
+def _notes(item: Chosen, own: list[Chosen], expansion: Expansion) -> list[Note]:
+    name = item.method.name
+    methods = ", ".join(one.method.name for one in own) or "methods that are added by default"
+    return [
+        Note("expanded", name, f"{name} stands for {methods}"),
+        *(Note("left out", name, text) for text in expansion.notes),
+    ]
+
+
+def _config_problem(method: Method[Any], issue: Any) -> Problem:
+    path = [str(part) for part in issue["loc"]]
+    fields = list(method.Config.model_fields)
+    key = ".".join(path) or None
+    if issue["type"] == "extra_forbidden":
+        return Problem(
+            message=f"unknown key.{did_you_mean(path[0], fields)}",
+            method=method.name,
+            key=key,
+            accepted=", ".join(fields) or "no keys",
+        )
+    message = issue["msg"].removeprefix("Value error, ")
+    shown = None if not path else _short(issue["input"])
+    return Problem(message=message, method=method.name, key=key, value=shown)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A strategy that is ready to be applied.
+
+    Attributes:
+        chosen: methods and configs in order of application.
+        plan: what they decide together.
+        strategy: as it is saved, defaults left out. It keeps what is left out here, for where it can be used, and
+            has what a method stands for in that method's place.
+        notes: what was decided for the user.
+    """
+
+    chosen: tuple[Chosen, ...]
+    plan: Plan
+    strategy: Strategy
+    notes: tuple[Note, ...]
+
+
+def resolve(
+    strategy: Strategy, cluster: Cluster, registry: Registry, *, profile: Profile | None = None
+) -> Resolved:
+    """Validates, completes and orders a strategy for a cluster and, where given, a model.
+
+    Pure: nothing is started, read or changed.
+
+    Raises:
+        MethodNotFoundError: if the only problems are unknown names.
+        StrategyError: with every problem found.
+    """
+    chosen, problems = validate(strategy, registry)
+    if problems:
+        raise _error(problems)
+    chosen, expanded, problems = expand(chosen, cluster, registry)
+    if problems:
+        raise _error(problems)
+    if profile is not None:
+        chosen, renamed = named_as_here(chosen, profile)
+        expanded += renamed
+    chosen, left_out, notes = _leave_out(chosen, cluster)
+    chosen, fitted, problems = _fit(chosen, cluster)
+    chosen, added, unfilled = _complete(chosen, cluster, registry)
+    # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
+    problems += unfilled + _clashes([*chosen, *left_out])
+    if not problems:
+        for item in chosen:
+            problems += item.method.check(item.config, cluster, profile)
+    if problems:
+        raise _error(problems)
+    final = ordered(chosen)
+    saved = _as_strategy(ordered([*chosen, *left_out]), cluster)
+    return Resolved(final, fold_plan(final), saved, (*expanded, *notes, *fitted, *added))
+
+
+def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Chosen], list[Note]]:
+    kept: list[Chosen] = []
+    left_out: list[Chosen] = []
+    notes: list[Note] = []
+    for item in chosen:
+        reason = item.method.unavailable(item.config, cluster)
+        if item.method.needs_process_group and not cluster.distributed:
+            reason = "there is one process and no process group; start it with torchrun to use it"
+        if reason is None:
+            kept.append(item)
+            notes += [
+                Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)
+            ]
+        else:
+            left_out.append(item)
+            text = f"{item.method.name} is left out: {reason.rstrip('.')}. The strategy keeps it, for where it can be used"
+            notes.append(Note("left out", item.method.name, text))
+    return kept, left_out, notes
+
+
+def _fit(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:
+    fitted: list[Chosen] = []
+    notes: list[Note] = []
+    problems: list[Problem] = []
+    for item in chosen:
+        try:
+            config = fit_config(item.method, item.config, cluster)
+        except AtorchError as error:
+            problems.append(Problem(message=str(error), method=item.method.name))
+            continue
+        if config != item.config and item.config.as_json():
+            text = f"{item.method.name}: {item.config.as_json()} became {config.as_json()}"
+            notes.append(Note("fitted", item.method.name, f"{text} to fit {cluster.world_size} processes"))
+        fitted.append(replace(item, config=config))
+    return fitted, notes, problems
+
+
+def _complete(
+    chosen: list[Chosen], cluster: Cluster, registry: Registry
+) -> tuple[list[Chosen], list[Note], list[Problem]]:
+    """Adds the default method for every role that is needed and not filled."""
+    complete = list(chosen)
+    notes: list[Note] = []
+    problems: list[Problem] = []
+    tried: set[str] = set()
+    while True:
+        need = next((need for need in _unfilled(complete, cluster) if need.role not in tried), None)
+        if need is None:
+            return complete, notes, problems
+        tried.add(need.role)
+        method = registry.default_for(need.role)
+        if method is None:
+            providers = [other.name for other in registry if need.role in other.provides]
+            hint = f"Add {' or '.join(providers)}" if providers else "No installed method does that"
+            problems.append(Problem(message=f"nothing fills the role {need.role!r}: {need.reason}. {hint}."))
+            continue
+        config = fit_config(method, method.Config(), cluster)
+        complete.append(Chosen(method, config))
+        notes.append(Note("added", method.name, f"{method.name} is added because {need.reason}"))
+
+
+def _unfilled(chosen: list[Chosen], cluster: Cluster) -> list[Need]:
+    filled = {role for item in chosen for role in item.method.roles(item.config)}
+    needs = [need for item in chosen for need in item.method.needs(item.config, cluster)]
+    if cluster.distributed:
+        needs.insert(0, Need("mesh", f"there are {cluster.world_size} processes"))
+    return [need for need in needs if need.role not in filled]
+
+
+def _clashes(chosen: list[Chosen]) -> list[Problem]:
+    problems: list[Problem] = []
+    for position, first in enumerate(chosen):
+        for second in chosen[position + 1 :]:
+            reason = clash(first, second)
+            if reason is not None:
+                names = f"{first.method.name} and {second.method.name}"
+                problems.append(Problem(message=f"{names} cannot stand together: {reason}"))
+    return problems
+
+
+def clash(first: Chosen, second: Chosen) -> str | None:
+    """Why two methods cannot stand together; ``None`` if they can."""
+    shared = sorted(set(first.method.roles(first.config)) & set(second.method.roles(second.config)))
+    for mine, theirs in ((first, second), (second, first)):
+        for conflict in mine.method.conflicts:
+            if conflict.other == theirs.method.name and conflict.holds(mine.config, theirs.config):
+                return conflict.reason
+    if shared:
+        return f"both fill the role {shared[0]!r}. Keep one of them."
+    return None
+
+
+def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster) -> Strategy:
+    steps = [(item.method.name, item.config.as_json() or None) for item in ordered]
+    version = ".".join(cluster.torch.split(".")[:2]) or None
+    requires = Requires(world_size=cluster.world_size, device=cluster.device_type, torch=version)
+    return Strategy(steps, requires=requires)
+
+
+def _error(problems: list[Problem]) -> StrategyError:
+    if all(problem.message.startswith("unknown method") for problem in problems):
+        return MethodNotFoundError(problems)
+    return StrategyError(problems)
+
+
+class Pairing(NamedTuple):
+    """Two methods, and why they cannot stand together; ``None`` if they can."""
+
+    first: str
+    second: str
+    reason: str | None
+
+
+class Composition(NamedTuple):
+    """All methods, variants that compose differently included, and every pair of two different methods."""
+
+    names: tuple[str, ...]
+    pairings: tuple[Pairing, ...]
+
+
+def composition(registry: Registry) -> Composition:
+    """Every pair of methods of a registry, with default configs and with each declared variant."""
+    entries: list[tuple[str, Chosen]] = []
+    for method in registry:
+        entries.append((method.name, Chosen(method, method.Config())))
+        for label, config in method.variants.items():
+            entries.append((f"{method.name} ({label})", Chosen(method, method.Config.model_validate(config))))
+    pairings = [
+        Pairing(first, second, clash(one, other))
+        for position, (first, one) in enumerate(entries)
+        for second, other in entries[position + 1 :]
+        if one.method is not other.method
+    ]
+    return Composition(tuple(name for name, _ in entries), tuple(pairings))

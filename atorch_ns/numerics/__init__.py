@@ -1,0 +1,1 @@
+"""Numerics: does a strategy train a model as one process does? One reference, one measure, one verdict."""

@@ -1,0 +1,171 @@
+"""Numerics probe: a small model trained under a strategy and in one process, compared parameter by parameter.
+
+A small model of the same structure is trained for two steps on a few samples, under the strategy on all
+ranks, and by plain torch in one process. Every parameter is compared, not the loss: a lost gradient hides in
+the loss. The measure is, for every parameter,
+
+    error = (max|p - p_ref| - rounding) / max|p_ref - p_initial|
+
+the largest difference in units of the largest update. A gradient that is lost gives 1, one that is summed
+instead of averaged over two ranks 1, one that is not reduced at all about 1. The optimizer is SGD with
+momentum: its step is linear in the gradient, where Adam's is nearly the gradient's sign and would hide a
+wrong scale.
+
+**Tolerance.** In full precision 2e-4 (:mod:`atorch_ns.numerics.verdict`). In reduced precision the reference stays in full
+precision, and plain torch in one process runs once more with weights and inputs in bfloat16: four times its
+error, parameter by parameter, and 0.05 is allowed. What rounding alone moves by a quarter of its update (the
+bias of a key, whose gradient is zero but for rounding) can show nothing, and is not judged.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.errors import StepError
+from atorch_ns.job import Inputs
+from atorch_ns.method import Registry
+from atorch_ns.numerics.reference import Deviation, Reference, measure
+from atorch_ns.numerics.run import StrategyRun, run_strategy
+from atorch_ns.numerics.setup import prepare
+from atorch_ns.numerics.verdict import TOLERANCE, judge
+from atorch_ns.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """What a probe found; the same on every rank, but for the time.
+
+    Attributes:
+        passed: whether the strategy trains as one process does. False also where the probe could not run.
+        ran: whether there was anything to compare; a strategy that raises has not been compared.
+        loss_error: the largest difference of a step's loss.
+        worst_parameter: the parameter that is furthest from what it should be, in units of its tolerance.
+        worst_error: its error, in units of its update.
+        tolerance: its tolerance.
+        num_judged, num_parameters: parameters that were compared, and all.
+        seconds: of wall time.
+        reason: why it failed or did not run; empty if it passed.
+    """
+
+    passed: bool
+    ran: bool = True
+    loss_error: float = 0.0
+    worst_parameter: str = ""
+    worst_error: float = 0.0
+    tolerance: float = TOLERANCE
+    num_judged: int = 0
+    num_parameters: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """What was found, in a few words with its numbers."""
+        if not self.ran:
+            return self.reason
+        worst = (
+            f"{self.worst_parameter} is off by {self.worst_error:.1e} of its update"
+            if self.worst_parameter
+            else ""
+        )
+        allowed = f"{worst}, {self.tolerance:.1e} allowed; {self.num_judged} of {self.num_parameters} parameters judged"
+        return "; ".join(part for part in (self.reason, allowed if worst else "") if part)
+
+
+def probe(
+    inputs: Inputs,
+    cluster: Cluster,
+    strategy: Strategy,
+    registry: Registry,
+    *,
+    max_blocks: int | None = 2,
+    num_samples: int | None = None,
+) -> ProbeResult:
+    """Trains a small model under ``strategy`` and in one process, and compares; collective.
+
+    The caller's model is read and not changed, and random states are as before. Nothing is raised for what
+    the strategy does.
+
+    Args:
+        inputs: the user's model, data and loss; the model may be on meta.
+        cluster: what the job runs on. The process group must be up if it is distributed.
+        strategy: what to check.
+        registry: the methods.
+        max_blocks: ``None`` keeps all blocks; else two of the first kind and one of each other kind are
+            kept, or all of them where the model does not run with fewer.
+        num_samples: of each step, over all ranks (eight at most have samples of their own); two for each
+            micro-batch if ``None``.
+    """
+    begin = time.perf_counter()
+    with random_states_kept(torch.device(cluster.device)):
+        found = _probe(inputs, cluster, strategy, registry, max_blocks, num_samples)
+    return replace(found, seconds=time.perf_counter() - begin)
+
+
+def _probe(
+    inputs: Inputs,
+    cluster: Cluster,
+    strategy: Strategy,
+    registry: Registry,
+    max_blocks: int | None,
+    num_samples: int | None,
+) -> ProbeResult:
+    refused: list[str] = []
+    for shallow in (True, False) if max_blocks is not None else (False,):
+        try:
+            prepared = prepare(inputs, cluster, strategy, registry, shallow=shallow, num_samples=num_samples)
+            break
+        except Exception as error:  # a model that does not run without all its blocks is tried with them
+            refused.append(f"{type(error).__name__}: {error}")
+    else:
+        reason = "; with all blocks: ".join(dict.fromkeys(refused))
+        return from_first(
+            ProbeResult(passed=False, ran=False, reason=reason), distributed=cluster.distributed
+        )
+
+    def act() -> StrategyRun:
+        return run_strategy(
+            prepared.inputs,
+            cluster,
+            prepared.resolved,
+            prepared.batches,
+            learning_rate=prepared.learning_rate,
+            training=prepared.training,
+        )
+
+    try:
+        run = agree(act, what="the numerics probe", distributed=cluster.distributed)
+    except StepError as error:  # no step with finite gradients
+        return from_first(ProbeResult(passed=False, reason=str(error)), distributed=cluster.distributed)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return from_first(
+            ProbeResult(passed=False, ran=False, reason=reason), distributed=cluster.distributed
+        )
+    found = None
+    if prepared.reference is not None:
+        found = _judge(prepared.reference, prepared.noise, run)
+    return from_first(found, distributed=cluster.distributed)
+
+
+def _judge(reference: Reference, noise: Deviation | None, run: StrategyRun) -> ProbeResult:
+    """Holds every parameter to its tolerance."""
+    found = measure(reference, run.last, run.losses)
+    rows, _, reasons = judge(found, found, first_noise=noise, last_noise=noise, differing=run.differing)
+    judged = [row for row in rows if row.state != "not judged"]
+    worst = max(judged, key=lambda row: row.excess, default=None)
+    return ProbeResult(
+        passed=not reasons,
+        loss_error=found.loss_error,
+        worst_parameter="" if worst is None else worst.name,
+        worst_error=0.0 if worst is None else worst.parameter_error,
+        tolerance=TOLERANCE if worst is None else worst.parameter_tolerance,
+        num_judged=len(judged),
+        num_parameters=len(reference.final),
+        reason="; ".join(reasons),
+    )

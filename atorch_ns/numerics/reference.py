@@ -1,0 +1,249 @@
+"""Reference: the training of one process with plain torch and SGD, and the deviation of another run from it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import floats_to
+from atorch_ns.data import default_prepare_input, split_batch
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs
+from atorch_ns.job.sampling import forward_loss
+from atorch_ns.numerics.measure import finite, largest, update_errors
+
+MOMENTUM = 0.9
+LARGEST_STEP = 0.3
+"""The learning rate lets the parameter that moves most move by this share of its largest value."""
+ROUNDINGS = 2.0
+"""Errors up to this many units in the last place of a weight are rounding of the weight itself."""
+
+MAX_PARTS = 8
+
+Batches = Sequence[Sequence[Any]]
+"""``[step][part]`` → the batch of the ranks that are given this part; see :func:`part_of_ranks`."""
+
+
+def part_of_ranks(num_ranks: int) -> tuple[int, ...]:
+    """For each data rank which part of a batch it computes.
+
+    Up to eight ranks have a part of their own. More share eight parts, or one process would compute for
+    hours; they are dealt irregularly, so that no group of ranks has the average of all.
+    """
+    if num_ranks <= MAX_PARTS:
+        return tuple(range(num_ranks))
+    return tuple(hashlib.sha256(b"%d" % rank).digest()[0] % MAX_PARTS for rank in range(num_ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A run of one process.
+
+    Attributes:
+        initial, final: every parameter before and after, on the CPU, by its first name.
+        losses: the mean loss of each step.
+        learning_rate: of SGD.
+        training: whether the model was in training mode.
+    """
+
+    initial: Mapping[str, torch.Tensor]
+    final: Mapping[str, torch.Tensor]
+    losses: tuple[float, ...]
+    learning_rate: float
+    training: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """How far a run is from the reference.
+
+    Attributes:
+        errors: for each parameter the largest difference, in units of its largest update.
+        loss_error: the largest difference of a loss, relative to the loss or absolute below 1.
+        missing: parameters that only the reference has.
+    """
+
+    errors: Mapping[str, float]
+    loss_error: float
+    missing: tuple[str, ...] = ()
+
+
+def bare_groups(inputs: Inputs) -> Callable[[nn.Module], Iterable[Any]] | None:
+    """``optim_param_func`` with the groups that it makes and none of their options."""
+    function = inputs.optim_param_func
+    if function is None:
+        return None
+
+    def groups(model: nn.Module) -> list[Any]:
+        return [{"params": g["params"]} if isinstance(g, Mapping) else g for g in function(model)]
+
+    return groups
+
+
+def run_reference(
+    model: nn.Module,
+    inputs: Inputs,
+    batches: Batches,
+    parts: Sequence[int],
+    num_micro_batches: int,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    like: Reference | None = None,
+) -> Reference:
+    """Trains ``model`` in place with plain SGD, the parts of each step one after the other.
+
+    Args:
+        model: with values, on ``device``.
+        inputs: give the loss, the format of a batch and the norm to clip to.
+        batches: what to train on.
+        parts: for each data rank the part that it computes.
+        num_micro_batches: that each part is split into.
+        device: where to compute.
+        compute_dtype: run the forward pass with weights and inputs cast to this dtype.
+        like: use the learning rate and mode of this run instead of finding them.
+
+    Raises:
+        InputError: if the loss changes from one evaluation to the next, or nothing gets a gradient.
+    """
+    initial = _snapshot(model)
+    training = _mode(model, inputs, batches[0][0], device) if like is None else like.training
+    model.train(training)
+    groups = bare_groups(inputs)
+    parameters = list(model.parameters() if groups is None else groups(model))
+    optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=MOMENTUM, foreach=False)
+    rate = 0.0 if like is None else like.learning_rate
+    weights = [parts.count(part) / len(parts) for part in range(len(batches[0]))]
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        weighted = list(zip(batch, weights, strict=True))
+        losses.append(_accumulate(model, inputs, weighted, num_micro_batches, device, compute_dtype))
+        if inputs.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(_trained(optimizer), inputs.max_grad_norm)
+        rate = rate or _learning_rate(_trained(optimizer))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return Reference(
+        initial=initial,
+        final=_snapshot(model),
+        losses=tuple(losses),
+        learning_rate=rate,
+        training=training,
+    )
+
+
+def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Sequence[float]) -> Deviation:
+    """How far ``final`` and ``losses`` are from the reference."""
+    return Deviation(
+        errors=update_errors(reference.initial, reference.final, final, roundings=ROUNDINGS),
+        loss_error=max(
+            (finite(abs(a - b)) / max(1.0, abs(b)) for a, b in zip(losses, reference.losses, strict=True)),
+            default=0.0,
+        ),
+        missing=tuple(name for name in reference.final if name not in final),
+    )
+
+
+def _accumulate(
+    model: nn.Module,
+    inputs: Inputs,
+    parts: Sequence[tuple[Any, float]],
+    num_micro_batches: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> float:
+    """Adds the gradients of all parts by their weights; the mean loss."""
+    prepare = inputs.prepare_input or default_prepare_input
+    total = 0.0
+    for part, weight in parts:
+        for micro_batch in split_batch(prepare(part, device), num_micro_batches):
+            loss = _loss(model, inputs, micro_batch, dtype)
+            share = loss * (weight / num_micro_batches)
+            share.backward()
+            total += float(share.detach())
+    return total
+
+
+def _loss(model: nn.Module, inputs: Inputs, batch: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    forward: Callable[..., Any] = model if dtype is None else _in_dtype(model, dtype)
+    return forward_loss(inputs)(forward, batch).reshape(())
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    """The model computing in ``dtype``, with gradients in the dtype of its parameters."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Running statistics must have the dtype of what they normalise; other buffers stay as they are.
+        weights = floats_to({**dict(model.named_parameters()), **_statistics(model)}, dtype)
+        output = torch.func.functional_call(model, weights, floats_to(args, dtype), floats_to(kwargs, dtype))
+        return floats_to(output, torch.float32)
+
+    forward.__wrapped__ = model.forward  # type: ignore[attr-defined]  # what it takes of a batch
+    return forward
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The running means and variances of normalisations."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2] in ("running_mean", "running_var")
+    }
+
+
+def _mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> bool:
+    """Whether to train in training mode: only where the model's loss cannot be computed in the other.
+
+    Evaluation mode takes the chance out of dropout, and normalises by running statistics.
+    """
+    prepare = inputs.prepare_input or default_prepare_input
+    failure: Exception | None = None
+    for training in (False, True):
+        model.train(training)
+        try:
+            losses = [float(_repeatable(model, inputs, prepare(part, device), seed)) for seed in (1, 2)]
+        except Exception as error:
+            failure = failure or error
+            continue
+        if losses[0] == losses[1]:
+            return training
+    if failure is not None:
+        raise failure
+    raise InputError(
+        "the model's loss changes from one evaluation of the same batch to the next, so that two runs cannot "
+        "be compared."
+    )
+
+
+def _repeatable(model: nn.Module, inputs: Inputs, batch: Any, seed: int) -> torch.Tensor:
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        return _loss(model, inputs, batch)
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _learning_rate(parameters: Iterable[torch.Tensor]) -> float:
+    steepest = 0.0
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.numel():
+            steepest = max(steepest, largest(parameter.grad) / max(largest(parameter), 1e-3))
+    if not 0.0 < steepest < math.inf:
+        raise InputError(
+            f"the largest gradient, relative to its parameter, is {steepest}: nothing to compare."
+        )
+    return LARGEST_STEP / steepest
+
+
+def _snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}

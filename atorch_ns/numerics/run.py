@@ -1,0 +1,145 @@
+"""Training a model under a strategy on all ranks, for its parameters to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.apply import apply_strategy
+from atorch_ns.checkpoint.export import whole_tensors
+from atorch_ns.cluster import Cluster, gathered
+from atorch_ns.errors import StepError
+from atorch_ns.job import Inputs, Result
+from atorch_ns.method import Resolved
+from atorch_ns.numerics.reference import MOMENTUM, part_of_ranks
+
+_MAX_SKIPS: Final = 24
+"""A loss scale begins at 2^16 and halves with every skipped step."""
+
+
+_UNROUNDED: Final = (
+    "rounding to fp8 is left out of the comparison: it moves parameters by as much as a lost gradient would, and would "
+    "hide one"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRun:
+    """The result of training under a strategy.
+
+    Attributes:
+        first: every parameter, whole, on the CPU, by its first name, after the first step; empty where
+            ``everywhere`` was not asked for.
+        last: the same after all steps; on rank 0 only where ``everywhere`` was not asked for.
+        losses: the mean loss of each step.
+        differing: names of weights that ranks should hold alike and do not.
+        notes: what of the strategy did not take part.
+    """
+
+    first: Mapping[str, torch.Tensor]
+    last: Mapping[str, torch.Tensor]
+    losses: tuple[float, ...]
+    differing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def run_strategy(
+    inputs: Inputs,
+    cluster: Cluster,
+    resolved: Resolved,
+    batches: Sequence[Sequence[Any]],
+    *,
+    learning_rate: float,
+    training: bool,
+    everywhere: bool = False,
+) -> StrategyRun:
+    """Applies the strategy and trains on this rank's part of each batch; collective.
+
+    Args:
+        inputs: the model and its loss, with SGD as optimizer; the model is used up.
+        cluster: the ranks and devices of the job.
+        resolved: the strategy.
+        batches: ``[step][part]``.
+        learning_rate: that of SGD.
+        training: whether the model is in training mode.
+        everywhere: gather the whole parameters on every rank, after the first step too, and compare them over all
+            ranks; else on rank 0, and only weights that are not divided are compared.
+    """
+    given = replace(inputs, sample_batch=batches[0][0])
+    result = judged_job(given, cluster, resolved, learning_rate=learning_rate, training=training)
+    part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
+    losses = [train_step(result, batches[0][part])]
+    first = whole_tensors(result, everywhere=True, buffers=False) if everywhere else {}
+    losses += [train_step(result, batch[part]) for batch in batches[1:]]
+    last = whole_tensors(result, everywhere=everywhere, buffers=False)
+    return StrategyRun(
+        first=first,
+        last=last,
+        losses=tuple(losses),
+        differing=_differing(last if everywhere else _undivided_weights(result), cluster),
+        notes=() if result.job.precision.restore is None else (_UNROUNDED,),
+    )
+
+
+def judged_job(
+    inputs: Inputs, cluster: Cluster, resolved: Resolved, *, learning_rate: float, training: bool
+) -> Result:
+    """The job whose parameters are compared with those of one process; collective. The model is used up.
+
+    What rounds to fp8 is left out of it: that moves parameters by as much as a wrong strategy would, so that what is
+    judged is everything else.
+
+    Args:
+        inputs: with SGD as optimizer, and a batch of one rank as sample: there is no dataset to take one from.
+        cluster, resolved: as for :func:`run_strategy`.
+        learning_rate: of SGD.
+        training: whether the model is in training mode.
+    """
+    given = replace(
+        inputs,
+        optim_args={"lr": learning_rate, "momentum": MOMENTUM},
+        dataset=None,
+        dataloader_args=None,
+        distributed_sampler_cls=None,
+        lr_scheduler_cls=None,
+        lr_scheduler_args=None,
+    )
+    result = apply_strategy(given, cluster, resolved)
+    if result.job.precision.restore is not None:
+        for root in result.job.roots:
+            result.job.precision.restore(root)
+    result.model.train(training)
+    return result
+
+
+def train_step(result: Result, batch: Any) -> float:
+    """One step, again and again while a loss scale that is too large has it skipped."""
+    for _ in range(_MAX_SKIPS):
+        loss = float(result.train_step(batch))
+        if not result.train_step.skipped:
+            return loss
+    raise StepError(f"{_MAX_SKIPS} steps in a row were skipped, because gradients are infinite or NaN.")
+
+
+def _undivided_weights(result: Result) -> dict[str, torch.Tensor]:
+    weights = result.job.make_states(result.job, result.optim).weights()
+    return {name: weight for name, weight in weights.items() if not isinstance(weight, DTensor)}
+
+
+def _differing(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
+    """Names of weights whose bits differ among the ranks that have them; collective."""
+    own = {name: bit_sum(weight) for name, weight in weights.items()}
+    of_ranks = gathered(own, distributed=cluster.distributed)
+    names = dict.fromkeys(name for sums in of_ranks for name in sums)
+    return tuple(name for name in names if len({sums[name] for sums in of_ranks if name in sums}) > 1)
+
+
+def bit_sum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's bytes, each weighted by its place in a word: equal for equal bits."""
+    flat = tensor.detach().contiguous().flatten()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(kind).sum(dtype=torch.int64))

@@ -1,0 +1,323 @@
+"""Setup of a probe: a small model of the same structure, a few batches, and the reference on them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, default_collate
+
+from atorch_ns.capture.blocks import fingerprints
+from atorch_ns.capture.structure import Truncation, copy_structure, truncate
+from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs, Materialiser
+from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.numerics.reference import (
+    Deviation,
+    Reference,
+    bare_groups,
+    measure,
+    part_of_ranks,
+    run_reference,
+)
+from atorch_ns.profile import Profile, repeated_blocks
+from atorch_ns.strategy import Strategy
+from atorch_ns.text import bytes_text
+
+_CONSTANT_NOISE = 0.02
+"""Standard deviation of what is added to parameters whose values are all alike (see :func:`fill`)."""
+
+Originals = Mapping[nn.Parameter, nn.Parameter]
+
+
+def structure_of(model: nn.Module, *, shallow: bool) -> tuple[nn.Module, Originals]:
+    """A copy of ``model`` whose parameters take no memory; ties, buffers and settings are as they were.
+
+    Args:
+        model: read, not changed.
+        shallow: keep two blocks of the first kind and one of each other kind.
+
+    Returns:
+        The copy with its parameters on meta, and for each of them the one that it stands for.
+    """
+    blocks = {block.name: block.module for block in repeated_blocks(model)} if shallow else {}
+    shortened = truncate(model, blocks, fingerprints(blocks))
+
+    def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor.detach().clone()
+
+    copied = copy_structure(model, make, shortened.containers)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    originals = {}
+    for path, module in copied.named_modules():
+        source = _original_path(path, shortened)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                originals[parameter] = named[f"{source}.{name}" if source else name]
+    return copied, originals
+
+
+def _original_path(path: str, shortened: Truncation) -> str:
+    """The path, in the whole model, of a module of the shallow one."""
+    for container in shortened.containers.values():
+        for place, index in enumerate(container.kept):
+            copied = container.copy_path(place)
+            if path == copied or path.startswith(f"{copied}."):
+                return container.blocks[index] + path.removeprefix(copied)
+    return path
+
+
+def bytes_needed(model: nn.Module) -> int:
+    """Bytes of one copy of the parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def fill(model: nn.Module, originals: Originals, device: torch.device, *, seed: int) -> None:
+    """Gives every parameter on meta its value, in place.
+
+    A parameter that has a value keeps it. One that was on meta itself is initialised as the model would, or
+    with small random values where the model offers no way. A constant parameter (zeros, ones) gets a little
+    noise: behind a layer of zeros all gradients are zero, and a lost one would not be missed.
+
+    Raises:
+        InputError: if a buffer on meta cannot be given a value.
+    """
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            original = None if parameter is None else originals.get(parameter)
+            if parameter is None or original is None or original.is_meta:
+                continue
+            if parameter not in copies:
+                data = original.detach().to(device, copy=True)
+                copies[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = copies[parameter]
+    Materialiser(model, device, seed=seed, init=_initialiser(model)).materialise([model])
+    model.to(device)
+    for name, parameter in model.named_parameters():
+        _unsettle(name, parameter)
+
+
+@torch.no_grad()
+def round_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives parameters values that ``dtype`` can hold, so that a strategy that casts them starts from the same."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
+    """What the model offers, and small random values for whatever that leaves unset."""
+    from_model = getattr(model, "_init_weights", None)
+
+    @torch.no_grad()
+    def init(module: nn.Module) -> None:
+        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        try:
+            if callable(from_model):
+                from_model(module)
+            elif callable(own):
+                own()
+        except Exception:
+            pass  # any initialisation will do: the probe compares two runs from the same values
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and bool(torch.isnan(parameter).any()):
+                parameter.normal_(std=_CONSTANT_NOISE)
+
+    return init
+
+
+@torch.no_grad()
+def _unsettle(name: str, parameter: nn.Parameter) -> None:
+    if parameter.numel() < 2 or not parameter.is_floating_point() or not parameter.requires_grad:
+        return
+    if bool(parameter.amin() != parameter.amax()):
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(parameter.shape, generator=generator) * _CONSTANT_NOISE
+    parameter.add_(noise.to(parameter))
+
+
+T = TypeVar("T")
+
+_NUM_STEPS: Final = 2
+_SEED: Final = 20
+_MEMORY_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What the strategy is to be held against.
+
+    Attributes:
+        inputs: with the small model, and SGD for the optimizer.
+        resolved: the strategy.
+        batches: ``[step][part]``.
+        reference: one process in full precision; on rank 0 only.
+        noise: how far one process in bfloat16 is from it; on rank 0 only, ``None`` in full precision.
+        learning_rate, training: of the reference.
+    """
+
+    inputs: Inputs
+    resolved: Resolved
+    batches: list[list[Any]]
+    reference: Reference | None
+    noise: Deviation | None
+    learning_rate: float
+    training: bool
+
+
+def prepare(
+    inputs: Inputs,
+    cluster: Cluster,
+    strategy: Strategy,
+    registry: Registry,
+    *,
+    shallow: bool,
+    num_samples: int | None,
+) -> Prepared:
+    """Builds the small model on every rank, and trains it in one process on rank 0; collective.
+
+    Raises:
+        Exception: on every rank, whatever stands in the way of a comparison.
+    """
+
+    def agreed(action: Callable[[], T]) -> T:
+        return agree(action, what="preparing the numerics probe", distributed=cluster.distributed)
+
+    small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
+    resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
+    found = agreed(lambda: _prepare(small, cluster, resolved, num_samples))
+    return _shared(found, cluster)
+
+
+def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
+    """The inputs with a small model in the place of the user's, SGD for the optimizer, and no data loader."""
+    if inputs.loss_func is None or inputs.dataset is None:
+        raise InputError("a probe needs dataset and loss_func.")
+    model, originals = structure_of(inputs.model, shallow=shallow)
+    _require_memory(bytes_needed(model), cluster)
+    fill(model, originals, torch.device(cluster.device), seed=_SEED)
+    return replace(inputs, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
+
+
+def _require_memory(model_bytes: int, cluster: Cluster) -> None:
+    """Rank 0 holds two models, the gradients and momentum of one, and copies in host memory."""
+    needed = 6 * model_bytes
+    available = cluster.device_memory_bytes
+    if cluster.device_type == "cpu":
+        available //= max(1, cluster.local_world_size)
+    if available and needed > _MEMORY_SHARE * available:
+        raise InputError(
+            f"two blocks of each kind and what surrounds them take {bytes_text(needed)} to compare, of "
+            f"{bytes_text(available)} a rank has."
+        )
+
+
+def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: int | None) -> Prepared:
+    round_to(inputs.model, getattr(torch, resolved.plan.precision.parameter_dtype))
+    if cluster.rank != 0:
+        return Prepared(
+            inputs=inputs,
+            resolved=resolved,
+            batches=[],
+            reference=None,
+            noise=None,
+            learning_rate=0.0,
+            training=False,
+        )
+    num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
+    parts = part_of_ranks(resolved.plan.num_data_ranks)
+    batches = draw_batches(inputs, 1 + max(parts), num_micro_batches, num_samples)
+    if cluster.distributed:
+        pickle.dumps(batches)  # rank 0 must fail here, not where the others wait for it
+    device = torch.device(cluster.device)
+
+    def run(**options: Any) -> Reference:
+        model = copy.deepcopy(inputs.model)
+        return run_reference(model, inputs, batches, parts, num_micro_batches, device, **options)
+
+    reference = run()
+    noise = None
+    if is_reduced(resolved):
+        rounded = run(compute_dtype=torch.bfloat16, like=reference)
+        noise = measure(reference, rounded.final, rounded.losses)
+    return Prepared(
+        inputs=inputs,
+        resolved=resolved,
+        batches=batches,
+        reference=reference,
+        noise=noise,
+        learning_rate=reference.learning_rate,
+        training=reference.training,
+    )
+
+
+def is_reduced(resolved: Resolved) -> bool:
+    """Whether anything is computed, held or sent in less than float32."""
+    plan = resolved.plan
+    dtypes = (
+        plan.precision.parameter_dtype,
+        plan.precision.compute_dtype,
+        plan.sharding.gather_dtype,
+        plan.sharding.reduce_dtype,
+    )
+    return any(dtype not in (None, "float32") for dtype in dtypes)
+
+
+def draw_batches(
+    inputs: Inputs,
+    num_parts: int,
+    num_micro_batches: int,
+    num_samples: int | None,
+    *,
+    num_steps: int = _NUM_STEPS,
+) -> list[list[Any]]:
+    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few.
+
+    Args:
+        inputs: give dataset and collation.
+        num_parts: batches of a step, each for one rank.
+        num_micro_batches: that each of them can be split into.
+        num_samples: of each batch; two for each micro-batch if ``None``.
+        num_steps: how many.
+    """
+    args = dict(inputs.dataloader_args or {})
+    unbatched = "batch_size" in args and args["batch_size"] is None
+    rows = 1 if unbatched else num_micro_batches * _rows(num_parts * num_micro_batches, num_samples)
+    dataset = inputs.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        taken = list(itertools.islice(iter(dataset), num_steps * num_parts * rows))
+    else:
+        taken = [dataset[index] for index in range(min(len(dataset), num_steps * num_parts * rows))]
+    if not taken:
+        raise InputError("the dataset is empty.")
+    samples = itertools.cycle(taken)
+    if unbatched:
+        return [[next(samples) for _ in range(num_parts)] for _ in range(num_steps)]
+    collate = args.get("collate_fn") or default_collate
+    return [
+        [collate(list(itertools.islice(samples, rows))) for _ in range(num_parts)] for _ in range(num_steps)
+    ]
+
+
+def _rows(num_micro_batches: int, num_samples: int | None) -> int:
+    """Samples of each micro-batch, of that many over all ranks."""
+    return 2 if num_samples is None else max(1, num_samples // num_micro_batches)
+
+
+def _shared(prepared: Prepared, cluster: Cluster) -> Prepared:
+    """The batches and settings of rank 0, on every rank."""
+    if not cluster.distributed:
+        return prepared
+    values = (prepared.batches, prepared.learning_rate, prepared.training)
+    batches, rate, training = from_first(values, distributed=True)
+    return replace(prepared, batches=batches, learning_rate=rate, training=training)

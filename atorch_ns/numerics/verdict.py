@@ -1,0 +1,180 @@
+"""Verdict on a run held against the reference: tolerances, and a state for every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from atorch_ns.numerics.reference import Deviation, Reference, measure
+
+TOLERANCE: Final = 2e-4
+"""Of a parameter's update, in full precision. Rounding alone gives up to 2e-5."""
+REDUCED_TOLERANCE: Final = 0.05
+NOISE_FACTOR: Final = 4.0
+"""In reduced precision this much of the error of plain bfloat16 in one process is allowed on top."""
+UNJUDGED: Final = 0.25
+"""Parameters whose update plain reduced precision changes by more than this show nothing."""
+LOSS_TOLERANCE: Final = 1e-4
+REDUCED_LOSS_TOLERANCE: Final = 0.02
+
+State = Literal["ok", "drifts", "not judged"]
+_NONE: Final = Deviation(errors={}, loss_error=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterVerdict:
+    """One parameter.
+
+    Attributes:
+        name: in the user's model.
+        gradient_error: the largest error of its first gradient, in units of the gradient's largest element.
+        parameter_error: the largest error after the last step, in units of its largest update.
+        gradient_tolerance, parameter_tolerance: what is allowed of each.
+        state: ``"drifts"`` if one is over; ``"not judged"`` where rounding alone moves it by more than it moves.
+    """
+
+    name: str
+    gradient_error: float
+    parameter_error: float
+    gradient_tolerance: float
+    parameter_tolerance: float
+    state: State
+
+    @property
+    def excess(self) -> float:
+        """The larger error in units of its tolerance."""
+        return max(
+            self.gradient_error / self.gradient_tolerance, self.parameter_error / self.parameter_tolerance
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What came of a comparison; plain values.
+
+    Attributes:
+        strategy: as it was applied.
+        world_size: ranks.
+        num_steps: optimizer steps.
+        num_samples: of one step, over all ranks.
+        passed: whether nothing drifts.
+        reasons: why not, one sentence each.
+        losses: of every step, of one process and of the ranks.
+        loss_error: the largest difference, relative to the loss, or absolute below 1.
+        loss_tolerance: what is allowed.
+        parameters: the worst first.
+        reduced_precision: whether the strategy computes in less than float32; tolerances are then wider.
+        training: whether the model was in training mode: only where its loss cannot be computed in the other,
+            in which dropout and the statistics of batches play no part.
+        notes: what was added to the strategy or left out of it.
+        seconds: of both runs.
+    """
+
+    strategy: str
+    world_size: int
+    num_steps: int
+    num_samples: int
+    passed: bool
+    reasons: tuple[str, ...]
+    losses: tuple[tuple[float, float], ...]
+    loss_error: float
+    loss_tolerance: float
+    parameters: tuple[ParameterVerdict, ...]
+    reduced_precision: bool
+    training: bool
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def num_judged(self) -> int:
+        """Parameters that could be compared."""
+        return sum(each.state != "not judged" for each in self.parameters)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        document = {"schema": 1, **vars(self), "num_judged": self.num_judged}
+        return document | {"parameters": [vars(each) for each in self.parameters]}
+
+
+def judge(
+    first: Deviation,
+    last: Deviation,
+    *,
+    first_noise: Deviation | None,
+    last_noise: Deviation | None,
+    differing: tuple[str, ...],
+) -> tuple[tuple[ParameterVerdict, ...], float, list[str]]:
+    """The verdict on every parameter, the loss's tolerance, and the reasons why it does not pass.
+
+    Args:
+        first, last: how far the ranks are from one process, after the first step and after all.
+        first_noise, last_noise: how far one process in bfloat16 is; ``None`` in full precision.
+        differing: parameters that ranks should hold alike and do not.
+    """
+    rounded_first, rounded_last = first_noise or _NONE, last_noise or _NONE
+    base = TOLERANCE if last_noise is None else REDUCED_TOLERANCE
+    rows = []
+    for name, error in last.errors.items():
+        noise = (rounded_first.errors.get(name, 0.0), rounded_last.errors.get(name, 0.0))
+        allowed = tuple(base + NOISE_FACTOR * each for each in noise)
+        gradient = first.errors.get(name, 0.0)
+        over = gradient > allowed[0] or error > allowed[1]
+        state: State = "not judged" if max(noise) > UNJUDGED else ("drifts" if over else "ok")
+        rows.append(
+            ParameterVerdict(
+                name=name,
+                gradient_error=gradient,
+                parameter_error=error,
+                gradient_tolerance=allowed[0],
+                parameter_tolerance=allowed[1],
+                state=state,
+            )
+        )
+    order: Mapping[State, int] = {"drifts": 0, "ok": 1, "not judged": 2}
+    rows.sort(key=lambda row: (order[row.state], -row.excess))
+    loss_tolerance = (
+        LOSS_TOLERANCE
+        if last_noise is None
+        else REDUCED_LOSS_TOLERANCE + NOISE_FACTOR * last_noise.loss_error
+    )
+    return tuple(rows), loss_tolerance, _reasons(rows, last, loss_tolerance, differing)
+
+
+def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> str | None:
+    """Why the mean of the losses of the parts of a batch is not the loss of the whole; ``None`` if it is.
+
+    Args:
+        parts: one step on the parts, one after the other, as ranks compute them.
+        whole: the same step on the whole batch in one pass.
+        noise: how far one process in bfloat16 is from ``parts``; ``None`` in full precision.
+    """
+    apart = measure(parts, whole.final, whole.losses)
+    rows, _, reasons = judge(apart, apart, first_noise=noise, last_noise=noise, differing=())
+    if not any(row.state == "drifts" for row in rows) and not any("loss is off" in one for one in reasons):
+        return None
+    worst = max(apart.errors.values(), default=0.0)
+    return (
+        f"the loss is not a mean over samples: one pass over the whole batch gives {whole.losses[0]:.6f}, the mean "
+        f"over the parts that ranks and micro-batches compute {parts.losses[0]:.6f}, and gradients differ by "
+        f"{worst:.1e}. Ranks average their gradients, so that a sum is too small by the number of parts, and a mean "
+        "over tokens weights parts alike whatever they hold; divide by the number of samples"
+    )
+
+
+def _reasons(
+    rows: list[ParameterVerdict], last: Deviation, loss_tolerance: float, differing: tuple[str, ...]
+) -> list[str]:
+    reasons = []
+    drifting = [row for row in rows if row.state == "drifts"]
+    if last.missing:
+        reasons.append(f"{len(last.missing)} parameter(s) are gone, as {last.missing[0]}")
+    if differing:
+        reasons.append(f"ranks hold different values of {len(differing)} parameter(s), as {differing[0]}")
+    if drifting:
+        reasons.append(f"{len(drifting)} of {len(rows)} parameters are not what one process gives")
+    if not last.loss_error <= loss_tolerance:
+        reasons.append(f"the loss is off by {last.loss_error:.1e}, {loss_tolerance:.1e} allowed")
+    if rows and all(row.state == "not judged" for row in rows):
+        reasons.append("rounding alone changes every parameter by more than its update shows")
+    return reasons

@@ -1,0 +1,305 @@
+"""A strategy against one process, on the user's own model.
+
+The model is trained for a few steps under the strategy on all ranks, and by plain torch in one process, on the same
+global batches. The optimizer is SGD with momentum, whatever the job uses: its step is linear in the gradient, where
+Adam's is nearly the gradient's sign and would hide a wrong scale. The first step shows the gradients, the last one
+what their errors add up to. See :mod:`atorch_ns.numerics.probe` for the measure and its tolerances; that probe looks
+at a small copy of the model, this at all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster, agree, from_first, same_everywhere
+from atorch_ns.errors import AtorchError, InputError, RankError
+from atorch_ns.job import Inputs
+from atorch_ns.job.sampling import join_batches, num_samples, sample_inputs
+from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.numerics.reference import (
+    Deviation,
+    Reference,
+    bare_groups,
+    measure,
+    part_of_ranks,
+    run_reference,
+)
+from atorch_ns.numerics.run import StrategyRun, bit_sum, run_strategy
+from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
+from atorch_ns.numerics.verdict import Verification, judge, judge_parts
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Strategy
+
+_OURS: Final = str(Path(__file__).parents[1])
+_TORCH: Final = str(Path(torch.__file__).parent)
+_METHODS: Final = str(Path(__file__).parents[2] / "opt_lib")
+_STDLIB: Final = sysconfig.get_paths()["stdlib"]
+
+
+@contextmanager
+def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
+    """What the block raises that is no error of this package becomes one that says where it comes from.
+
+    Args:
+        run: which run it is: ``"training in one process"``.
+        rank: where.
+        remedy: what to do.
+
+    Raises:
+        RankError: if a collective broke off because another rank has gone.
+        InputError: for anything else.
+    """
+    try:
+        yield
+    except AtorchError:
+        raise
+    except Exception as error:
+        what = f"{run} failed on rank {rank}: {type(error).__name__}: {error}".rstrip(".")
+        if _is_broken_connection(error):
+            raise RankError(f"{what}. Another rank has gone.") from error
+        raise InputError(f"{what}. {_where(error)} {remedy}") from error
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    if isinstance(error, torch.distributed.DistNetworkError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("closed by peer" in text or "reset by peer" in text)
+
+
+def _where(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not _is_library(frame.filename)]
+    if users:
+        last = users[-1]
+        return f"It is raised by your code or what that calls: {last.filename}, line {last.lineno}, in {last.name}."
+    last = frames[-1]
+    return (
+        f"No line of your own is in it; it comes from {last.filename}, line {last.lineno}, in {last.name}, "
+        "called with your model and batch."
+    )
+
+
+def _is_library(file: str) -> bool:
+    in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
+    return file.startswith(("<", _OURS, _TORCH, _METHODS)) or in_stdlib
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Truth:
+    """What one process makes of the batches: after the first step and after all, and in bfloat16 if that matters."""
+
+    first: Reference
+    last: Reference
+    first_noise: Deviation | None = None
+    last_noise: Deviation | None = None
+    num_samples: int = 0
+    parts_reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def verify(
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, num_steps: int = 5
+) -> Verification:
+    """Trains the model under ``strategy`` and in one process, and compares; collective.
+
+    The caller's model and random states are as before.
+
+    Args:
+        inputs: the user's model, with values that are the same on every rank, data and loss.
+        cluster: what the job runs on. The process group must be up if it is distributed.
+        strategy: what to check.
+        registry: the methods.
+        num_steps: optimizer steps.
+
+    Returns:
+        The verdict; the same on every rank.
+
+    Raises:
+        InputError: if there is nothing to compare.
+        StrategyError: if the strategy cannot be used here.
+    """
+    began = time.perf_counter()
+    with random_states_kept(torch.device(cluster.device)):
+        found = _verify(inputs, cluster, strategy, registry, num_steps)
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def _verify(
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
+) -> Verification:
+    own, resolved = agree(
+        lambda: _prepared(inputs, cluster, strategy, registry, num_steps),
+        what="preparing the comparison",
+        distributed=cluster.distributed,
+    )
+    same_everywhere({"the model's values": _digest(own)}, distributed=cluster.distributed)
+    batches, truth = agree(
+        lambda: _explained_truth(own, cluster, resolved, num_steps) if cluster.rank == 0 else ([], None),
+        what="training in one process",
+        distributed=cluster.distributed,
+    )
+    batches, rate, training = from_first(
+        (batches, truth.last.learning_rate, truth.last.training) if truth else None,
+        distributed=cluster.distributed,
+    )
+    with explained_errors(
+        f"training under {resolved.strategy} on {cluster.world_size} rank(s)",
+        rank=cluster.rank,
+        remedy="The same batches could be trained on in one process: the strategy does not work with this model. "
+        "Change the code there, or leave out the method concerned.",
+    ):
+        run = run_strategy(
+            replace(own, model=copy.deepcopy(own.model)),
+            cluster,
+            resolved,
+            batches,
+            learning_rate=rate,
+            training=training,
+            everywhere=True,
+        )
+    found = _compare(truth, run, cluster, resolved) if truth is not None else None
+    return from_first(found, distributed=cluster.distributed)
+
+
+def _prepared(
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
+) -> tuple[Inputs, Resolved]:
+    """The inputs with plain SGD and a few samples, the model rounded as the strategy rounds it; and the strategy."""
+    if num_steps < 1:
+        raise InputError(f"num_steps={num_steps}: at least one step is needed.")
+    if any(parameter.is_meta for parameter in inputs.model.parameters()):
+        raise InputError(
+            "the model is on meta, and two runs must begin with the same values. Build it on the CPU."
+        )
+    sampled = sample_inputs(
+        inputs, num_data_ranks=cluster.world_size, sample_batch=inputs.sample_batch
+    ).inputs
+    resolved = resolve(strategy, cluster, registry, profile=Profile.of(inputs.model))
+    model = copy.deepcopy(inputs.model).to(torch.device(cluster.device))
+    round_to(model, getattr(torch, resolved.plan.precision.parameter_dtype))
+    own = replace(sampled, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
+    return own, resolved
+
+
+def _explained_truth(
+    inputs: Inputs, cluster: Cluster, resolved: Resolved, num_steps: int
+) -> tuple[list[list[Any]], _Truth]:
+    passed = inputs.model_input_format or "none"
+    with explained_errors(
+        "training in one process, without any strategy,",
+        rank=cluster.rank,
+        remedy=f"Mend the model, the loss or the batch; the batch is passed as {passed!r} (--input-format, "
+        "model_input_format).",
+    ):
+        return _truth(inputs, cluster, resolved, num_steps)
+
+
+def _truth(
+    inputs: Inputs, cluster: Cluster, resolved: Resolved, num_steps: int
+) -> tuple[list[list[Any]], _Truth]:
+    num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
+    parts = part_of_ranks(resolved.plan.num_data_ranks)
+    batches = draw_batches(inputs, 1 + max(parts), num_micro_batches, None, num_steps=num_steps)
+
+    def run(steps: int, **options: Any) -> Reference:
+        model = copy.deepcopy(inputs.model)
+        device = torch.device(cluster.device)
+        return run_reference(model, inputs, batches[:steps], parts, num_micro_batches, device, **options)
+
+    found = run(1)
+    # Momentum adds up: the rate of one step is lowered so that all of them move no parameter further.
+    gentle = replace(found, learning_rate=found.learning_rate * 2 / (num_steps * (num_steps + 1)))
+    first, last = run(1, like=gentle), run(num_steps, like=gentle)
+    whole, notes = _whole(inputs, batches[0], parts, num_micro_batches, gentle, torch.device(cluster.device))
+    count = _count(batches[0], parts)
+    if not is_reduced(resolved):
+        reason = None if whole is None else judge_parts(first, whole, None)
+        return batches, _Truth(first=first, last=last, num_samples=count, parts_reason=reason, notes=notes)
+    rounded = [run(steps, like=gentle, compute_dtype=torch.bfloat16) for steps in (1, num_steps)]
+    noise = measure(first, rounded[0].final, rounded[0].losses)
+    return batches, _Truth(
+        first=first,
+        last=last,
+        first_noise=noise,
+        last_noise=measure(last, rounded[1].final, rounded[1].losses),
+        num_samples=count,
+        parts_reason=None if whole is None else judge_parts(first, whole, noise),
+        notes=notes,
+    )
+
+
+def _whole(
+    inputs: Inputs,
+    batch: list[Any],
+    parts: tuple[int, ...],
+    num_micro_batches: int,
+    like: Reference,
+    device: torch.device,
+) -> tuple[Reference | None, tuple[str, ...]]:
+    """The first step on the whole global batch in one pass; ``None`` where it is that already, or cannot be made."""
+    if len(parts) * num_micro_batches == 1:
+        return None, ()
+    if like.training:
+        return None, ("the loss of the whole batch in one pass is not compared, in training mode",)
+    try:
+        joined = join_batches([batch[part] for part in parts])
+    except Exception as error:  # parts of different shapes, or of types that nobody knows how to join
+        return None, (
+            f"the loss of the whole batch in one pass is not compared: its parts cannot be joined ({error})",
+        )
+    model = copy.deepcopy(inputs.model)
+    return run_reference(model, inputs, [[joined]], (0,), 1, device, like=like), ()
+
+
+def _count(batch: list[Any], parts: tuple[int, ...]) -> int:
+    """Samples of one step over all ranks; 0 if a part does not tell how many it has."""
+    try:
+        return sum(num_samples(batch[part]) for part in parts)
+    except InputError:
+        return 0
+
+
+def _compare(truth: _Truth, run: StrategyRun, cluster: Cluster, resolved: Resolved) -> Verification:
+    last = measure(truth.last, run.last, run.losses)
+    rows, loss_tolerance, reasons = judge(
+        measure(truth.first, run.first, run.losses[:1]),
+        last,
+        first_noise=truth.first_noise,
+        last_noise=truth.last_noise,
+        differing=run.differing,
+    )
+    if truth.parts_reason is not None:
+        reasons.append(truth.parts_reason)
+    return Verification(
+        strategy=str(resolved.strategy),
+        world_size=cluster.world_size,
+        num_steps=len(run.losses),
+        num_samples=truth.num_samples,
+        passed=not reasons,
+        reasons=tuple(reasons),
+        losses=tuple(zip(truth.last.losses, run.losses, strict=True)),
+        loss_error=last.loss_error,
+        loss_tolerance=loss_tolerance,
+        parameters=rows,
+        reduced_precision=truth.last_noise is not None,
+        training=truth.last.training,
+        notes=(*(note.text for note in resolved.notes), *truth.notes, *run.notes),
+    )
+
+
+def _digest(inputs: Inputs) -> str:
+    sums = [(name, bit_sum(weight)) for name, weight in inputs.model.named_parameters()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]

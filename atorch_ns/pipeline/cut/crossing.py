@@ -1,0 +1,214 @@
+"""Crossings: the tensors that are sent from stage to stage, and where a model can be cut.
+
+A stage runs the model's own code from the start, with stand-ins for the units of other stages. A tensor that it needs
+from before its first call reaches that code in one of two ways:
+
+* as an **output**: the stand-in of the unit that made it returns the received tensor. What the code between units
+  computes from it is computed again on every stage that needs it.
+* as an **argument** of the first call of the stage: the code has computed it from stand-ins, and the received
+  tensor is copied into it. So the sum of a residual stream crosses a cut as one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """One tensor that crosses a cut.
+
+    Attributes:
+        value: its number in the graph.
+        spec: its shape and dtype.
+        call: the call that returned it; for an argument the first call after the cut.
+        leaf: its index among the tensors of that output, or of those arguments.
+        is_argument: whether it reaches the stage's code as an argument.
+    """
+
+    value: int
+    spec: TensorSpec
+    call: int
+    leaf: int
+    is_argument: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """All tensors that cross one cut.
+
+    Attributes:
+        cut: the call before which the model is cut.
+        carried: the tensors, in the order in which they are sent.
+    """
+
+    cut: int
+    carried: tuple[Carried, ...]
+
+    @property
+    def has_arguments(self) -> bool:
+        """Whether a received tensor is copied into one that was computed from stand-ins."""
+        return any(one.is_argument for one in self.carried)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent in a forward pass of one micro-batch."""
+        return sum(one.spec.num_bytes for one in self.carried)
+
+
+def refused_cuts(graph: CallGraph) -> dict[int, str]:
+    """The positions at which the model cannot be cut, each with the reason."""
+    refused: dict[int, str] = {}
+    for cut in range(1, len(graph.calls)):
+        problem = _read_problem(graph, cut)
+        if not problem:
+            try:
+                _crossing(graph, cut, ())
+            except InputError as error:
+                problem = str(error)
+        if problem:
+            refused[cut] = problem
+    return refused
+
+
+def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
+    """The crossing of each cut.
+
+    What a later cut needs from calls before an earlier cut crosses that one too.
+
+    Raises:
+        InputError: if the model cannot be cut there.
+    """
+    found: list[Crossing] = []
+    forced: set[int] = set()
+    for place in range(len(cuts) - 1, -1, -1):
+        cut = cuts[place]
+        problem = _read_problem(graph, cut)
+        if problem:
+            raise InputError(f"the model cannot be cut before {graph.calls[cut].path}: {problem}")
+        crossing = _crossing(graph, cut, forced)
+        found.append(crossing)
+        before = cuts[place - 1] if place else 0
+        outputs = {one.value for one in crossing.carried if not one.is_argument}
+        forced = {value for value in outputs if graph.values[value].call < before}
+    return tuple(reversed(found))
+
+
+def stage_parameters(
+    graph: CallGraph, begin: int, end: int, *, received: Crossing | None, sent: Crossing | None
+) -> frozenset[str]:
+    """Names of the parameters that the code between the units of a stage needs, its units' own left out.
+
+    Args:
+        graph: the traced pass.
+        begin, end: the stage's calls are ``begin`` to ``end - 1``.
+        received: what crosses the cut before it; ``None`` for the first stage.
+        sent: what crosses the cut after it; ``None`` for the last stage.
+    """
+    waiting = [value for call in graph.calls[begin:end] for value in call.arguments]
+    waiting += graph.results if sent is None else [one.value for one in sent.carried]
+    known = {one.value for one in received.carried} if received else set()
+    names: set[str] = set()
+    while waiting:
+        number = waiting.pop()
+        if number in known:
+            continue
+        known.add(number)
+        value = graph.values[number]
+        names.update(value.parameters)
+        if not value.is_output:
+            waiting += value.inputs
+    return frozenset(names)
+
+
+def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
+    alive = graph.alive_at(cut)
+    first = graph.calls[cut].arguments
+    outputs = set(forced)
+    for value in alive:
+        if value not in first:
+            sources = graph.sources(value)
+            if sources is None:
+                raise InputError(_unfollowed(graph, value))
+            outputs |= sources
+    arguments = []
+    for value in alive:
+        if value in first:
+            sources = graph.sources(value)
+            if sources is None and _hidden(graph, value):
+                raise InputError(_unfollowed(graph, value))
+            if sources is not None and _num_bytes(graph, sources - outputs) <= _num_bytes(graph, [value]):
+                outputs |= sources
+            else:
+                arguments.append(value)
+    carried = [_output(graph, value) for value in sorted(outputs)]
+    carried += [_argument(graph, value, cut) for value in arguments]
+    return Crossing(cut=cut, carried=tuple(carried))
+
+
+def _output(graph: CallGraph, number: int) -> Carried:
+    value = graph.values[number]
+    return Carried(value=number, spec=value.spec, call=value.call, leaf=value.leaf)
+
+
+def _argument(graph: CallGraph, number: int, cut: int) -> Carried:
+    leaf = graph.calls[cut].arguments.index(number)
+    return Carried(value=number, spec=graph.values[number].spec, call=cut, leaf=leaf, is_argument=True)
+
+
+def _num_bytes(graph: CallGraph, values: Collection[int]) -> int:
+    return sum(graph.values[value].spec.num_bytes for value in values)
+
+
+def _read_problem(graph: CallGraph, cut: int) -> str:
+    for position, value in graph.reads:
+        if position <= cut:
+            path = graph.calls[graph.values[value].last_call].path
+            return (
+                f"the model's code looks into a value that {path} computes (.item(), bool(), a mask) and goes on "
+                "according to it, which stages after it could not do. Cut before that, or compute without "
+                "looking (torch.where)"
+            )
+    return ""
+
+
+def _unfollowed(graph: CallGraph, number: int) -> str:
+    value = graph.values[number]
+    hidden = _hidden(graph, number)
+    if hidden:
+        return (
+            f"the model reads {hidden} after the cut, where only the stage that has {_unit_of(graph, hidden)} knows "
+            "it. Return it from that module's forward, and let the model's code pass it on"
+        )
+    return (
+        f"a tensor of shape {list(value.spec.shape)} that depends on {graph.calls[value.last_call].path} is used "
+        "after the cut, and the code that made it cannot be run again on the next stage (a module changed it in "
+        "place, or it was made outside of torch's functions)"
+    )
+
+
+def _hidden(graph: CallGraph, number: int) -> str:
+    """A description of the tensor inside a unit that a value was computed from; empty if there is none."""
+    waiting, seen = [number], set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        value = graph.values[one]
+        if value.hidden:
+            return value.hidden
+        if not value.is_output:
+            waiting += value.inputs
+    return ""
+
+
+def _unit_of(graph: CallGraph, hidden: str) -> str:
+    inside = (
+        path for path in graph.paths if hidden.startswith(f"{path}.") or hidden.endswith(f" {path} makes")
+    )
+    return next(inside, "it")

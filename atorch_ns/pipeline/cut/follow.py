@@ -1,0 +1,322 @@
+"""Following a forward pass from outside its units: the calls, and the tensors that flow between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.capture.nests import map_tensors, tensors_of
+from atorch_ns.pipeline.cut.graph import Call, CallGraph, TensorSpec, Value
+from atorch_ns.profile import NamedModule
+
+_LOOKS_INTO = frozenset(
+    {
+        "item",
+        "tolist",
+        "numpy",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "__array__",
+    }
+)
+"""Functions that return the values of a tensor to Python, or a result whose shape depends on them."""
+
+
+class Follower(TorchFunctionMode):
+    """Records the calls of units in one forward pass, and what the code between them computes from tensors.
+
+    It sees torch's functions and the methods of tensors as the code between units calls them, with the very
+    tensors that this code holds. What happens inside units is not recorded.
+
+    Args:
+        model: the model whose forward pass is followed, on fake or real tensors.
+        units: its units, none inside another.
+        trainable: whether parameters alone decide which tensors need gradients, for passes without autograd.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[NamedModule], *, trainable: bool = False) -> None:
+        super().__init__()
+        self._units = tuple(units)
+        self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
+        self._buffers = {
+            id(buffer): (f"{unit.name}.{name}", buffer)
+            for unit in self._units
+            for name, buffer in unit.module.named_buffers()
+        }
+        self._by_parameters = trainable
+        self._busy = False
+        self._depth = 0
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._calls: list[_OpenCall] = []
+        self._made_inside: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._values: list[Value] = []
+        self._grads: list[bool] = []
+        self._numbers: dict[int, int] = {}
+        self._by_storage: dict[int, list[torch.Tensor]] = {}
+        self._kept: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
+        self._results: list[int] = []
+        self._reads: list[tuple[int, int]] = []
+        self._mutates = False
+        self.on_call: Callable[[int, bool], None] | None = None
+
+    @property
+    def last_read(self) -> str:
+        """The unit that computed the value that the code read last; empty if it read none."""
+        return self._calls[self._values[self._reads[-1][1]].last_call].path if self._reads else ""
+
+    @contextmanager
+    def watching(self) -> Iterator[Follower]:
+        """Follows the code inside the block."""
+        handles = []
+        for unit in self._units:
+            entering = self._entering(unit)
+            handles.append(unit.module.register_forward_pre_hook(entering, with_kwargs=True, prepend=True))
+            handles.append(unit.module.register_forward_hook(self._leaving, with_kwargs=True))
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def conclude(self, result: Any) -> None:
+        """Records the result of the pass: the loss, or the model's output."""
+        self._busy = True
+        self._results = [self._number(tensor) for tensor in tensors_of(result)]
+
+    def graph(self) -> CallGraph:
+        """The graph of the pass."""
+        return CallGraph(
+            calls=tuple(call.closed() for call in self._calls),
+            values=tuple(self._values),
+            results=tuple(self._results),
+            reads=tuple(self._reads),
+            mutates=self._mutates,
+        )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._busy:
+            result = func(*args, **kwargs)
+            if self._depth and isinstance(result, (torch.Tensor, tuple, list)):
+                for tensor in tensors_of(result):
+                    self._made_inside[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
+            return result
+        given = tensors_of((args, tuple(kwargs.values())))
+        versions = [tensor._version for tensor in given]
+        if given and _looks_into(func, given):
+            self._note_read(given)
+        result = func(*args, **kwargs)
+        if given or isinstance(result, (torch.Tensor, tuple, list)):
+            self._note(given, versions, result)
+        return result
+
+    def _note_read(self, given: list[torch.Tensor]) -> None:
+        numbers = [self._number(tensor) for tensor in given]
+        self._reads += [(len(self._calls), n) for n in numbers if self._values[n].last_call >= 0]
+
+    def _note(self, given: list[torch.Tensor], versions: list[int], result: Any) -> None:
+        made = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(one) for one in given}]
+        changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+        if not made and not changed:
+            return
+        inputs = [self._number(tensor) for tensor in given]
+        for tensor in changed:
+            self._mutate(tensor, inputs)
+        for tensor in made:
+            self._add(tensor, inputs)
+
+    def _mutate(self, tensor: torch.Tensor, inputs: list[int], *, followable: bool = True) -> None:
+        """Gives new values to all tensors that share the memory of ``tensor``."""
+        for sharer in self._by_storage.get(_storage(tensor), [tensor]):
+            number = self._add(sharer, [self._number(sharer), *inputs], followable=followable)
+            self._mutates |= self._values[number].last_call >= 0
+
+    def _add(self, tensor: torch.Tensor, inputs: Iterable[int], *, followable: bool = True) -> int:
+        sources = tuple(dict.fromkeys(inputs))
+        return self._put(
+            tensor,
+            inputs=sources,
+            needs_grad=any(self._grads[source] for source in sources),
+            last_call=max((self._values[source].last_call for source in sources), default=-1),
+            followable=followable,
+        )
+
+    def _put(
+        self, tensor: torch.Tensor, *, needs_grad: bool, position: int | None = None, **fields: Any
+    ) -> int:
+        number = len(self._values)
+        spec = self._spec(tensor, needs_grad)
+        made = len(self._calls) if position is None else position
+        self._values.append(Value(spec=spec, position=made, **fields))
+        self._grads.append(needs_grad and tensor.is_floating_point())
+        self._numbers[id(tensor)] = number
+        self._kept.append(tensor)
+        sharers = self._by_storage.setdefault(_storage(tensor), [])
+        if not any(tensor is one for one in sharers):
+            sharers.append(tensor)
+        return number
+
+    def _spec(self, tensor: torch.Tensor, needs_grad: bool) -> TensorSpec:
+        grad = needs_grad and tensor.is_floating_point() if self._by_parameters else tensor.requires_grad
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, grad)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """The number of the value that a tensor holds now."""
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            return number
+        name, parameter = self._parameters.get(id(tensor), ("", None))
+        if parameter is not None:
+            return self._put(tensor, needs_grad=parameter.requires_grad, parameters=(name,))
+        hidden = self._hidden(tensor)
+        if hidden is not None:
+            return hidden
+        sharers = self._by_storage.get(_storage(tensor), [])
+        if sharers:  # a view whose creation was not seen
+            return self._add(tensor, [self._numbers[id(sharers[-1])]])
+        if tensor.grad_fn is None:  # of the batch, a buffer, a constant
+            return self._put(tensor, needs_grad=False)
+        return self._put(tensor, needs_grad=True, last_call=len(self._calls) - 1, followable=False)
+
+    def _hidden(self, tensor: torch.Tensor) -> int | None:
+        """The value of a tensor that a unit holds, or made and did not return."""
+        name, buffer = self._buffers.get(id(tensor), ("", None))
+        if buffer is not None:
+            return self._put(tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name)
+        made, call = self._made_inside.get(id(tensor), (None, -1))
+        if made is None or made() is not tensor:
+            return None
+        return self._put(
+            tensor,
+            needs_grad=tensor.requires_grad or self._needs_grad(call),
+            position=call + 1,
+            last_call=call,
+            followable=False,
+            hidden=f"a tensor of shape {list(tensor.shape)} that {self._calls[call].path} makes",
+        )
+
+    def _note_attributes(self, number: int) -> None:
+        """Makes values of the tensors that a call has put into attributes of its unit.
+
+        An attribute may also be an argument or an output. It is replaced by an alias, so that their uses can be
+        distinguished.
+        """
+        call = self._calls[number]
+        for place, attributes, name, tensor in _attributes(call.unit):
+            if tensor is call.attributes.get(place):
+                continue
+            alias = tensor.view_as(tensor)
+            attributes[name] = alias
+            grad = tensor.requires_grad or (self._needs_grad(number) and self._by_parameters)
+            self._put(alias, needs_grad=grad, last_call=number, followable=False, hidden=place)
+
+    def _needs_grad(self, number: int) -> bool:
+        call = self._calls[number]
+        trains = any(p.requires_grad for p in call.unit.module.parameters())
+        return trains or any(self._grads[value] for value in call.arguments)
+
+    def _entering(self, unit: NamedModule) -> Callable[..., None]:
+        def entering(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._busy = True
+            if self._depth == 0:
+                given = tensors_of((args, kwargs))
+                call = _OpenCall(unit, [self._number(tensor) for tensor in given])
+                self._versions = [(tensor, tensor._version) for tensor in given]
+                call.attributes = {place: tensor for place, _, _, tensor in _attributes(unit)}
+                self._calls.append(call)
+                if self.on_call is not None:
+                    self.on_call(len(self._calls) - 1, True)
+            self._depth += 1
+
+        return entering
+
+    def _leaving(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        number = len(self._calls) - 1
+        call = self._calls[number]
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                self._mutate(tensor, call.arguments, followable=False)
+        self._versions = []
+        self._note_attributes(number)
+        needs_grad = self._needs_grad(number)
+        for leaf, tensor in enumerate(tensors_of(output)):
+            value = self._put(tensor, needs_grad=needs_grad, last_call=number, call=number, leaf=leaf)
+            call.outputs.append(value)
+        call.set_output(output, self._values)
+        if self.on_call is not None:
+            self.on_call(number, False)
+        self._busy = False
+
+
+class _OpenCall:
+    """A call during the pass."""
+
+    def __init__(self, unit: NamedModule, arguments: list[int]) -> None:
+        self.unit = unit
+        self.arguments = arguments
+        self.outputs: list[int] = []
+        self.attributes: dict[str, torch.Tensor] = {}
+        self._output: Any = None
+
+    @property
+    def path(self) -> str:
+        return self.unit.name
+
+    def set_output(self, output: Any, values: list[Value]) -> None:
+        specs = iter([values[number].spec for number in self.outputs])
+        self._output = map_tensors(lambda _: next(specs), output)
+
+    def closed(self) -> Call:
+        return Call(
+            path=self.path,
+            arguments=tuple(self.arguments),
+            outputs=tuple(self.outputs),
+            output=self._output,
+        )
+
+
+def _attributes(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """The tensors in attributes of a unit's modules: ``(path, dictionary, name in it, tensor)``."""
+    return [
+        (f"{path}.{name}", attributes, name, value)
+        for path, module in unit.module.named_modules(prefix=unit.name)
+        for attributes in (module.__dict__, module._buffers)
+        for name, value in attributes.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    ]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _looks_into(func: Any, given: list[torch.Tensor]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__getitem__", "index_put_"):  # with a mask
+        return any(tensor.dtype == torch.bool for tensor in given[1:])
+    return name in _LOOKS_INTO or (name == "where" and len(given) == 1)

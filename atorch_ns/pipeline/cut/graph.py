@@ -1,0 +1,237 @@
+"""Call graph: the calls of a model's units in one forward pass, and the values that flow between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.profile import NamedModule, repeated_blocks
+
+
+def find_units(model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = ()) -> list[NamedModule]:
+    """The units of a model, which stages are made of, in the order of its modules.
+
+    These are the repeated blocks, and the largest other modules that have parameters and hold no block
+    (embeddings, the last norm, the head). What lies between them, modules without parameters and the code of
+    their parents, runs on every stage that needs it.
+
+    Args:
+        model: the model.
+        at_least: the number wanted. Where a model repeats no block, the largest modules are split
+            until there are enough; blocks are never split for that.
+        starts: paths of modules that must begin a unit; a unit that holds one is split.
+
+    Raises:
+        InputError: if there is no module at one of ``starts``.
+    """
+    blocks = {id(block.module) for block in repeated_blocks(model)}
+    units = list(_inside(NamedModule("", model), blocks))
+    if not blocks:
+        while len(units) < at_least and _split_largest(units):
+            pass
+    for path in starts:
+        _begin_at(model, units, path)
+    return units
+
+
+def _inside(found: NamedModule, blocks: set[int]) -> Iterator[NamedModule]:
+    """The units of a module, which is one itself if it is a block or holds none."""
+    if not _has_parameters(found.module):
+        return
+    holds_block = any(id(child) in blocks for child in found.module.modules())
+    if id(found.module) in blocks or (not holds_block and found.name):
+        yield found
+    else:
+        for child in _children(found):
+            yield from _inside(child, blocks)
+
+
+def _split_largest(units: list[NamedModule]) -> bool:
+    """Replaces the largest unit that has parts by its parts; false if none has any."""
+    sizes = [(_size(unit.module), -place) for place, unit in enumerate(units) if _parts(unit)]
+    if not sizes:
+        return False
+    place = -max(sizes)[1]
+    units[place : place + 1] = _parts(units[place])
+    return True
+
+
+def _begin_at(model: nn.Module, units: list[NamedModule], path: str) -> None:
+    try:
+        wanted = model.get_submodule(path)
+    except AttributeError:
+        raise InputError(f"the model has no module {path!r}, at which a stage should begin.") from None
+    if not _has_parameters(wanted):
+        raise InputError(
+            f"{path!r} has no parameters, so no stage can begin there. Name a module that has some."
+        )
+    while True:
+        place = next((i for i, unit in enumerate(units) if path.startswith(f"{unit.name}.")), None)
+        if place is None:
+            return
+        units[place : place + 1] = _parts(units[place])
+
+
+def _parts(unit: NamedModule) -> list[NamedModule]:
+    return [child for child in _children(unit) if _has_parameters(child.module)]
+
+
+def _children(found: NamedModule) -> Iterator[NamedModule]:
+    prefix = f"{found.name}." if found.name else ""
+    for name, child in found.module.named_children():
+        yield NamedModule(prefix + name, child)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's shape, dtype and need of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A tensor that the code between units sees, at one time: an operator that changes it in place makes a new value.
+
+    Attributes:
+        spec: shape and dtype.
+        position: the number of calls made before it.
+        inputs: numbers of the values it was computed from, by an operator between calls.
+        parameters: names of the parameters that this operator read.
+        last_call: the last call that it depends on; -1 for none: such a value is the same on every stage.
+        call, leaf: for an output, its call and its index among the tensors there; else -1.
+        followable: whether it can be computed again from its inputs.
+        hidden: a description, such as ``"blocks.0.aux"``, if a unit made or holds it without returning it.
+    """
+
+    spec: TensorSpec
+    position: int
+    inputs: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    last_call: int = -1
+    call: int = -1
+    leaf: int = -1
+    followable: bool = True
+    hidden: str = ""
+
+    @property
+    def is_output(self) -> bool:
+        """Whether a unit returned it."""
+        return self.call >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        path: the unit's path.
+        arguments: numbers of the values of the tensors in its arguments, in order.
+        outputs: numbers of the values of the tensors in its output, in order.
+        output: its output with a :class:`TensorSpec` in the place of each tensor.
+        flops: floating point operations of its forward pass, including those of the code before it.
+        moved_bytes: bytes that these operators read and write.
+        saved_bytes: bytes kept for the backward pass, without parameters.
+    """
+
+    path: str
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    output: Any
+    flops: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallGraph:
+    """One forward pass.
+
+    Attributes:
+        calls: in the order in which they were made.
+        values: in the order in which they were computed, by number.
+        results: numbers of the values of the model's result: the loss, or its outputs.
+        reads: ``(position, value)``: after that many calls the code read the elements of that value, which depends
+            on a call, and may have branched on them.
+        mutates: whether a value that depends on a call was changed in place.
+    """
+
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    results: tuple[int, ...]
+    reads: tuple[tuple[int, int], ...] = ()
+    mutates: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each call."""
+        return tuple(call.path for call in self.calls)
+
+    @cached_property
+    def needed_until(self) -> tuple[int, ...]:
+        """For each value the last call before which it is needed; -1 if nothing uses it."""
+        last = [-1] * len(self.values)
+        for number, call in enumerate(self.calls):
+            for value in call.arguments:
+                last[value] = max(last[value], number)
+        for position, value in self.reads:
+            last[value] = max(last[value], position - 1)
+        for value in self.results:
+            last[value] = len(self.calls)
+        for number in range(len(self.values) - 1, -1, -1):
+            made = self.values[number]
+            if last[number] < 0 or made.is_output:
+                continue
+            for source in made.inputs:
+                last[source] = max(last[source], made.position - 1)
+        return tuple(last)
+
+    @cached_property
+    def _sources(self) -> tuple[frozenset[int] | None, ...]:
+        found: list[frozenset[int] | None] = []
+        for number, value in enumerate(self.values):
+            if value.last_call < 0:
+                found.append(frozenset())
+            elif value.is_output:
+                found.append(frozenset([number]))
+            elif not value.followable:
+                found.append(None)
+            else:
+                parts = [found[source] for source in value.inputs]
+                found.append(None if None in parts else frozenset().union(*(p for p in parts if p)))
+        return tuple(found)
+
+    def sources(self, value: int) -> frozenset[int] | None:
+        """The outputs of calls that the code between calls computes ``value`` from; ``None`` if it cannot be followed."""
+        return self._sources[value]
+
+    def alive_at(self, cut: int) -> list[int]:
+        """The values that depend on calls before ``cut`` and are used after it."""
+        until = self.needed_until
+        return [
+            number
+            for number, value in enumerate(self.values)
+            if value.last_call >= 0 and value.position <= cut <= until[number]
+        ]

@@ -1,0 +1,296 @@
+"""Installing a rank's pipeline stages in a model in place: its units, stand-ins for the others', memory released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import StepError
+from atorch_ns.pipeline.cut.crossing import Crossing, plan_crossings, stage_parameters
+from atorch_ns.pipeline.cut.graph import CallGraph
+from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageRange, seed_generators
+from atorch_ns.pipeline.run.stage import StageModule, Stub, Unit
+from atorch_ns.pipeline.schedule.schedules import train_step_only
+from atorch_ns.profile import NamedModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAssignment:
+    """The assignment of units and parameters to stages, and of stages to ranks.
+
+    Attributes:
+        ranges: the stages.
+        rank_of: the rank (along the pipeline) of each stage.
+        unit_stages: the stages that call a unit, by its path; the first stage for units that are never called.
+        parameter_stages: the stages that need a parameter, by the first of its names.
+    """
+
+    ranges: tuple[StageRange, ...]
+    rank_of: tuple[int, ...]
+    unit_stages: Mapping[str, tuple[int, ...]]
+    parameter_stages: Mapping[str, tuple[int, ...]]
+
+    def ranks_holding(self, parameter: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter, in ascending order."""
+        return tuple(sorted({self.rank_of[stage] for stage in self.parameter_stages[parameter]}))
+
+    @property
+    def shared_on_rank(self) -> tuple[str, ...]:
+        """Parameters that several stages of one rank need."""
+        ranks = {name: [self.rank_of[s] for s in stages] for name, stages in self.parameter_stages.items()}
+        return tuple(name for name, holders in ranks.items() if len(set(holders)) < len(holders))
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Parameters that several ranks hold."""
+        return tuple(name for name in self.parameter_stages if len(self.ranks_holding(name)) > 1)
+
+
+def ranges(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageRange, ...]:
+    """The stages into which cuts divide a pass."""
+    crossings: list[Crossing | None] = [None, *plan_crossings(graph, cuts), None]
+    edges = [0, *cuts, len(graph.calls)]
+    return tuple(
+        StageRange(
+            begin=edges[stage],
+            end=edges[stage + 1],
+            received=crossings[stage],
+            sent=crossings[stage + 1],
+        )
+        for stage in range(len(cuts) + 1)
+    )
+
+
+def divide_parameters(
+    model: nn.Module,
+    units: Sequence[NamedModule],
+    graph: CallGraph,
+    cuts: Sequence[int],
+    rank_of: Sequence[int],
+) -> StageAssignment:
+    """Assigns units and parameters to stages.
+
+    Args:
+        model: the whole model.
+        units: its units.
+        graph: a traced pass.
+        cuts: the calls before which it is cut.
+        rank_of: the rank of each stage.
+    """
+    stages = ranges(graph, cuts)
+    callers: dict[str, set[int]] = {unit.name: set() for unit in units}
+    for number, stage in enumerate(stages):
+        for call in graph.calls[stage.begin : stage.end]:
+            callers[call.path].add(number)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    needed: dict[str, set[int]] = {name: set() for name in names.values()}
+    for unit in units:
+        for parameter in unit.module.parameters():
+            needed[names[id(parameter)]] |= callers[unit.name]
+    for number, stage in enumerate(stages):
+        between = stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent)
+        for name in between:
+            needed[name].add(number)
+    return StageAssignment(
+        ranges=stages,
+        rank_of=tuple(rank_of),
+        unit_stages={path: tuple(sorted(found or {0})) for path, found in callers.items()},
+        parameter_stages={name: tuple(sorted(found or {0})) for name, found in needed.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """The settings that all stages of a rank share.
+
+    Attributes:
+        device: where they compute.
+        model_input_format: how a batch is passed to the model.
+        method: the name of the method that cuts the model, for messages.
+    """
+
+    device: torch.device
+    model_input_format: str | None
+    method: str = "pipeline"
+
+
+def install_stages(
+    model: nn.Module,
+    units: Sequence[NamedModule],
+    assignment: StageAssignment,
+    rank: int,
+    settings: StageSettings,
+) -> tuple[StageModule, ...]:
+    """Changes ``model`` into this rank's part of it and returns its stages, in the order of the model.
+
+    Parameters and buffers of other ranks' units are released. The model keeps its attributes, and the remaining
+    parameters keep their names.
+
+    Args:
+        model: the whole model; changed in place.
+        units: its units.
+        assignment: what each stage and rank holds.
+        rank: this rank's place along the pipeline.
+        settings: the settings of the stages.
+    """
+    own = [stage for stage, holder in enumerate(assignment.rank_of) if holder == rank]
+    kept = {
+        name for name, stages in assignment.parameter_stages.items() if any(stage in own for stage in stages)
+    }
+    ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+    kept_ids = {ids[name] for name in kept}
+    mine = {path for path, stages in assignment.unit_stages.items() if any(stage in own for stage in stages)}
+    in_use = _modules_in_use(model, units, mine)
+    switch = PassSwitch()
+    places = _places(model)
+    modules: dict[str, nn.Module] = {}
+    for unit in units:
+        made: nn.Module
+        if unit.name in mine:
+            made = Unit(unit.module, unit.name, switch)
+        else:
+            made = _stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
+        modules[unit.name] = made
+        for parent, name in places[id(unit.module)]:
+            parent._modules[name] = made
+    _release_between(model, units, kept_ids, settings.device)
+    model.register_forward_pre_hook(_Seeded(switch, settings))
+    return tuple(
+        StageModule(
+            model,
+            _held(model, modules, assignment, stage, ids) if len(own) > 1 else [model],
+            number=stage,
+            is_last=stage == len(assignment.ranges) - 1,
+            switch=switch,
+            device=settings.device,
+            model_input_format=settings.model_input_format,
+        )
+        for stage in own
+    )
+
+
+class _Seeded:
+    """A hook before each pass of the model that seeds its random numbers.
+
+    Where no stage runs, the user has called the model, which is an error on every rank alike.
+    """
+
+    def __init__(self, switch: PassSwitch, settings: StageSettings) -> None:
+        self._switch = switch
+        self._settings = settings
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._switch.running is None:
+            raise StepError(
+                f"the model is cut over the ranks of a pipeline: {train_step_only(self._settings.method)}, or leave "
+                "the axis pipeline out of parallel_mode."
+            )
+        seed_generators(self._switch.running.seed, self._settings.device)
+
+
+def _held(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    assignment: StageAssignment,
+    stage: int,
+    ids: dict[str, int],
+) -> list[nn.Module]:
+    """The modules that one of several stages of a rank registers."""
+    held = [module for path, module in modules.items() if stage in assignment.unit_stages[path]]
+    wanted = {ids[name] for name, stages in assignment.parameter_stages.items() if stage in stages}
+    held += [
+        module
+        for module in modules.values()
+        if isinstance(module, Stub) and any(id(p) in wanted for p in module.parameters())
+    ]
+    covered = {id(p) for module in held for p in module.parameters()}
+    return held + _between(model, modules.values(), wanted - covered)
+
+
+def _between(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
+    """Holders of parameters that belong to no unit. They share the dictionary of the module that owns these, so
+    that a parameter replaced in one is replaced in the other."""
+    inside = {id(child) for module in modules for child in module.modules()}
+    holders = []
+    for owner in model.modules():
+        if id(owner) not in inside and any(id(p) in wanted for p in owner.parameters(recurse=False)):
+            holder = nn.Module()
+            object.__setattr__(holder, "_parameters", owner._parameters)
+            holders.append(holder)
+    return holders
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The parents and names under which each module is registered, by identity."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                found.setdefault(id(child), []).append((parent, name))
+    return found
+
+
+def _modules_in_use(model: nn.Module, units: Sequence[NamedModule], mine: set[str]) -> set[int]:
+    """The modules that this rank runs: its units' and what lies between units."""
+    away = {id(module) for unit in units if unit.name not in mine for module in unit.module.modules()}
+    used = {id(module) for module in model.modules()} - away
+    for unit in units:
+        if unit.name in mine:
+            used |= {id(module) for module in unit.module.modules()}
+    return used
+
+
+def _stub(
+    module: nn.Module,
+    path: str,
+    switch: PassSwitch,
+    kept: set[int],
+    in_use: set[int],
+    settings: StageSettings,
+) -> Stub:
+    """A stand-in for ``module``, whose memory is released; parameters that this rank needs move into the stand-in."""
+    stub, device = Stub(module, path, switch, settings.method), settings.device
+    for name, child in module.named_children():
+        if any(id(p) in kept for p in child.parameters()):
+            stub._modules[name] = _stub(child, f"{path}.{name}", switch, kept, in_use, settings)
+        else:
+            for inner in child.modules():
+                _release(inner, in_use, device)
+    for own, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) in kept:
+            stub._parameters[own] = parameter
+    _release(module, in_use, device)
+    return stub
+
+
+def _release(module: nn.Module, in_use: set[int], device: torch.device) -> None:
+    """Replaces parameters and buffers of a module that does not run here by tensors without memory."""
+    if id(module) in in_use:
+        return
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in list(tensors.items()):
+            if tensor is not None:
+                del tensors[name]
+                object.__setattr__(module, name, _without_memory(tensor, device))
+
+
+def _release_between(
+    model: nn.Module, units: Sequence[NamedModule], kept: set[int], device: torch.device
+) -> None:
+    """Replaces parameters that belong to no unit and that only other ranks need."""
+    inside = {id(child) for unit in units for child in unit.module.modules()}
+    for module in model.modules():
+        if id(module) in inside or isinstance(module, (Unit, Stub)):
+            continue
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in kept:
+                del module._parameters[name]
+                object.__setattr__(module, name, _without_memory(parameter, device))
+
+
+def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -1,0 +1,219 @@
+"""Tracing the calls of a model's units, on fake tensors where the model runs on them, with their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import floats_to, map_tensors, tensors_of
+from atorch_ns.capture.operators import count_flops, is_free, moved_bytes
+from atorch_ns.capture.random_states import buffers_and_generators_kept, random_states_kept
+from atorch_ns.capture.real_values import RealValues, may_be_real
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.data import call_model
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline.cut.follow import Follower
+from atorch_ns.pipeline.cut.graph import CallGraph
+from atorch_ns.profile import NamedModule
+from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
+
+
+class CallCosts(TorchDispatchMode):
+    """Counts the costs of operators, call by call. Code before a call counts to it, code after the last call to that.
+
+    Args:
+        follower: reports which call runs.
+        parameters: tensors that are in memory anyway, so that saving them for the backward pass costs nothing.
+    """
+
+    def __init__(self, follower: Follower, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = 0
+        self._flops: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
+        self._saved: dict[int, int] = {}
+        self._storages = {p.untyped_storage()._cdata for p in parameters}
+        self._kept: list[torch.Tensor] = []  # so that the address of a counted storage is not reused
+        follower.on_call = self._on_call
+
+    @contextmanager
+    def counting(self) -> Iterator[CallCosts]:
+        """Counts the costs of the code inside the block."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed), self:
+            yield self
+
+    def added_to(self, graph: CallGraph) -> CallGraph:
+        """The graph with these costs."""
+        last = len(graph.calls) - 1
+        totals = [_until(counted, last) for counted in (self._flops, self._moved, self._saved)]
+        calls = tuple(
+            replace(
+                call,
+                flops=totals[0].get(number, 0),
+                moved_bytes=totals[1].get(number, 0),
+                saved_bytes=totals[2].get(number, 0),
+            )
+            for number, call in enumerate(graph.calls)
+        )
+        return replace(graph, calls=calls)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "prim" and not is_free(func):
+            tensors = tensors_of((args, tuple(kwargs.values()), result))
+            self._add(self._flops, count_flops(func, args, kwargs, result))
+            self._add(self._moved, sum(moved_bytes(tensors)))
+        return result
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self._kept.append(tensor.detach())
+            self._add(self._saved, storage.nbytes())
+        return tensor
+
+    def _add(self, counted: dict[int, int], amount: int) -> None:
+        counted[self._call] = counted.get(self._call, 0) + amount
+
+    def _on_call(self, number: int, begins: bool) -> None:
+        self._call = number if begins else number + 1
+
+
+def _until(counted: Mapping[int, int], last: int) -> dict[int, int]:
+    totals: dict[int, int] = {}
+    for call, amount in counted.items():
+        totals[min(call, last)] = totals.get(min(call, last), 0) + amount
+    return totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowToRun:
+    """How a training step runs the model.
+
+    Attributes:
+        model_input_format: how a batch is passed to it.
+        loss_func: ``(batch, output) -> loss``, which shows what of the output is used; ``None`` for all of it.
+        autocast: the dtype of autocast around it, if any.
+        weights: the dtype that weights and inputs are cast to, if any.
+    """
+
+    model_input_format: str | None = None
+    loss_func: Callable[[Any, Any], Any] | None = None
+    autocast: torch.dtype | None = None
+    weights: torch.dtype | None = None
+
+
+class CallTracer:
+    """Traces forward passes of one model, for batches of any shapes.
+
+    It keeps a copy of the model's structure without memory, so that it works after the model has lost the
+    modules of other ranks.
+
+    Args:
+        model: the model, on any device, also meta; never changed.
+        units: its units.
+        device: the device on which the model will compute.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[NamedModule], device: torch.device) -> None:
+        self._mode = fake_tensor_mode()
+        self._device = device
+        self._paths = [unit.name for unit in units]
+        with self._mode, quiet_fake_kernels():
+            self._copy = copy_structure(model, self._make, {})
+            self._copy.train(model.training)
+
+    def trace(self, batch: Any, how: HowToRun) -> CallGraph:
+        """One forward pass on fake tensors; the batch's small integers keep their values.
+
+        Raises:
+            InputError: if the model does not run on them.
+        """
+        units = [NamedModule(path, self._copy.get_submodule(path)) for path in self._paths]
+        follower = Follower(self._copy, units)
+        with random_states_kept(), self._mode, quiet_fake_kernels():
+            if how.weights is not None:
+                _cast(self._copy, how.weights)
+            fake = map_tensors(self._fake, batch)
+            costs = CallCosts(follower, self._copy.parameters())
+            with RealValues(), costs.counting():
+                try:
+                    _run(self._copy, fake, follower, how, self._device)
+                except Exception as error:
+                    raise InputError(_refused(follower, error)) from error
+        return costs.added_to(follower.graph())
+
+    def _make(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        if kind != "parameter" and may_be_real(tensor, tensor.numel(), self._device):
+            with outside_fake_mode():
+                return tensor.detach().to(self._device, copy=True)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if may_be_real(tensor, tensor.numel(), self._device):
+            with outside_fake_mode():
+                return tensor.detach().to(self._device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+
+def trace_with_values(
+    model: nn.Module, units: Sequence[NamedModule], batch: Any, how: HowToRun, device: torch.device
+) -> CallGraph:
+    """One real forward pass, for models that do not run on fake tensors. Buffers and random states are kept.
+
+    Raises:
+        InputError: if the model or the loss raises.
+    """
+    follower = Follower(model, units, trainable=True)
+    with buffers_and_generators_kept(model, device), torch.no_grad():
+        try:
+            _run(model, batch, follower, how, device)
+        except Exception as error:
+            raise InputError(f"the model raised {type(error).__name__} on a sample batch: {error}") from error
+    return follower.graph()
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of a model's structure with its parameters on the meta device and its buffers as they are."""
+
+    def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        if kind == "parameter":
+            return torch.empty_like(tensor, device="meta")
+        return tensor.detach().clone()
+
+    return copy_structure(model, make, {})
+
+
+def _run(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device: torch.device) -> None:
+    autocast = torch.autocast(device.type, how.autocast) if how.autocast else nullcontext()
+    with follower.watching(), autocast:
+        given = batch if how.weights is None else floats_to(batch, how.weights)
+        used = output = call_model(model, given, how.model_input_format)
+        if how.loss_func is not None:
+            try:
+                used = how.loss_func(batch, output)
+            except Exception:  # a loss that cannot be followed may use anything
+                used = output
+    follower.conclude(used)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _refused(follower: Follower, error: Exception) -> str:
+    read = follower.last_read
+    looked = f" It looked into a value that {read} computes." if read else ""
+    reason = str(error).splitlines()[0] if str(error) else ""
+    return f"the model does not run without its data ({type(error).__name__}: {reason}).{looked}"

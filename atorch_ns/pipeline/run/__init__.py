@@ -1,0 +1,1 @@
+"""Running batches through the stages of a pipeline."""

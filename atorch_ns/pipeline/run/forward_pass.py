@@ -1,0 +1,258 @@
+"""Forward pass of a stage: which units run, what stand-ins return, and what crosses the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import map_instances, tensors_of
+from atorch_ns.capture.random_states import save_generators
+from atorch_ns.errors import StepError
+from atorch_ns.pipeline.cut.crossing import Carried, Crossing, stage_parameters
+from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec, Value
+
+_CALL_STRIDE = 7_919
+"""The difference of the seeds of two calls of one pass."""
+
+
+class StageEnd(Exception):
+    """Raised after a stage's last call and caught by the stage, so that the rest of the model does not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRange:
+    """A stage: contiguous calls, and what crosses the cuts around it.
+
+    Attributes:
+        begin, end: its calls are ``begin`` to ``end - 1``.
+        received: what crosses the cut before it; ``None`` for the first stage.
+        sent: what crosses the cut after it; ``None`` for the last stage.
+    """
+
+    begin: int
+    end: int
+    received: Crossing | None
+    sent: Crossing | None
+
+
+class PassSwitch:
+    """The pass that runs now, if any, shared by the units of a rank."""
+
+    def __init__(self) -> None:
+        self.running: StagePass | None = None
+
+
+class StagePass:
+    """Decides about every call of a unit in one forward pass of a stage.
+
+    Args:
+        graph: the calls as they were traced.
+        stage: the stage's own calls.
+        received: the tensors that crossed the cut before it.
+        device: where stand-ins' outputs are made.
+        seed: the seed of the pass, the same on every stage of the pipeline.
+
+    Attributes:
+        sent: once the stage has ended, the tensors that cross the cut after it.
+        seed: as given.
+    """
+
+    def __init__(
+        self,
+        graph: CallGraph,
+        stage: StageRange,
+        received: Sequence[torch.Tensor],
+        *,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.sent: tuple[torch.Tensor, ...] | None = None
+        self.seed = seed
+        self._graph = graph
+        self._stage = stage
+        self._device = device
+        self._position = 0
+        self._is_inside = False
+        carried = stage.received.carried if stage.received else ()
+        self._arrived = dict(zip(((c.is_argument, c.call, c.leaf) for c in carried), received, strict=True))
+        # Memory of its own, where the code between units may write into a stand-in.
+        self._is_dense = graph.mutates or (stage.received is not None and stage.received.has_arguments)
+        self._wanted = {(c.call, c.leaf) for c in _outputs(stage.sent)}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls made so far."""
+        return self._position
+
+    def call(self, path: str, unit: nn.Module | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The output of the unit at ``path`` in this pass.
+
+        Args:
+            path: its path in the user's model.
+            unit: the module, if this rank has it.
+            args, kwargs: the arguments that the model's code passes.
+
+        Raises:
+            StageEnd: when the first call of the next stage is made.
+            StepError: if the model does not make the calls that were traced.
+        """
+        if self._is_inside and unit is not None:
+            return unit(*args, **kwargs)
+        number = self._next(path)
+        if number == self._stage.end:
+            self._collect(args, kwargs)
+            raise StageEnd
+        if number < self._stage.begin:
+            return self._stand_in(number)
+        if unit is None:
+            raise StepError(f"this rank was to run {path}, which it does not have.")
+        if number == self._stage.begin:
+            self._fill_arguments(args, kwargs)
+        with self._inside(), random_stream(self.seed + number * _CALL_STRIDE, self._device):
+            output = unit(*args, **kwargs)
+        self._keep(number, output)
+        return output
+
+    def _next(self, path: str) -> int:
+        number = self._position
+        traced = self._graph.paths
+        if number >= len(traced) or traced[number] != path:
+            expected = traced[number] if number < len(traced) else "its end"
+            raise StepError(
+                f"the model's forward pass called {path} where it called {expected} when it was cut into stages. "
+                "In a pipeline the calls must be the same for every batch."
+            )
+        self._position += 1
+        return number
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _stand_in(self, number: int) -> Any:
+        places = iter(range(len(self._graph.calls[number].outputs)))
+
+        def make(spec: TensorSpec) -> torch.Tensor:
+            arrived = self._arrived.get((False, number, next(places)))
+            if arrived is None:
+                return _zeros(spec, self._device, dense=self._is_dense)
+            return arrived.clone() if self._graph.mutates else arrived
+
+        output = map_instances(TensorSpec, make, self._graph.calls[number].output)
+        self._keep(number, output)
+        return output
+
+    def _fill_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        given = tensors_of((args, kwargs))
+        for (is_argument, _, leaf), tensor in self._arrived.items():
+            if is_argument:
+                stand_in = given[leaf]
+                if stand_in.requires_grad and not stand_in._is_view():
+                    stand_in.detach_()  # from code whose results will not be used
+                stand_in.copy_(tensor)
+
+    def _keep(self, number: int, output: Any) -> None:
+        if not any(call == number for call, _ in self._wanted):
+            return
+        for leaf, tensor in enumerate(tensors_of(output)):
+            if (number, leaf) in self._wanted:
+                self._outputs[number, leaf] = tensor
+
+    def _collect(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        assert self._stage.sent is not None
+        given = tensors_of((args, kwargs))
+        received = {id(tensor) for tensor in self._arrived.values()}
+        self.sent = tuple(
+            _sendable(
+                given[one.leaf] if one.is_argument else self._outputs[one.call, one.leaf], one, received
+            )
+            for one in self._stage.sent.carried
+        )
+        self._outputs.clear()
+
+
+@contextmanager
+def random_stream(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` inside the block, so that the code between units draws the same on every stage."""
+    restore = save_generators(device)
+    seed_generators(seed, device)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds the default generators of the CPU and of ``device``; ``torch.manual_seed`` takes a hundred times as long,
+    since it looks for every kind of device."""
+    torch.default_generator.manual_seed(seed % 2**63)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed % 2**63)
+
+
+def _outputs(crossing: Crossing | None) -> list[Carried]:
+    return [one for one in crossing.carried if not one.is_argument] if crossing else []
+
+
+def _zeros(spec: TensorSpec, device: torch.device, *, dense: bool) -> torch.Tensor:
+    if dense:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
+
+
+def _sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> torch.Tensor:
+    """The tensor in the form that was traced: dense, of its dtype, not a view, with a gradient or without."""
+    spec = carried.spec
+    if tuple(tensor.shape) != spec.shape:
+        raise StepError(
+            f"a stage was to send a tensor of shape {list(spec.shape)} and has one of {list(tensor.shape)}: the "
+            "model computes other shapes than when it was traced."
+        )
+    if not spec.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype != spec.dtype:
+        return tensor.to(spec.dtype)
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    # The schedules detach what they have sent in place, which views and received tensors must not be.
+    if tensor.requires_grad and (tensor._is_view() or id(tensor) in received):
+        return tensor.clone()
+    return tensor
+
+
+def backward_splits(graph: CallGraph, stage: StageRange) -> bool:
+    """Whether torch's schedules may compute a stage's gradients of inputs and of weights separately.
+
+    torch finds the weights' part of a backward pass from the operators that the inputs' part has passed through
+    (``stage_backward_input`` and ``stage_backward_weight``). A weight whose results do not meet the received tensors
+    inside the stage, such as the embedding of a decoder's own tokens, would silently get no gradient. The first
+    stage is always right: torch runs its whole backward pass at once.
+    """
+    if stage.received is None:
+        return True
+    if stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent):
+        return False
+    meets = {one.value for one in stage.received.carried if one.spec.requires_grad}
+    for number, value in enumerate(graph.values):
+        if any(source in meets for source in _sources(graph, stage, value)):
+            meets.add(number)
+    return all(
+        any(value in meets for value in call.arguments) for call in graph.calls[stage.begin : stage.end]
+    )
+
+
+def _sources(graph: CallGraph, stage: StageRange, value: Value) -> tuple[int, ...]:
+    if not value.is_output:
+        return value.inputs
+    return graph.calls[value.call].arguments if stage.begin <= value.call < stage.end else ()

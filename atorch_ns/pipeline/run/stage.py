@@ -1,0 +1,222 @@
+"""The modules of a rank in a pipeline: its units, stand-ins for the others', and its stages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.data import call_model
+from atorch_ns.errors import StepError
+from atorch_ns.pipeline.cut.graph import CallGraph
+from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageEnd, StagePass, StageRange, random_stream
+from atorch_ns.pipeline.schedule.schedules import train_step_only
+
+_BATCH_STRIDE = 1_000_003
+"""The difference of the seeds of two micro-batches."""
+
+LossOf = Callable[[Any, Any], torch.Tensor]
+"""``(batch, output) -> loss``, 0-d."""
+
+
+class Unit(nn.Module):
+    """A unit of this rank, called if the running stage owns the call; else it returns a stand-in's output.
+
+    Attributes of the module inside are visible through it, and its parameters keep their names.
+    """
+
+    def __init__(self, module: nn.Module, path: str, switch: PassSwitch) -> None:
+        super().__init__()
+        self._pipeline_unit = module
+        self._path = path
+        self._switch = switch
+        self.training = module.training
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of this module, or of the one inside."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_pipeline_unit"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """An item of the module inside."""
+        return self._pipeline_unit[key]  # type: ignore[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output that the pass decides on; that of the module where no pass runs, as in a recomputation."""
+        running = self._switch.running
+        if running is None:
+            return self._pipeline_unit(*args, **kwargs)
+        return running.call(self._path, self._pipeline_unit, args, kwargs)
+
+
+class Stub(nn.Module):
+    """A stand-in for a unit of other ranks, with its attributes and those of its parameters that this rank needs.
+
+    Args:
+        module: the unit, whose memory has been released.
+        path: the unit's path in the user's model.
+        switch: the rank's switch.
+        method: the name of the method that has cut the model, for messages.
+    """
+
+    is_stand_in = True
+
+    def __init__(self, module: nn.Module, path: str, switch: PassSwitch, method: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "_original", module)  # so that it is no child
+        self._path = path
+        self._method = method
+        self._switch = switch
+        self.training = module.training
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of this module, or of the unit."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            pass
+        original = self.__dict__["_original"]
+        found = inspect.getattr_static(type(original), name, None)
+        if inspect.isfunction(found):  # it must see the parameters that are here
+            return MethodType(found, self)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        return getattr(original, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """An item of the unit."""
+        return self.__dict__["_original"][key]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output that the pass decides on."""
+        running = self._switch.running
+        if running is None:
+            raise StepError(
+                f"{self._path} is on another rank of the pipeline, so the model cannot be called here: "
+                f"{train_step_only(self._method)}, or leave the axis pipeline out of the strategy."
+            )
+        return running.call(self._path, None, args, kwargs)
+
+
+class StageModule(nn.Module):
+    """One stage: runs the user's model on a micro-batch from the first to the last of the stage's calls.
+
+    Args:
+        model: the whole model, with units and stand-ins; not registered.
+        held: modules that hold the stage's parameters; registered.
+        number: the stage's number.
+        is_last: whether it computes the loss.
+        switch: the rank's switch.
+        device: where it computes.
+        model_input_format: how a micro-batch is passed to the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Iterable[nn.Module],
+        *,
+        number: int,
+        is_last: bool,
+        switch: PassSwitch,
+        device: torch.device,
+        model_input_format: str | None,
+    ) -> None:
+        super().__init__()
+        object.__setattr__(self, "_model", model)  # its other parts are not this stage's
+        self.held = nn.ModuleList(held)
+        self.number = number
+        self.is_last = is_last
+        self._switch = switch
+        self._device = device
+        self._format = model_input_format
+        self._seed = 0
+        self._micro_batches: Sequence[Any] = ()
+        self._graph: CallGraph | None = None
+        self._range: StageRange | None = None
+        self._loss_of: LossOf | None = None
+        self._next = 0
+        self.failed = False
+
+    def begin(
+        self,
+        micro_batches: Sequence[Any],
+        graph: CallGraph,
+        range_: StageRange,
+        loss_of: LossOf,
+        *,
+        seed: int,
+    ) -> None:
+        """Prepares for the forward passes of a batch, one for each micro-batch, in order.
+
+        Args:
+            micro_batches: the same on all stages.
+            graph: traced with micro-batches of these shapes.
+            range_: the stage's part of it.
+            loss_of: computes the loss that the last stage returns.
+            seed: the seed of the batch, the same on all stages.
+        """
+        self._micro_batches = micro_batches
+        self._graph, self._range, self._loss_of = graph, range_, loss_of
+        self._next = 0
+        self._seed = seed
+
+    def finish(self) -> None:
+        """Releases the batch."""
+        self._micro_batches = ()
+        self._loss_of = None
+
+    def forward(self, *received: torch.Tensor, index: torch.Tensor | None = None) -> Any:
+        """Runs the next micro-batch, or that of ``index``.
+
+        Args:
+            received: the tensors that crossed the cut before the stage.
+            index: the number of the micro-batch, one element.
+
+        Returns:
+            The tensors that cross the cut after it; on the last stage the loss, of shape [1].
+
+        Raises:
+            StepError: if the model does not make the calls that were traced.
+        """
+        if self._graph is None or self._range is None:
+            raise StepError("a stage of a pipeline is run by train_step only.")
+        number = self._next if index is None else int(index)
+        self._next = number + 1
+        batch = self._micro_batches[number]
+        stage_pass = StagePass(
+            self._graph, self._range, received, device=self._device, seed=self._seed + number * _BATCH_STRIDE
+        )
+        output = self._run(stage_pass, batch)
+        if not self.is_last:
+            if stage_pass.sent is None:
+                raise StepError(
+                    f"the model ended after {stage_pass.num_calls} of its units, but stage {self.number} ends "
+                    f"before unit {self._range.end}: it does not call what it called when it was cut."
+                )
+            return stage_pass.sent
+        assert self._loss_of is not None
+        try:
+            return torch.stack([self._loss_of(batch, output)])
+        except Exception:
+            self.failed = True
+            raise
+
+    def _run(self, stage_pass: StagePass, batch: Any) -> Any:
+        self._switch.running = stage_pass
+        try:
+            with random_stream(stage_pass.seed, self._device):
+                return call_model(self.__dict__["_model"], batch, self._format)
+        except StageEnd:
+            return None
+        except Exception:
+            self.failed = True
+            raise
+        finally:
+            self._switch.running = None

@@ -1,0 +1,1 @@
+"""Pipeline schedules: the order of actions on each rank, simulated and chosen."""

@@ -1,0 +1,316 @@
+"""Pipeline schedules by name: their requirements, and the placement of stages on ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import counted, near_matches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def train_step_only(method: str) -> str:
+    """The sentence that says that a pipeline is run as a whole, and that a user's training loop cannot call the model.
+
+    Args:
+        method: the name of the method that cuts the model.
+    """
+    return (
+        "a pipeline is run by result.train_step(batch) and result.train_step.evaluate(batch) alone, and "
+        f"result.model cannot be called; for a training loop of your own, search with excluded=[{method!r}]"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleInfo:
+    """A schedule and its requirements, with ``p`` ranks, ``v`` stages on each and ``m`` micro-batches.
+
+    Attributes:
+        name: as users write it; case does not matter.
+        torch_name: its class in ``torch.distributed.pipelining``.
+        placement: ``"loop"`` puts stage ``s`` on rank ``s % p``; ``"v"`` goes down the ranks and back up, so
+            that the first and the last stage share rank 0.
+        fewest_stages, most_stages: stages on one rank; ``None`` for no bound.
+        usual_stages: stages on one rank by default.
+        splits_backward: whether gradients of inputs and of weights are computed separately, so that the latter
+            fill idle time. Such schedules run neither compiled stages nor selective recomputation.
+        micro_batches: the rule for ``m``: ``"any"``, ``"stages"`` (at least one for every stage) or
+            ``"rounds"`` (a multiple of ``max(1, m // p)``).
+        summary: its order and its source.
+        note: how it differs from the schedule of the given name elsewhere; empty for torch's own names.
+    """
+
+    name: str
+    torch_name: str
+    placement: Literal["loop", "v"] = "loop"
+    fewest_stages: int = 1
+    most_stages: int | None = None
+    usual_stages: int = 2
+    splits_backward: bool = False
+    micro_batches: Literal["any", "stages", "rounds"] = "any"
+    summary: str
+    note: str = ""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a rank has one stage; torch's class then takes a stage, not a list of stages."""
+        return self.most_stages == 1
+
+    @property
+    def hides_sends(self) -> bool:
+        """Whether activations and gradients travel while the rank that needs them computes.
+
+        torch's schedules for several stages on a rank post their receives early; those for one stage post a
+        receive when they are about to wait for it, so that the transfer begins only then.
+        """
+        return not self.is_single
+
+    def torch_class(self) -> type[Any]:
+        """The class of ``torch.distributed.pipelining``, imported now."""
+        from torch.distributed import pipelining
+
+        found: type[Any] = getattr(pipelining, self.torch_name)
+        return found
+
+    def rank_of(self, stage: int, num_ranks: int) -> int:
+        """The rank of a pipeline that holds ``stage``."""
+        lap, place = divmod(stage, num_ranks)
+        return num_ranks - 1 - place if self.placement == "v" and lap % 2 else place
+
+    def stages_of(self, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, in the order of the model."""
+        num_stages = num_ranks * (stages_per_rank or self.usual_stages)
+        return tuple(stage for stage in range(num_stages) if self.rank_of(stage, num_ranks) == rank)
+
+    def problem(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> str:
+        """The reason why this pipeline cannot be run, with the choices that can; empty if it can.
+
+        Args:
+            num_ranks: ``p``.
+            num_micro_batches: ``m``.
+            stages_per_rank: ``v``; ``None`` for the usual.
+        """
+        on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
+        if num_ranks < 1 or num_micro_batches < 1 or on_rank < 1:
+            return (
+                f"a pipeline of {counted(num_ranks, 'rank')} with {counted(on_rank, 'stage')} each and "
+                f"{counted(num_micro_batches, 'micro-batch', 'micro-batches')} is none. Use 1 or more of each."
+            )
+        if on_rank < self.fewest_stages or (self.most_stages is not None and on_rank > self.most_stages):
+            return (
+                f"{self.name} needs {_stages_text(self)} on a rank, but stages_per_rank is {on_rank}. "
+                f"Use stages_per_rank={self.usual_stages} or one of {_names_for(on_rank)}."
+            )
+        if self._accepts(num_ranks, num_micro_batches, on_rank):
+            return ""
+        near = self.near_micro_batches(num_ranks, num_micro_batches, on_rank)
+        return f"{self.reason(num_ranks, num_micro_batches, on_rank)} Use {_or(near)} micro-batches."
+
+    def check(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> None:
+        """Raises the :meth:`problem` of this pipeline, if any.
+
+        Raises:
+            InputError: with the numbers and the choices.
+        """
+        problem = self.problem(num_ranks, num_micro_batches, stages_per_rank)
+        if problem:
+            raise InputError(problem)
+
+    def near_micro_batches(
+        self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
+    ) -> tuple[int, ...]:
+        """The numbers of micro-batches that can be run: the two nearest below and above the given one."""
+        on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
+        below = _first(self, num_ranks, on_rank, range(num_micro_batches - 1, 0, -1), 2)
+        # A multiple of the ranks that is at least the number of stages can always be run.
+        above = range(num_micro_batches + 1, num_micro_batches + num_ranks * (on_rank + 2))
+        return (*reversed(below), *_first(self, num_ranks, on_rank, above, 2))
+
+    def dividing(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> list[int]:
+        """The numbers of micro-batches that divide a batch of so many rows and can be run."""
+        on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
+        parts = (part for part in range(1, rows + 1) if rows % part == 0)
+        return [part for part in parts if not self.problem(num_ranks, part, on_rank)]
+
+    def usual_micro_batches(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> int | None:
+        """The default number of micro-batches for a batch of so many rows; ``None`` if none can be run.
+
+        Of the numbers that divide the batch and can be run, the nearest to twice the number of stages, at most four
+        times that number if possible.
+        """
+        legal = self.dividing(num_ranks, stages_per_rank, rows)
+        stages = num_ranks * (self.usual_stages if stages_per_rank is None else stages_per_rank)
+        few = [number for number in legal if number <= 4 * stages] or legal[:1]
+        return min(
+            few,
+            key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number),
+            default=None,
+        )
+
+    def _accepts(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> bool:
+        if self.micro_batches == "stages":
+            return num_micro_batches >= num_ranks * on_rank
+        rounds = max(1, num_micro_batches // num_ranks)
+        return self.micro_batches == "any" or num_micro_batches % rounds == 0
+
+    def reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
+        """The reason why the schedule cannot run this number of micro-batches, where it cannot."""
+        if self.micro_batches == "stages":
+            return (
+                f"{self.name} needs at least as many micro-batches as stages, but there are only "
+                f"{counted(num_micro_batches, 'micro-batch', 'micro-batches')} and {num_ranks * on_rank} stages "
+                f"({counted(num_ranks, 'rank')} × {on_rank})."
+            )
+        rounds = num_micro_batches // num_ranks
+        return (
+            f"{self.name} runs {num_micro_batches} micro-batches on {num_ranks} ranks in {rounds} equal rounds, "
+            f"but {num_micro_batches} is no multiple of {rounds}."
+        )
+
+
+SCHEDULES: tuple[ScheduleInfo, ...] = (
+    ScheduleInfo(
+        name="1F1B",
+        torch_name="Schedule1F1B",
+        most_stages=1,
+        usual_stages=1,
+        micro_batches="stages",
+        summary="one forward, one backward in turn: the bubble of GPipe with the memory of p micro-batches "
+        "(PipeDream-Flush, arXiv:2006.09503)",
+    ),
+    ScheduleInfo(
+        name="GPipe",
+        torch_name="ScheduleGPipe",
+        most_stages=1,
+        usual_stages=1,
+        summary="all forwards, then all backwards; every micro-batch's activations are held (arXiv:1811.06965)",
+    ),
+    ScheduleInfo(
+        name="Interleaved1F1B",
+        torch_name="ScheduleInterleaved1F1B",
+        micro_batches="rounds",
+        summary="1F1B with v stages on a rank: a bubble of 1/v, v times the sends (arXiv:2104.04473)",
+    ),
+    ScheduleInfo(
+        name="LoopedBFS",
+        torch_name="ScheduleLoopedBFS",
+        summary="v stages on a rank, each running all micro-batches before the next (arXiv:2211.05953)",
+    ),
+    ScheduleInfo(
+        name="InterleavedZeroBubble",
+        torch_name="ScheduleInterleavedZeroBubble",
+        splits_backward=True,
+        micro_batches="rounds",
+        summary="interleaved 1F1B whose bubble is filled with weight gradients (ZB-H1, arXiv:2401.10241)",
+    ),
+    ScheduleInfo(
+        name="ZBVZeroBubble",
+        torch_name="ScheduleZBVZeroBubble",
+        placement="v",
+        fewest_stages=2,
+        most_stages=2,
+        splits_backward=True,
+        summary="two stages on a rank in a V, weight gradients fill the bubble (ZB-V, arXiv:2401.10241)",
+    ),
+    ScheduleInfo(
+        name="DualPipeV",
+        torch_name="ScheduleDualPipeV",
+        placement="v",
+        fewest_stages=2,
+        most_stages=2,
+        splits_backward=True,
+        micro_batches="stages",
+        summary="two stages on a rank in a V, forwards of one paired with backwards of the other "
+        "(arXiv:2412.19437)",
+    ),
+)
+"""Every schedule, the simplest first."""
+
+_ALIASES: dict[str, tuple[str, str]] = {
+    "interleaved": ("Interleaved1F1B", ""),
+    "bfs": ("LoopedBFS", ""),
+    "zerobubble": ("InterleavedZeroBubble", ""),
+    "zb1p": ("InterleavedZeroBubble", ""),
+    "zbv": ("ZBVZeroBubble", ""),
+    "dualpipe": ("DualPipeV", "DualPipe keeps two copies of the parameters; DualPipeV needs one"),
+    # Merak's `train_schedule`.
+    "dsdefault": ("1F1B", "DeepSpeed's default order is 1F1B"),
+    "prerecompute1f1b": (
+        "1F1B",
+        "the order is 1F1B's, but activations are recomputed when the gradient has come, not while it is "
+        "waited for: torch's pipelines have no action for that. Results are equal",
+    ),
+    "lastnorecompute1f1b": (
+        "1F1B",
+        "the order is 1F1B's; which modules recompute is chosen by the checkpoint method, for all stages alike",
+    ),
+    "fullcriticalpath1f1b": (
+        "1F1B",
+        "the order is 1F1B's: it has neither the forward run ahead nor the partial recomputation by which "
+        "Merak shortens the critical path. ZBVZeroBubble shortens it too, and by more",
+    ),
+}
+_ALIASES["earlyrecompute1f1b"] = _ALIASES["prerecompute1f1b"]
+_ALIASES["shiftedcriticalpath"] = _ALIASES["fullcriticalpath1f1b"]
+
+
+def get_schedule(name: str) -> ScheduleInfo:
+    """The schedule with a name, which may be torch's, a short form, or one of Merak's ``train_schedule``.
+
+    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter.
+
+    Raises:
+        InputError: if there is none of the name, with those there are.
+
+    Example:
+        >>> get_schedule("1f1b").name, get_schedule("interleaved_1f1b").name, get_schedule("zbv").name
+        ('1F1B', 'Interleaved1F1B', 'ZBVZeroBubble')
+        >>> get_schedule("ds_default").note
+        "'ds_default' is run as 1F1B: DeepSpeed's default order is 1F1B."
+    """
+    by_key = {_key(info.name): info for info in SCHEDULES}
+    key = _key(name)
+    if key in by_key:
+        return by_key[key]
+    if key in _ALIASES:
+        own, note = _ALIASES[key]
+        info = by_key[_key(own)]
+        return replace(info, note=f"{name!r} is run as {own}: {note}.") if note else info
+    names = [info.name for info in SCHEDULES]
+    near = near_matches(key, [*by_key, *_ALIASES])
+    meant = dict.fromkeys(by_key[each].name if each in by_key else _ALIASES[each][0] for each in near)
+    hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    raise InputError(f"there is no pipeline schedule {name!r}.{hint} Known: {', '.join(names)}, or 'auto'.")
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "").removeprefix("schedule")
+
+
+def _first(info: ScheduleInfo, num_ranks: int, on_rank: int, numbers: range, count: int) -> tuple[int, ...]:
+    def legal() -> Iterator[int]:
+        return (number for number in numbers if info._accepts(num_ranks, number, on_rank))
+
+    return tuple(number for number, _ in zip(legal(), range(count), strict=False))
+
+
+def _stages_text(info: ScheduleInfo) -> str:
+    if info.fewest_stages == info.most_stages:
+        return f"exactly {counted(info.fewest_stages, 'stage')}"
+    return f"at least {counted(info.fewest_stages, 'stage')}"
+
+
+def _names_for(on_rank: int) -> str:
+    return ", ".join(
+        info.name
+        for info in SCHEDULES
+        if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
+    )
+
+
+def _or(numbers: tuple[int, ...]) -> str:
+    texts = [str(number) for number in numbers]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -1,0 +1,274 @@
+"""Simulation of one pipeline step: stage costs in, a timeline out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline.schedule.actions import (
+    Action,
+    Kind,
+    Orders,
+    actions,
+    live_micro_batches,
+    num_stages_of,
+)
+from atorch_ns.pipeline.schedule.schedules import get_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Seconds of one micro-batch in each stage.
+
+    Attributes:
+        forward: seconds of the forward pass, by stage.
+        backward_input: seconds of the backward pass for the stage's input, recomputation included, by stage.
+        backward_weight: seconds of the backward pass for the stage's weights, by stage.
+        backward: seconds of the whole backward pass where it is not the sum of both parts, by stage; empty if it is.
+        send: seconds to carry activations from stage ``s`` to ``s + 1``, or gradients back, by ``s``; one less than
+            there are stages, or empty for none. Stages on one rank send nothing.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    send: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        num = len(self.forward)
+        if not self.backward:
+            whole = zip(self.backward_input, self.backward_weight, strict=False)
+            object.__setattr__(self, "backward", tuple(first + second for first, second in whole))
+        if not self.send:
+            object.__setattr__(self, "send", (0.0,) * (num - 1))
+        for name, length in (
+            ("forward", num),
+            ("backward_input", num),
+            ("backward_weight", num),
+            ("backward", num),
+            ("send", num - 1),
+        ):
+            values = getattr(self, name)
+            if num < 1 or len(values) != length:
+                raise InputError(
+                    f"the costs of {num} stages need {length} values in {name!r}, but there are {len(values)}."
+                )
+            bad = [value for value in values if not (math.isfinite(value) and value >= 0)]
+            if bad:
+                raise InputError(f"{name!r} holds {bad[0]}, which is no duration in seconds. Use 0 or more.")
+
+    @classmethod
+    def equal(
+        cls,
+        num_stages: int,
+        *,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        send: float = 0.0,
+    ) -> StageCosts:
+        """The same seconds for every stage."""
+        return cls(
+            forward=(forward,) * num_stages,
+            backward_input=(backward_input,) * num_stages,
+            backward_weight=(backward_weight,) * num_stages,
+            send=(send,) * (num_stages - 1),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.forward)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a micro-batch's forward and whole backward in the slowest stage."""
+        return max(first + second for first, second in zip(self.forward, self.backward, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        orders: the actions of each rank.
+        starts, ends: seconds from the step's beginning, for each rank an array like its actions.
+    """
+
+    orders: Orders
+    starts: tuple[NDArray[np.float64], ...] = field(repr=False)
+    ends: tuple[NDArray[np.float64], ...] = field(repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the pipeline."""
+        return len(self.orders)
+
+    @property
+    def step_seconds(self) -> float:
+        """From the first pass to the last."""
+        return max(float(ends[-1]) for ends in self.ends if len(ends))
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        return tuple(
+            float((ends - starts).sum()) for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """The share of the step in which each rank does not compute but waits for others and for sends."""
+        step = self.step_seconds
+        return tuple(1.0 - busy / step if step else 0.0 for busy in self.busy_seconds)
+
+    @property
+    def bubble_share(self) -> float:
+        """The mean of the idle shares."""
+        return sum(self.idle_shares) / self.num_ranks
+
+    @property
+    def live_micro_batches(self) -> tuple[int, ...]:
+        """The most micro-batches whose activations a stage holds at one time, by stage."""
+        return live_micro_batches(self.orders)
+
+
+def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts, *, hides_sends: bool = True) -> Timeline:
+    """Simulates a step in which every rank takes its actions in order, each as soon as it can.
+
+    A forward pass waits for the stage before, a backward pass for the stage after.
+
+    Args:
+        orders: the actions of every rank, in their order.
+        costs: seconds of the passes.
+        hides_sends: whether the tensors that a pass needs travel while its rank computes
+            (:attr:`~atorch_ns.pipeline.ScheduleInfo.hides_sends`); if not, a free rank waits for the whole
+            transfer.
+
+    Raises:
+        InputError: if the costs are of another number of stages, or the actions wait for each other.
+    """
+    num_stages = num_stages_of(orders)
+    if num_stages != costs.num_stages:
+        raise InputError(f"the actions are of {num_stages} stages, but the costs are of {costs.num_stages}.")
+    passes = _passes(orders, costs)
+    starts = _run(orders, passes, hides_sends)
+    stuck = [rank for rank, order in enumerate(orders) if len(starts[rank]) < len(order)]
+    if stuck:
+        waiting = ", ".join(
+            f"rank {rank} with {_name(orders[rank][len(starts[rank])])}" for rank in stuck[:4]
+        )
+        raise InputError(f"the actions wait for each other and never end: {waiting}.")
+    begun = tuple(np.array(times, dtype=np.float64) for times in starts)
+    seconds = [[passes[kind, stage].seconds for kind, stage, _ in order] for order in orders]
+    ended = tuple(times + np.array(length) for times, length in zip(begun, seconds, strict=True))
+    return Timeline(orders=tuple(map(tuple, orders)), starts=begun, ends=ended)
+
+
+class _Pass(NamedTuple):
+    """The dependencies and duration of a kind of pass through one stage.
+
+    ``chain`` is the stream of micro-batches that it hands on, F or B, or W for none. ``source`` is the stage that
+    it waits for in that stream; ``None`` for none.
+    """
+
+    chain: str
+    source: int | None
+    send: float
+    seconds: float
+
+
+def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[Kind, int], _Pass]:
+    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    last = costs.num_stages - 1
+    # What has to travel over each boundary: nothing between stages on one rank.
+    crossing = [
+        costs.send[stage] if rank_of.get(stage) != rank_of.get(stage + 1) else 0.0 for stage in range(last)
+    ]
+    passes: dict[tuple[Kind, int], _Pass] = {}
+    for stage in range(last + 1):
+        before: tuple[int | None, float] = (stage - 1, crossing[stage - 1]) if stage else (None, 0.0)
+        after: tuple[int | None, float] = (stage + 1, crossing[stage]) if stage < last else (None, 0.0)
+        passes["F", stage] = _Pass("F", *before, costs.forward[stage])
+        passes["B", stage] = _Pass("B", *after, costs.backward[stage])
+        # No stage waits for gradients of the first one's input: torch runs its whole backward as the weights' part.
+        first, second = (
+            (costs.backward_input[stage], costs.backward_weight[stage]) if stage else (0.0, costs.backward[0])
+        )
+        passes["I", stage] = _Pass("B", *after, first)
+        passes["W", stage] = _Pass("W", None, 0.0, second)
+    return passes
+
+
+def _run(
+    orders: Sequence[Sequence[Action]], passes: Mapping[tuple[Kind, int], _Pass], hides_sends: bool
+) -> list[list[float]]:
+    """The start times of each rank's actions, as far as they can be run."""
+    ended: dict[tuple[str, int, int], float] = {}
+    waiting: dict[tuple[str, int, int], int] = {}
+    free = [0.0] * len(orders)
+    starts: list[list[float]] = [[] for _ in orders]
+    runnable = list(range(len(orders)))
+    while runnable:
+        rank = runnable.pop()
+        order, now, begun = orders[rank], free[rank], starts[rank]
+        for position in range(len(begun), len(order)):
+            kind, stage, index = order[position]
+            chain, source, send, seconds = passes[kind, stage]
+            start = now
+            if source is not None:
+                ready = ended.get((chain, source, index))
+                if ready is None:
+                    waiting[chain, source, index] = rank
+                    break
+                start = max(now, ready + send) if hides_sends else max(now, ready) + send
+            begun.append(start)
+            now = start + seconds
+            if chain != "W":
+                ended[chain, stage, index] = now
+                woken = waiting.pop((chain, stage, index), None)
+                if woken is not None:
+                    runnable.append(woken)
+        free[rank] = now
+    return starts
+
+
+def _name(action: Action) -> str:
+    kinds = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight backward"}
+    return f"the {kinds[action.kind]} of micro-batch {action.micro_batch} in stage {action.stage}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """A schedule on a pipeline whose costs are known.
+
+    Attributes:
+        schedule: the schedule's name.
+        num_ranks: the number of ranks of the pipeline.
+        num_micro_batches: the number of micro-batches of a step.
+        stages_per_rank: the number of stages on each rank.
+        costs: the costs of the stages.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_micro_batches: int
+    stages_per_rank: int
+    costs: StageCosts
+
+    def timeline(self) -> Timeline:
+        """The simulated timeline of the step.
+
+        Raises:
+            InputError: if the schedule is unknown or cannot run this pipeline.
+        """
+        info = get_schedule(self.schedule)
+        orders = actions(info, self.num_ranks, self.num_micro_batches, self.stages_per_rank)
+        return simulate(orders, self.costs, hides_sends=info.hides_sends)

@@ -1,0 +1,333 @@
+"""Cost analysis: a recording's events summed up for each stretch of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from atorch_ns.profile.record.recorder import Event, Recording, backward_of, forward_of
+from atorch_ns.profile.record.steps import Step
+from atorch_ns.profile.record.tensor_division import Division
+from atorch_ns.profile.trace import Growth, OperatorCost, PhaseCost, SegmentCost, growth, values_at
+
+_ATTENTION = "scaled_dot_product"
+_SOFTMAX = "aten._softmax"
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """Of one stretch.
+
+    Attributes:
+        dims: for each parameter that tensor parallelism divides the dim; names relative to the block, full ones
+            where the stretch is none.
+        num_columns, num_rows: products in a forward pass, divided along their outputs and along their inputs.
+        num_attentions: attentions in a forward pass.
+        heads: of queries and of keys, the greatest that divides those of all its attentions; 0 where unknown.
+    """
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    num_columns: int = 0
+    num_rows: int = 0
+    num_attentions: int = 0
+    heads: tuple[int, int] = (0, 0)
+
+
+def kinds_of(step: Step, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
+    """What can be divided of each stretch.
+
+    Args:
+        step: as recorded.
+        merged: for each recorded stretch the number of the one it counts to.
+        firsts: the first recorded stretch of each.
+    """
+    columns, rows, attentions = ([0] * len(firsts) for _ in range(3))
+    for phase, count in step.division.columns.items():
+        columns[merged[phase // 2]] += count
+    for phase, count in step.division.rows.items():
+        rows[merged[phase // 2]] += count
+    for phase, count in _attentions(step).items():
+        attentions[merged[phase // 2]] += count
+    heads = _heads(step, merged)
+    inside = tuple({f"{one.block}." for one in step.occurrences if one.block})
+    found = []
+    for number, first in enumerate(firsts):
+        block = step.occurrences[first].block
+        if block:
+            own = {
+                name.removeprefix(f"{block}."): dim
+                for name, dim in step.dims.items()
+                if name.startswith(f"{block}.")
+            }
+        else:
+            own = {name: dim for name, dim in step.dims.items() if not name.startswith(inside)}
+        found.append(
+            Divisible(own, columns[number], rows[number], attentions[number], heads.get(number, (0, 0)))
+        )
+    return found
+
+
+def _heads(step: Step, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """For each stretch the heads of its fused attentions."""
+    found: dict[int, tuple[int, int]] = {}
+    phase = 0
+    for event, (kind, key) in enumerate(zip(step.recording.kinds, step.recording.keys, strict=True)):
+        if kind == Event.PHASE:
+            phase = key
+        elif event in step.recording.heads and phase % 2 == 0:
+            queries, keys = found.get(merged[phase // 2], (0, 0))
+            more = step.recording.heads[event]
+            found[merged[phase // 2]] = (math.gcd(queries, more[0]), math.gcd(keys, more[1]))
+    return found
+
+
+def _attentions(step: Step) -> dict[int, int]:
+    """For each forward phase its attentions: fused ones, else softmaxes over the last of four dims."""
+    fused: dict[int, int] = {}
+    softmaxes: dict[int, int] = {}
+    phase = 0
+    recording = step.recording
+    for kind, key, name in zip(recording.kinds, recording.keys, recording.labels, strict=True):
+        if kind == Event.PHASE:
+            phase = key
+        elif kind == Event.OPERATOR and phase % 2 == 0:
+            if _ATTENTION in name:
+                fused[phase] = fused.get(phase, 0) + 1
+            elif name == _SOFTMAX:
+                softmaxes[phase] = softmaxes.get(phase, 0) + 1
+    return fused or softmaxes
+
+
+_FAR = 8
+"""Ranks along the axis ``tensor`` for which the worst moment is looked for too."""
+
+_MANY_BATCHES = tuple(2**power for power in range(13))
+"""Sizes of a micro-batch, from one sample to more than memory holds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A recording with its sizes as functions of B and T.
+
+    Attributes:
+        recording: the course of events.
+        sizes: [E, 4] coefficients of bytes and floating point operations, for each event.
+        moved: [E, 4] of bytes that operators move.
+        outputs: [S, 4] of the bytes that each stretch hands on.
+        at: the B and T that matter: the user's batch. The worst moment is that of these sizes.
+        division: what of it tensor parallelism would divide.
+    """
+
+    recording: Recording
+    division: Division
+    sizes: np.ndarray
+    moved: np.ndarray
+    outputs: np.ndarray
+    at: tuple[int, int]
+
+
+def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
+    """What each stretch costs.
+
+    Args:
+        measured: the events.
+        merged: for each recorded stretch the number of the one it counts to, ascending from 0.
+    """
+    recording = measured.recording
+    num = max(merged) + 1
+    kinds = np.asarray(recording.kinds)
+    phases = _phases(recording, merged)
+    alive = _in_three(_alive, measured)
+    kept = _in_three(lambda *both: _gradients_alive(*both)[0], measured)
+    passing = _in_three(lambda *both: _gradients_alive(*both)[1], measured)
+    costs = []
+    for stretch in range(num):
+        forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
+        backward = _Span(measured, alive, kinds, np.flatnonzero(phases == backward_of(stretch)))
+        of_backward = replace(
+            backward.cost(), peaks_keeping=backward.peaks(kept), peaks_passing=backward.peaks(passing)
+        )
+        costs.append(
+            SegmentCost(
+                forward=forward.cost(),
+                backward=of_backward,
+                saved=_growth(forward.net, measured.at),
+                output=growth(measured.outputs[merged.index(stretch)]),
+                kept=_growth(forward.net + backward.net, measured.at),
+                cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
+                operators=_operators(measured, np.concatenate([forward.events, backward.events])),
+            )
+        )
+    return costs
+
+
+class _Span:
+    """The events of one phase; bytes are [3, E, 4]: all, those that tensor parallelism divides, and
+    those between the head and the loss."""
+
+    def __init__(self, measured: Measured, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray) -> None:
+        self.events = events
+        self._measured = measured
+        self._operators = events[kinds[events] == Event.OPERATOR]
+        first = int(events[0]) if events.size else 0
+        self.before = alive[:, first - 1] if first else np.zeros((3, 4))
+        self._added = alive[:, events] - self.before[:, None]
+        self.net = self._added[:, -1] if events.size else np.zeros((3, 4))
+
+    def cost(self) -> PhaseCost:
+        flops = self._measured.sizes[self._operators]
+        other = ~flops.any(axis=1)
+        moved = self._measured.moved[self._operators]
+        divided = np.isin(self._operators, list(self._measured.division.operators))
+        words = np.isin(self._operators, list(self._measured.division.word_operators))
+        at = self._measured.at
+        return PhaseCost(
+            flops=growth(flops.sum(axis=0), flops[divided].sum(axis=0), at),
+            moved=growth(
+                moved[other].sum(axis=0),
+                moved[other & divided].sum(axis=0),
+                at,
+                moved[other & words & ~divided].sum(axis=0),
+            ),
+            num_operators=len(self._operators),
+            peak=self._peak(),
+            peaks=self.peaks(),
+        )
+
+    def peaks(self, gradients: np.ndarray | None = None) -> tuple[Growth, ...]:
+        """The moments that are the worst for some B, T and division; with bytes of gradients if they are given."""
+        if not self.events.size:
+            return ()
+        added = self._added
+        if gradients is not None:
+            first = int(self.events[0])
+            before = gradients[:, first - 1, None] if first else 0.0
+            added = added + gradients[:, self.events] - before
+        num_tokens = self._measured.at[1]
+        lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[0, :, 2:].any() else [num_tokens]
+        divided = [added[1], added[1] + added[2]] if added[2].any() else [added[1]]
+        divisions = [added[0], *(added[0] - (1 - 1 / _FAR) * parts for parts in divided if parts.any())]
+        worst = {
+            int(values_at(left, num_samples, length).argmax()): None
+            for left in divisions
+            for num_samples in _MANY_BATCHES
+            for length in lengths
+        }
+        return tuple(_growth(added[:, index], self._measured.at) for index in worst)
+
+    def _peak(self) -> Growth:
+        """The most that is alive beyond what was before.
+
+        It is the larger of several moments, each growing on its own line. Where only B is known, the line
+        through the peaks at B = 1 and at the user's B is taken: exact at both, never below between them.
+        """
+        if not self.events.size:
+            return Growth()
+        num_samples, num_tokens = self._measured.at
+        whole, part, words = self._added
+        worst = int(values_at(whole, num_samples, num_tokens).argmax())
+        if whole[:, 2:].any():
+            return _growth(self._added[:, worst], self._measured.at)
+        far = max(num_samples, 2)
+        at_one = max(float(values_at(whole, 1, 1).max()), 0.0)
+        at_far = max(float(values_at(whole, far, 1).max()), 0.0)
+        slope = (at_far - at_one) / (far - 1)
+        line = np.asarray([at_one - slope, slope, 0.0, 0.0])
+        return growth(line, part[worst], self._measured.at, words[worst])
+
+
+def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
+    """[E] the phase of each event, of the stretches that they are counted to."""
+    phases = np.empty(len(recording.kinds), dtype=np.int64)
+    current = 0
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind == Event.PHASE:
+            target = merged[key // 2]
+            current = backward_of(target) if key % 2 else forward_of(target)
+        phases[index] = current
+    return phases
+
+
+def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measured) -> np.ndarray:
+    """[3, E, 4] a figure of all memory, of that which tensor parallelism divides, and of that between the head and
+    the loss."""
+    recording, division = measured.recording, measured.division
+    allocates = np.asarray(recording.kinds) == Event.ALLOCATE
+    found = [of(recording, measured.sizes)]
+    for storages in (division.storages, division.words - division.storages):
+        chosen = np.asarray([key in storages for key in recording.keys]) & allocates
+        found.append(of(recording, measured.sizes * chosen[:, None]))
+    return np.stack(found)
+
+
+def _growth(rows: np.ndarray, at: tuple[float, float]) -> Growth:
+    """[3, 4] coefficients of all, of what is divided and of what is between the head and the loss."""
+    return growth(rows[0], rows[1], at, rows[2])
+
+
+def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:
+    """[E, 4] bytes alive after each event, without gradients of parameters and casts of them."""
+    left_out = recording.gradients | recording.casts
+    change = np.zeros_like(sizes)
+    made: dict[int, int] = {}
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind > Event.FREE or key in left_out:
+            continue
+        if kind == Event.ALLOCATE:
+            made[key] = index
+            change[index] = sizes[index]
+        else:
+            change[index] = -sizes[made[key]]
+    return np.cumsum(change, axis=0)
+
+
+def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[E, 4] bytes of gradients of parameters after each event: kept to the end, and handed on at once."""
+    kept, passing = np.zeros_like(sizes), np.zeros_like(sizes)
+    waiting: list[int] = []
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind == Event.OPERATOR:
+            passing[index] = -sizes[waiting].sum(axis=0)
+            waiting.clear()
+        elif kind == Event.ALLOCATE and key in recording.gradients:
+            kept[index] = passing[index] = sizes[index]
+            waiting.append(index)
+    return np.cumsum(kept, axis=0), np.cumsum(passing, axis=0)
+
+
+def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> int:
+    made = [
+        index
+        for index in events
+        if recording.kinds[index] == Event.ALLOCATE and recording.keys[index] in recording.casts
+    ]
+    return int(sizes[made, 0].sum()) if made else 0
+
+
+def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ...]:
+    recording = measured.recording
+    by_name: dict[str, list[int]] = {}
+    for index in events:
+        if recording.kinds[index] == Event.OPERATOR:
+            by_name.setdefault(recording.labels[index], []).append(int(index))
+    costs = [
+        OperatorCost(
+            name=name,
+            count=len(indices),
+            flops=growth(measured.sizes[indices].sum(axis=0)),
+            moved=growth(measured.moved[indices].sum(axis=0)),
+        )
+        for name, indices in by_name.items()
+    ]
+    return tuple(sorted(costs, key=_dearness(measured.at), reverse=True))
+
+
+def _dearness(at: tuple[int, int]) -> Callable[[OperatorCost], tuple[float, int]]:
+    def dearness(cost: OperatorCost) -> tuple[float, int]:
+        # A device does about 100 operations in the time that it moves a byte.
+        return float(cost.flops.at(*at)) / 100 + float(cost.moved.at(*at)), cost.count
+
+    return dearness

@@ -1,0 +1,139 @@
+"""Optimizer states in 8 or 4 bits: the parameters that have them, and their bytes.
+
+Legend: n elements of a parameter, as the optimizer sees it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+
+_LARGE: Final = 2**16
+_SIZES: Final = (*(2**power for power in range(2, 18)), *(_LARGE + 2**power for power in range(13)))
+"""Of the parameters that are tried: powers of two show where compact states begin, those a little larger than a
+power of two what else a size must be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactStates:
+    """States that an optimizer keeps in fewer bits, in blocks with a scale each, of parameters that are large enough.
+
+    Attributes:
+        min_elements: of the smallest parameter that has them.
+        multiple: the number of elements must be a multiple of this.
+        bytes_per_element: of all states together.
+        block_elements, block_bytes: for each block that has begun so many bytes more; 0 bytes where blocks are
+            always whole, which ``bytes_per_element`` then holds.
+        fixed_bytes: for each parameter: lookup tables.
+        shared_bytes: of tables that all parameters share.
+    """
+
+    min_elements: int
+    multiple: int
+    bytes_per_element: float
+    block_elements: int = 1
+    block_bytes: int = 0
+    fixed_bytes: int = 0
+    shared_bytes: int = 0
+
+    def has(self, n: np.ndarray) -> np.ndarray:
+        """Whether parameters of ``n`` elements have compact states."""
+        return np.asarray((n >= self.min_elements) & (n % self.multiple == 0))
+
+    def num_bytes(self, n: np.ndarray) -> np.ndarray:
+        """Bytes of compact states of parameters of ``n`` elements."""
+        blocks = np.ceil(n / self.block_elements)
+        return np.asarray(n * self.bytes_per_element + blocks * self.block_bytes + self.fixed_bytes)
+
+
+def compact_states(
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+) -> CompactStates | None:
+    """Asks an optimizer by letting it step on parameters of many sizes; ``None`` if all states are plain.
+
+    What several parameters share is counted for none of them. Functions that the optimizer compiles run as they are.
+    """
+    found, shared = _asked(make_optimizer, _SIZES)
+    per_element = (found[_SIZES[1]] - found[_SIZES[0]]) / (_SIZES[1] - _SIZES[0])
+    constant = found[_SIZES[0]] - per_element * _SIZES[0]
+    compact = [n for n in _SIZES if found[n] < per_element * n + constant]
+    if not compact or _LARGE not in compact:
+        return None
+    smallest = _smallest(make_optimizer, min(compact), per_element, constant)
+    multiple = min(n - _LARGE for n in compact if n > _LARGE and n != 2 * _LARGE)
+    slope = (found[2 * _LARGE] - found[_LARGE]) / _LARGE
+    fixed = round(found[_LARGE] - slope * _LARGE - constant)
+    block_elements, block_bytes = 1, 0
+    if multiple == 1:
+        one, two = _LARGE + 1, _LARGE + 2
+        inner = float(found[two] - found[one])
+        block_bytes = round(found[one] - found[_LARGE] - inner)
+        if block_bytes:
+            block_elements, slope = round(block_bytes / (slope - inner)), inner
+    return CompactStates(
+        min_elements=smallest,
+        multiple=multiple,
+        bytes_per_element=slope,
+        block_elements=block_elements,
+        block_bytes=block_bytes,
+        fixed_bytes=fixed,
+        shared_bytes=shared,
+    )
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the memory of a tensor: itself, or what a wrapper (DTensor, a quantized state) is made
+    of (``__tensor_flatten__``)."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # a DTensor names its mesh as well
+            yield from plain_tensors(part)
+
+
+def _smallest(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    compact: int,
+    per_element: float,
+    constant: float,
+) -> int:
+    """The smallest of the sizes between half of ``compact`` and it that is compact, in sixteenths of the half."""
+    half = compact // 2
+    sizes = sorted({half + half * part // 16 for part in range(1, 16)} - {half})
+    found, _ = _asked(make, sizes) if sizes else ({}, 0)
+    return min((n for n in sizes if found[n] < per_element * n + constant), default=compact)
+
+
+def _asked(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], sizes: Sequence[int]
+) -> tuple[dict[int, int], int]:
+    """Bytes of the states that belong to one parameter alone, by its number of elements; bytes of all others."""
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    storages = [_storages(optimizer.state[parameter].values()) for parameter in parameters]
+    owners = Counter(key for own in storages for key in own)
+    of_one = {
+        size: sum(num_bytes for key, num_bytes in own.items() if owners[key] == 1)
+        for size, own in zip(sizes, storages, strict=True)
+    }
+    shared = {key: num_bytes for own in storages for key, num_bytes in own.items() if owners[key] > 1}
+    return of_one, sum(shared.values())
+
+
+def _storages(values: Iterable[object]) -> dict[int, int]:
+    """Bytes of the memory behind all tensors of ``values``, by address."""
+    tensors = (part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value))
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

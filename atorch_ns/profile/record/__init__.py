@@ -1,0 +1,1 @@
+"""Recording one training step: operators, memory, boundaries of modules."""

@@ -1,0 +1,119 @@
+"""Real steps, for models that do not run on fake tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.batches import resized_shape
+from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.real_values import RealValues, may_be_real
+from atorch_ns.capture.structure import Container, copy_structure
+from atorch_ns.profile.record.steps import Precision, Step, Subject, record_step
+from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
+
+
+class FakeSteps:
+    """Records steps of one model on fake tensors; what one step learns of operators' shapes the next reuses.
+
+    Args:
+        subject: what is traced.
+        containers: those that are shortened, by path.
+        device: that the fake tensors claim to be on.
+    """
+
+    def __init__(self, subject: Subject, containers: Mapping[str, Container], device: str) -> None:
+        self._subject = subject
+        self._containers = containers
+        self._device = torch.device(device)
+        self._mode = fake_tensor_mode()
+        self._batches: dict[tuple[int, int], Any] = {}
+
+    def record(self, precision: Precision, sizes: tuple[int, int]) -> Step:
+        """One step with batches of the given B and T."""
+        paths = copied_paths(self._subject, self._containers)
+        with self.prepared(precision, sizes) as (model, batch):
+            return record_step(self._subject, model, batch, precision, paths, device_type=self._device.type)
+
+    @contextmanager
+    def prepared(self, precision: Precision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
+        """The copy of the model and a batch of the given B and T, inside the modes that they run in."""
+        with self._mode, quiet_fake_kernels():
+            model = copy_structure(self._subject.model, partial(self._tensor, precision), self._containers)
+            if sizes not in self._batches:
+                self._batches[sizes] = map_tensors(partial(self._resized, sizes), self._subject.batch)
+            with RealValues():
+                yield model, self._batches[sizes]
+
+    def _tensor(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the copy of the model."""
+        if kind != "parameter" and may_be_real(tensor, tensor.numel(), self._device):
+            with outside_fake_mode():
+                return tensor.detach().to(self._device, copy=True)
+        dtype = precision.dtype_of(kind, tensor)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
+
+    def _resized(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the batch of B and T."""
+        shape = resized_shape(tuple(tensor.shape), self._subject.sizes, sizes)
+        if not may_be_real(tensor, math.prod(shape), self._device):
+            return torch.empty(shape, dtype=tensor.dtype, device=self._device)
+        with outside_fake_mode():
+            return _with_values(tensor.detach().to(self._device), shape)
+
+
+def _with_values(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` with each dim cut or repeated to the sizes of ``shape``; memory of its own."""
+    for dim, size in enumerate(shape):
+        if size != tensor.shape[dim]:
+            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copied_paths(subject: Subject, containers: Mapping[str, Container]) -> tuple[str, ...]:
+    """The paths of the blocks in the shortened copy."""
+    paths: dict[str, None] = {}
+    for path in subject.blocks:
+        container = containers.get(path.rpartition(".")[0])
+        if container is None:
+            paths[path] = None
+        else:
+            paths.update((container.copy_path(place), None) for place in range(len(container.kept)))
+    return tuple(paths)
+
+
+def record_real(subject: Subject, precision: Precision, num_samples: int) -> Step:
+    """One step of a deep copy of the model, with its values, on its device.
+
+    Args:
+        subject: what is traced.
+        precision: how the step runs.
+        num_samples: rows of the batch; more than it has repeat them.
+    """
+    model, batch = real_copy(subject, precision, num_samples)
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    return record_step(subject, model, batch, precision, tuple(subject.blocks), device_type=device_type)
+
+
+def real_copy(subject: Subject, precision: Precision, num_samples: int) -> tuple[nn.Module, Any]:
+    """A deep copy of the model and of so many rows of the batch, both on the model's device."""
+    device = next((p.device for p in subject.model.parameters()), torch.device("cpu"))
+    whole = subject.sizes[0]
+
+    def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(precision.dtype_of(kind, tensor), copy=True)
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().to(device, copy=True)
+        if not moved.dim() or moved.shape[0] != whole:
+            return moved
+        repeated = moved if num_samples <= whole else torch.cat([moved] * -(-num_samples // whole))
+        return repeated[:num_samples].clone()
+
+    return copy_structure(subject.model, make, {}), map_tensors(rows, subject.batch)

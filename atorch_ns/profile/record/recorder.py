@@ -1,0 +1,417 @@
+"""Recorder: operators and memory of one step as events, and the block whose pass each belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import unique_tensors_of
+from atorch_ns.capture.operators import count_flops, is_free, label, moved_bytes, workspace_bytes
+from atorch_ns.torch_compat import TorchDispatchMode
+
+
+class Product(NamedTuple):
+    """A matrix product ``left @ right (+ bias)``; tensors by their marks (see :attr:`Recording.reads`).
+
+    Attributes:
+        left, right: the factors; ``right`` is [K, N].
+        transposed: whether ``right`` lies in memory as [N, K].
+        bias: what is added, ``None`` without it.
+    """
+
+    left: int
+    right: int
+    transposed: bool
+    bias: int | None = None
+
+
+class Event(IntEnum):
+    """What happened."""
+
+    ALLOCATE = 0
+    FREE = 1
+    OPERATOR = 2
+    PHASE = 3
+
+
+@dataclass
+class Recording:
+    """The events of one step, as parallel lists.
+
+    Attributes:
+        kinds: of each event.
+        keys: the storage's number for memory, the phase for a change of phase, -1 for operators.
+        labels: the operator's name, empty for other events.
+        sizes: bytes for memory, floating point operations for operators.
+        moved: bytes of each tensor that an operator reads or writes.
+        gradients: storages that became gradients of parameters.
+        gradient_of: for each of these the number of the parameter among the given tensors.
+        casts: storages that are copies of parameters in another dtype.
+        uses: for each given tensor, by its number, the phases that read it, in order.
+        reads, writes: for the operator at each event what it reads and makes: a storage by its number, a given
+            tensor as -1 less its number.
+        products: the operators, by their events, that are products of matrices.
+        heads: for fused attentions, by their events, the heads of queries and of keys.
+    """
+
+    kinds: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    moved: list[tuple[int, ...]] = field(default_factory=list)
+    gradients: set[int] = field(default_factory=set)
+    gradient_of: dict[int, int] = field(default_factory=dict)
+    casts: set[int] = field(default_factory=set)
+    uses: dict[int, list[int]] = field(default_factory=dict)
+    reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    writes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    products: dict[int, Product] = field(default_factory=dict)
+    heads: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, kind: Event, key: int, name: str = "", size: int = 0, moved: tuple[int, ...] = ()) -> None:
+        """Appends one event."""
+        self.kinds.append(kind)
+        self.keys.append(key)
+        self.labels.append(name)
+        self.sizes.append(size)
+        self.moved.append(moved)
+
+    def settle(self) -> None:
+        """Puts what is freed at one moment in the order of its making: the order at that moment is chance."""
+        start = 0
+        for index in range(len(self.kinds) + 1):
+            if index == len(self.kinds) or self.kinds[index] != Event.FREE:
+                self.keys[start:index] = sorted(self.keys[start:index])
+                start = index + 1
+
+    def same_events(self, other: Recording) -> bool:
+        """Whether both have the same events in the same order, sizes aside."""
+        return (
+            self.kinds == other.kinds
+            and self.keys == other.keys
+            and self.labels == other.labels
+            and self.gradients == other.gradients
+            and self.casts == other.casts
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators and the life of every storage they make, on fake or real tensors.
+
+    Storages that exist before (parameters, buffers, the batch) are given; only what operators allocate is
+    recorded, and of what a kernel takes and returns inside one call what :func:`workspace_bytes` knows.
+
+    Args:
+        given: tensors whose memory is not to be counted, numbered in this order.
+        parameters: those among them that are parameters: copies of them in another dtype are recorded as casts.
+        counts_workspaces: whether the kernels of the device that is traced are those of the device asked for.
+    """
+
+    def __init__(
+        self,
+        given: Iterable[torch.Tensor],
+        parameters: Iterable[nn.Parameter],
+        *,
+        counts_workspaces: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts_workspaces = counts_workspaces
+        self.recording = Recording()
+        self.phase = -1
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # a storage's address names it only as long as it lives
+        for number, tensor in enumerate(given):
+            storage = tensor.untyped_storage()
+            self._kept.append(storage)
+            self._numbers.setdefault(storage._cdata, number)
+        self._parameters = list(parameters)
+        self._parameter_storages = {p.untyped_storage()._cdata for p in self._parameters}
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._count = 0
+
+    @contextmanager
+    def running(self) -> Iterator[Recorder]:
+        """Records what runs inside; memory is freed in a fixed order."""
+        handles = [
+            p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
+        ]
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            if collects:
+                gc.enable()
+            self._live.clear()
+            self.recording.settle()
+
+    def enter_phase(self, phase: int) -> None:
+        """Counts what follows to ``phase``.
+
+        Garbage in cycles, such as a frame that a handled exception holds, is collected here and nowhere else:
+        often, as Python does it, but at the same places in every step.
+        """
+        if phase != self.phase:
+            gc.collect(1)
+            self.phase = phase
+            self.recording.add(Event.PHASE, phase)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "prim":
+            return _described(func, args)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = _tensors(out)
+        if is_free(func):
+            for tensor in made:
+                self._see(tensor)
+            return out
+        read = _tensors(args)
+        if kwargs:
+            read += _tensors(tuple(kwargs.values()))
+        for tensor in read:
+            self._note_use(tensor)
+        flops = count_flops(func, args, kwargs, out)
+        self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *made]))
+        event = len(self.recording.kinds) - 1
+        for tensor in made:
+            self._see(tensor)
+        if self._counts_workspaces:
+            self._pass_through(workspace_bytes(func, args, out))
+        self._note_operands(event, func, args, read, made)
+        if func is torch.ops.aten._to_copy.default:
+            self._note_cast(read[0], made[0])
+        return out
+
+    def _note_operands(
+        self, event: int, func: Any, args: tuple[Any, ...], read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> None:
+        self.recording.reads[event] = tuple(self._mark(tensor) for tensor in read)
+        self.recording.writes[event] = tuple(self._mark(tensor) for tensor in made)
+        if _ATTENTION in self.recording.labels[event] and args[0].dim() == args[1].dim() == 4:
+            self.recording.heads[event] = (args[0].shape[1], args[1].shape[1])
+        factors = _FACTORS.get(func)
+        if factors is not None:
+            left, right, bias = factors
+            strides = args[right].stride()
+            self.recording.products[event] = Product(
+                self._mark(args[left]),
+                self._mark(args[right]),
+                strides[-1] != 1 and strides[-2] == 1,
+                None if bias is None else self._mark(args[bias]),
+            )
+
+    def _mark(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage; -1 less the number of a given one."""
+        address = tensor.untyped_storage()._cdata
+        given = self._numbers.get(address)
+        return self._live[address][0] if given is None else -1 - given
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._live or address in self._numbers:
+            return
+        number, self._count = self._count, self._count + 1
+        self._live[address] = (number, weakref.ref(storage, self._forget(address, number)))
+        self.recording.add(Event.ALLOCATE, number, size=storage.nbytes())
+
+    def _pass_through(self, sizes: tuple[int, ...]) -> None:
+        """Memory that is taken and given back."""
+        first = self._count
+        self._count += len(sizes)
+        for number, num_bytes in enumerate(sizes, first):
+            self.recording.add(Event.ALLOCATE, number, size=num_bytes)
+        for number in range(first, self._count):
+            self.recording.add(Event.FREE, number)
+
+    def _forget(self, address: int, number: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            if self._live.pop(address, None) is not None:
+                self.recording.add(Event.FREE, number)
+
+        return forget
+
+    def _note_use(self, tensor: torch.Tensor) -> None:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            phases = self.recording.uses.setdefault(number, [])
+            if not phases or phases[-1] != self.phase:
+                phases.append(self.phase)
+
+    def _note_cast(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        if source.untyped_storage()._cdata in self._parameter_storages and copy.dtype != source.dtype:
+            entry = self._live.get(copy.untyped_storage()._cdata)
+            if entry is not None:
+                self.recording.casts.add(entry[0])
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            entry = self._live.get(parameter.grad.untyped_storage()._cdata)
+            if entry is not None:
+                self.recording.gradients.add(entry[0])
+                number = self._numbers.get(parameter.untyped_storage()._cdata)
+                if number is not None:
+                    self.recording.gradient_of[entry[0]] = number
+
+
+_ATTENTION = "scaled_dot_product"
+
+_FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
+    torch.ops.aten.mm.default: (0, 1, None),
+    torch.ops.aten.addmm.default: (1, 2, 0),
+}
+"""Where the left factor, the right factor and the summand stand among an operator's arguments."""
+
+
+def _described(func: Any, args: tuple[Any, ...]) -> Any:
+    """What a tensor says of itself. Two of three calls ask a fake tensor for its device, which it knows."""
+    if func is torch.ops.prim.device.default:
+        device = getattr(args[0], "fake_device", None)
+        if device is not None:
+            return device
+    return func(*args)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The dense tensors in an operator's arguments or results; lists of tensors are one deep."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout is torch.strided else []
+    found: list[torch.Tensor] = []
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                if item.layout is torch.strided:
+                    found.append(item)
+            elif isinstance(item, (tuple, list)):
+                found += [t for t in item if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    return found
+
+
+@dataclasses.dataclass
+class Occurrence:
+    """One stretch of the forward pass: one call of a block, or what runs between two calls.
+
+    Attributes:
+        block: path of the block, in the model that runs; empty between blocks.
+        inputs: shapes and dtypes of the tensors that the block was called with.
+        outputs: bytes of each storage that it returned, or that the next block is called with.
+    """
+
+    block: str = ""
+    inputs: tuple[tuple[tuple[int, ...], str], ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+def forward_of(occurrence: int) -> int:
+    """The phase that is the forward pass of an occurrence."""
+    return 2 * occurrence
+
+
+def backward_of(occurrence: int) -> int:
+    """The phase that is the backward pass of an occurrence."""
+    return 2 * occurrence + 1
+
+
+class Boundaries:
+    """Tells the recorder the phase, by hooks on blocks and on the tensors that pass between them.
+
+    The backward pass of a block begins when the gradient of one of its outputs is complete.
+
+    Args:
+        recorder: gets each phase.
+        blocks: the blocks, by path.
+    """
+
+    def __init__(self, recorder: Recorder, blocks: Mapping[str, nn.Module]) -> None:
+        self.occurrences = [Occurrence()]
+        self._recorder = recorder
+        self._blocks = blocks
+        self._is_backward = False
+        self._inside: str | None = None
+        self._hooked: list[weakref.ref[torch.Tensor]] = []
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches the blocks; the first stretch begins at once."""
+        for path, block in self._blocks.items():
+            # Before hooks that cast inputs, whose work is the block's.
+            self._handles.append(
+                block.register_forward_pre_hook(self._entering(path), with_kwargs=True, prepend=True)
+            )
+            self._handles.append(block.register_forward_hook(self._leaving(path)))
+        self._recorder.enter_phase(forward_of(0))
+        try:
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    def start_backward(self) -> None:
+        """The forward pass is over and all that it leaves behind is alive."""
+        self._is_backward = True
+        self._backward(len(self.occurrences) - 1)
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def entering(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._is_backward or self._inside is not None:
+                return  # recomputed, or a block inside a block
+            tensors = unique_tensors_of((args, kwargs))
+            self._hook(tensors, len(self.occurrences) - 1)
+            if not self.occurrences[-1].block:
+                self.occurrences[-1].outputs = _storage_bytes(tensors)
+            self._inside = path
+            shapes = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
+            self._begin(Occurrence(block=path, inputs=shapes))
+
+        return entering
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def leaving(_: nn.Module, __: Any, output: Any) -> None:
+            if self._is_backward or self._inside != path:
+                return
+            tensors = unique_tensors_of(output)
+            self.occurrences[-1].outputs = _storage_bytes(tensors)
+            self._hook(tensors, len(self.occurrences) - 1)
+            self._inside = None
+            self._begin(Occurrence())
+
+        return leaving
+
+    def _begin(self, occurrence: Occurrence) -> None:
+        self.occurrences.append(occurrence)
+        self._recorder.enter_phase(forward_of(len(self.occurrences) - 1))
+
+    def _hook(self, tensors: list[torch.Tensor], occurrence: int) -> None:
+        """When the gradient of one of the tensors is complete, the backward pass of its maker begins."""
+        alive = {id(tensor) for ref in self._hooked if (tensor := ref()) is not None}
+        for tensor in tensors:
+            if tensor.grad_fn is not None and id(tensor) not in alive:
+                tensor.register_hook(lambda _: self._backward(occurrence))
+                self._hooked.append(weakref.ref(tensor))
+
+    def _backward(self, occurrence: int) -> None:
+        phase = backward_of(occurrence)
+        current = self._recorder.phase
+        if self._is_backward and (current % 2 == 0 or phase < current):
+            self._recorder.enter_phase(phase)
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return tuple(storages.values())

@@ -1,0 +1,238 @@
+"""One recorded step of a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.batches import batch_sizes
+from atorch_ns.capture.blocks import vocabulary_size
+from atorch_ns.capture.nests import floats_to, unique_tensors_of
+from atorch_ns.errors import InputError
+from atorch_ns.profile.record.recorder import Boundaries, Event, Occurrence, Recorder, Recording
+from atorch_ns.profile.record.tensor_division import Division, find_division
+from atorch_ns.profile.trace import precision_key
+
+ALL_PRECISIONS = ("float32", "float32/bfloat16", "bfloat16", "bfloat16/bfloat16")
+"""Weights as the model has them, autocast over them, 16-bit weights, and autocast over gathered 16-bit copies."""
+
+KEPT_IN_FP32 = ("inv_freq",)
+"""Buffers that stay in fp32 when a model is cast: rotary frequencies lose whole positions in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One way to run a step.
+
+    Attributes:
+        key: as :func:`precision_key` writes it.
+        weights: dtype of floating parameters; ``None`` for what the model has.
+        autocast: dtype of matrix products under autocast.
+    """
+
+    key: str
+    weights: torch.dtype | None
+    autocast: torch.dtype | None
+
+    @classmethod
+    def parse(cls, key: str) -> Precision:
+        """From a key; weights in fp32 are those of the model as it is."""
+        weights, _, autocast = key.partition("/")
+        return cls(
+            precision_key(weights, autocast or None),
+            None if weights == "float32" else getattr(torch, weights),
+            getattr(torch, autocast) if autocast else None,
+        )
+
+    @property
+    def casts_buffers(self) -> bool:
+        """Whether buffers are cast with the parameters: by ``half``, not by sharding with mixed precision."""
+        return self.weights is not None and self.autocast is None
+
+    def dtype_of(self, kind: str, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype of a parameter (``kind`` is ``"parameter"``), a buffer (its name) or another tensor."""
+        if self.weights is None or not tensor.is_floating_point():
+            return tensor.dtype
+        if kind == "parameter" or (self.casts_buffers and kind not in ("plain", *KEPT_IN_FP32)):
+            return self.weights
+        return tensor.dtype
+
+    def context(self, device_type: str) -> AbstractContextManager[Any]:
+        """What surrounds the forward pass and the loss."""
+        return nullcontext() if self.autocast is None else torch.autocast(device_type, self.autocast)
+
+    def install(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Adds the hooks that cast what goes into the model and comes out of it.
+
+        With 16-bit weights the model's inputs are cast, under sharding with mixed precision those of each
+        unit too; with ``half`` the loss is given outputs in fp32.
+        """
+        if self.weights is None:
+            return
+        for module in {id(module): module for module in (model, *blocks.values())}.values():
+            if module is model or not self.casts_buffers:
+                module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True, prepend=True)
+        if self.casts_buffers:
+            model.register_forward_hook(lambda _, __, output: floats_to(output, torch.float32))
+
+    def _cast_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        assert self.weights is not None
+        return floats_to(args, self.weights), floats_to(kwargs, self.weights)
+
+
+ForwardLoss = Callable[[nn.Module, Any], torch.Tensor]
+"""``(model, batch) -> loss``: calls the model in the user's format, and the loss function."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is traced, as the user gave it. Never changed.
+
+    Attributes:
+        model: the model, on any device.
+        batch: one sample batch.
+        forward_loss: its model call and loss.
+        blocks: the repeated blocks, by path.
+        prints: their fingerprints.
+        sizes: B and T of the batch.
+        at: B and T whose worst moments matter.
+        keeps_output: whether the model's output is held through the backward pass, as the variable of a
+            training loop holds it.
+        counts_workspaces: whether memory that kernels take and return inside one call is counted: not where
+            another device's kernels stand for those of the device asked for.
+    """
+
+    model: nn.Module
+    batch: Any
+    forward_loss: ForwardLoss
+    blocks: Mapping[str, nn.Module]
+    prints: Mapping[str, str]
+    sizes: tuple[int, int]
+    at: tuple[int, int]
+    keeps_output: bool = False
+    counts_workspaces: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did.
+
+    Attributes:
+        recording: the events.
+        occurrences: the stretches of its forward pass, blocks and what runs between them.
+        uses: for each parameter outside blocks, by its first name, the stretches that use it in the forward
+            pass, in order.
+        sizes: B and T that it ran with.
+        division: what of it tensor parallelism would divide.
+        dims: for each parameter that would be divided, by its first name, the dim.
+    """
+
+    recording: Recording
+    occurrences: list[Occurrence]
+    uses: Mapping[str, list[int]]
+    sizes: tuple[int, int]
+    division: Division
+    dims: Mapping[str, int]
+
+    def worked(self) -> list[bool]:
+        """For each stretch whether it ran an operator, forward or backward."""
+        found = [False] * len(self.occurrences)
+        stretch = 0
+        for kind, key in zip(self.recording.kinds, self.recording.keys, strict=True):
+            if kind == Event.PHASE:
+                stretch = key // 2
+            elif kind == Event.OPERATOR:
+                found[stretch] = True
+        return found
+
+    def used(self) -> list[bool]:
+        """For each stretch whether it used a parameter that belongs to no block."""
+        found = [False] * len(self.occurrences)
+        for stretches in self.uses.values():
+            for stretch in stretches:
+                found[stretch] = True
+        return found
+
+
+def record_step(
+    subject: Subject,
+    model: nn.Module,
+    batch: Any,
+    precision: Precision,
+    block_paths: Sequence[str],
+    *,
+    device_type: str,
+) -> Step:
+    """Runs forward and backward pass once and records it. ``model`` is changed: hooks stay.
+
+    Args:
+        subject: what is traced.
+        model: a copy of its model, with its weights in the dtype of ``precision``.
+        batch: a batch on the device of the copy.
+        precision: how the step runs.
+        block_paths: the repeated blocks of the copy.
+        device_type: of autocast.
+    """
+    blocks = {path: model.get_submodule(path) for path in block_paths}
+    parameters = dict(model.named_parameters())
+    held: list[Any] = []
+    if subject.keeps_output:
+        model.register_forward_hook(lambda _, __, output: held.append(output))
+    precision.install(model, blocks)
+    given = [*parameters.values(), *model.buffers(), *unique_tensors_of(batch)]
+    recorder = Recorder(given, parameters.values(), counts_workspaces=subject.counts_workspaces)
+    boundaries = Boundaries(recorder, blocks)
+    with torch.enable_grad(), recorder.running(), boundaries.watching():
+        with precision.context(device_type):
+            loss = subject.forward_loss(model, batch)
+        _check_loss(loss)
+        boundaries.start_backward()
+        if loss.requires_grad:
+            loss.backward()
+    for parameter in parameters.values():
+        parameter.grad = None
+    inside = tuple(f"{path}." for path in block_paths)
+    uses = {
+        name: [phase // 2 for phase in recorder.recording.uses.get(number, []) if phase % 2 == 0]
+        for number, name in enumerate(parameters)
+        if not name.startswith(inside)
+    }
+    division = _division(model, recorder.recording, boundaries.occurrences, inside)
+    dims = {name: division.dims[number] for number, name in enumerate(parameters) if number in division.dims}
+    return Step(recorder.recording, boundaries.occurrences, uses, batch_sizes(batch), division, dims)
+
+
+def _division(
+    model: nn.Module, recording: Recording, occurrences: Sequence[Occurrence], inside: tuple[str, ...]
+) -> Division:
+    words = vocabulary_size(model)
+    parameters = dict(model.named_parameters())
+    vocabulary = {
+        number: 0
+        for number, (name, parameter) in enumerate(parameters.items())
+        if words > 1
+        and not name.startswith(inside)
+        and parameter.dim()
+        and parameter.shape[0] == words
+        and not _is_of_positions(name)
+    }
+    shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+    return find_division(recording, shapes, lambda phase: occurrences[phase // 2].block, vocabulary)
+
+
+def _is_of_positions(name: str) -> bool:
+    """Whether a table has a row for each position, which may be as many as words."""
+    table = name.rpartition(".")[0].rpartition(".")[2].lower()
+    return "pos" in table or table == "wpe"
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuses what is no scalar tensor."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InputError(f"the loss must be a tensor of one number to trace a training step; it is {shape}.")

@@ -1,0 +1,211 @@
+"""Tensor-parallel analysis: what tensor parallelism would divide, found by following tensors through operators.
+
+
+Within a block, the first product with a matrix of weights is divided along its outputs (a *column* layer, as
+Megatron-LM calls it). What is computed from its result is divided too, until a product whose weight is divided along
+its inputs (a *row* layer) gives whole results again. So attention is divided by heads and an MLP by its inner
+features, whatever the modules are called. A column layer whose divided results would meet whole ones (a residual
+stream, another block) divides nothing and is left whole. Outside blocks only matrices with a row for each word of the
+vocabulary are divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from atorch_ns.profile.record.recorder import Event, Product, Recording
+
+_MEETING = frozenset(
+    {
+        "aten.add",
+        "aten.add_",
+        "aten.sub",
+        "aten.index_add",
+        "aten.index_add_",
+        "aten.index_put",
+        "aten.index_put_",
+    }
+    | {"aten.scatter_add", "aten.scatter_add_", "aten.cat", "aten.copy_"}
+)
+"""Operators that put tensors of one kind together."""
+
+
+@dataclass
+class Division:
+    """What is divided.
+
+    Attributes:
+        storages: numbers of storages of which a rank holds a part.
+        operators: events of operators of which a rank computes a part.
+        dims: for each divided parameter, by its number among the given tensors, the dim.
+        words: numbers of storages that hold values for words of the vocabulary, between the head and the loss.
+        word_operators: events of operators that make them.
+        loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
+        columns, rows: for each phase of a forward pass, products divided along outputs and along inputs.
+    """
+
+    storages: set[int] = field(default_factory=set)
+    operators: set[int] = field(default_factory=set)
+    dims: dict[int, int] = field(default_factory=dict)
+    words: set[int] = field(default_factory=set)
+    word_operators: set[int] = field(default_factory=set)
+    loss_share: float = 1.0
+    columns: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+
+
+class _Refusal(Exception):
+    """A weight that cannot be divided along its outputs."""
+
+    def __init__(self, weights: frozenset[int]) -> None:
+        super().__init__()
+        self.weights = weights
+
+
+def find_division(
+    recording: Recording,
+    shapes: Sequence[tuple[int, ...]],
+    block_of: Callable[[int], str],
+    vocabulary: Mapping[int, int],
+) -> Division:
+    """What tensor parallelism would divide of a recorded step.
+
+    Args:
+        recording: of a forward and a backward pass.
+        shapes: of the parameters, by their numbers among the given tensors.
+        block_of: the block that a phase belongs to; empty outside blocks.
+        vocabulary: parameters outside blocks that have a row for each word, with that dim.
+    """
+    whole: set[int] = set()
+    while True:
+        try:
+            return _Walk(recording, shapes, block_of, vocabulary, whole).division()
+        except _Refusal as refusal:
+            whole |= refusal.weights
+
+
+class _Walk:
+    """One pass over the events, with a set of weights that stay whole."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        shapes: Sequence[tuple[int, ...]],
+        block_of: Callable[[int], str],
+        vocabulary: Mapping[int, int],
+        whole: set[int],
+    ) -> None:
+        self._recording = recording
+        self._shapes = shapes
+        self._block_of = block_of
+        self._vocabulary = vocabulary
+        self._whole = whole
+        self._sources: dict[int, frozenset[int]] = {}  # of each divided storage the weights that divided it
+        self._origin = {-1 - number: number for number in range(len(shapes))}
+        self._sizes: dict[int, int] = {}
+        self._made = {
+            key: size
+            for kind, key, size in zip(recording.kinds, recording.keys, recording.sizes, strict=True)
+            if kind == Event.ALLOCATE
+        }
+        self._blocks: dict[int, str] = {}  # of each divided parameter
+        self._found = Division(dims=dict(vocabulary))
+        self._head_bytes = 0
+        self._phase = 0
+        self._block = ""
+
+    def division(self) -> Division:
+        """Follows all events."""
+        recording = self._recording
+        for event, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+            if kind == Event.PHASE:
+                self._phase, self._block = key, self._block_of(key)
+            elif kind == Event.ALLOCATE:
+                self._sizes[key] = recording.sizes[event]
+            elif kind == Event.OPERATOR:
+                self._operator(event)
+        gradients = {made for made, number in recording.gradient_of.items() if number in self._found.dims}
+        self._found.storages = set(self._sources) - recording.gradients | gradients
+        return self._found
+
+    def _operator(self, event: int) -> None:
+        reads = self._recording.reads[event]
+        product = self._recording.products.get(event)
+        if product is not None and product.right in self._origin:
+            self._product(event, product, self._origin[product.right])
+            return
+        label = self._recording.labels[event]
+        if label == "aten._to_copy" and reads[0] in self._origin:
+            for made in self._recording.writes[event]:
+                self._origin[made] = self._origin[reads[0]]
+            return
+        self._follow_words(event, reads)
+        divided = [mark for mark in reads if mark in self._sources]
+        if not divided:
+            return
+        if label in _MEETING:
+            self._meet(reads, divided)
+        self._divide(event, frozenset().union(*(self._sources[mark] for mark in divided)))
+
+    def _follow_words(self, event: int, reads: Sequence[int]) -> None:
+        """What is made of values for words is for words too, if there is as much of it."""
+        found = self._found.words
+        least = 0.5 * min((self._made.get(mark, 0) for mark in reads if mark in found), default=0)
+        made = [mark for mark in self._recording.writes[event] if self._made.get(mark, 0) >= least > 0]
+        if made:
+            found.update(made)
+            self._found.word_operators.add(event)
+            if self._recording.labels[event] == "aten._log_softmax" and self._head_bytes:
+                share = self._made[made[0]] / self._head_bytes
+                self._found.loss_share = (
+                    share / 2 if share > 1 else share
+                )  # 16-bit logits, of which fp32 is made
+
+    def _product(self, event: int, product: Product, number: int) -> None:
+        output_dim = 0 if product.transposed else 1
+        if number in self._vocabulary:
+            self._found.operators.add(event)
+            if output_dim == 0 and product.left not in self._found.words:
+                made = [made for made in self._recording.writes[event] if made >= 0]
+                self._found.words.update(made)
+                self._head_bytes = max((self._made.get(mark, 0) for mark in made), default=0)
+            return
+        dim = self._found.dims.get(number)
+        sources = self._sources.get(product.left, frozenset())
+        if dim is None:
+            if not self._begins(number, sources):
+                if sources:
+                    raise _Refusal(sources)
+                return
+            dim = 1 - output_dim if sources else output_dim
+            self._found.dims[number] = dim
+            self._blocks[number] = self._block
+            if not sources and product.bias in self._origin:
+                self._found.dims[self._origin[product.bias]] = 0
+        if self._phase % 2 == 0:
+            counts = self._found.columns if dim == output_dim else self._found.rows
+            counts[self._phase] = counts.get(self._phase, 0) + 1
+        self._found.operators.add(event)
+        if dim == output_dim:
+            self._divide(event, sources | {number})
+
+    def _begins(self, number: int, sources: frozenset[int]) -> bool:
+        """Whether a weight that has no role yet may get one: a matrix of this block that is used forward."""
+        forward = bool(self._block) and self._phase % 2 == 0
+        own = all(self._blocks[source] == self._block for source in sources)
+        return forward and own and len(self._shapes[number]) == 2 and number not in self._whole
+
+    def _meet(self, reads: Sequence[int], divided: Sequence[int]) -> None:
+        """Refuses what would add a part of a tensor to a whole one of its size."""
+        size = max(self._sizes.get(mark, 0) for mark in divided)
+        others = [mark for mark in reads if mark not in self._sources and mark >= 0]
+        # Backward, gradients of what both kinds of layers read meet in whatever order autograd has.
+        if self._phase % 2 == 0 and any(self._sizes.get(mark, 0) >= size for mark in others):
+            raise _Refusal(frozenset().union(*(self._sources[mark] for mark in divided)))
+
+    def _divide(self, event: int, sources: frozenset[int]) -> None:
+        self._found.operators.add(event)
+        for made in self._recording.writes[event]:
+            if made >= 0:
+                self._sources[made] = sources

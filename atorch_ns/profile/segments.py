@@ -1,0 +1,360 @@
+"""Segments of the whole model, from recorded steps in all precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import nn
+
+from atorch_ns.capture.blocks import num_experts
+from atorch_ns.capture.structure import Container
+from atorch_ns.profile.analysis import Divisible, Measured, costs_of, kinds_of
+from atorch_ns.profile.record.recorder import Occurrence
+from atorch_ns.profile.record.steps import Step, Subject
+from atorch_ns.profile.trace import (
+    Growth,
+    ParameterSpec,
+    Segment,
+    SegmentCost,
+    by_divisor,
+    by_lengths,
+    by_samples,
+)
+
+
+class Stretch:
+    """A stretch of the whole model's forward pass: a block by its path in the user's model, or what runs
+    between blocks, with its number among those that were recorded."""
+
+    def __init__(self, block: str, recorded: int) -> None:
+        self.block = block
+        self.recorded = recorded
+
+
+def merge_stretches(
+    occurrences: Sequence[Occurrence], worked: Sequence[bool], used: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Which stretches count to which.
+
+    A stretch between blocks that does nothing counts to the block before it, and so does one between two
+    blocks of one container that uses no parameters.
+
+    Args:
+        occurrences: as recorded.
+        worked: for each whether it ran an operator.
+        used: for each whether it used a parameter.
+
+    Returns:
+        For each recorded stretch the number of what it counts to, and the first recorded stretch of each.
+    """
+    merged: list[int] = []
+    firsts: list[int] = []
+    for index, occurrence in enumerate(occurrences):
+        joins = not occurrence.block and firsts and (not worked[index] or _within(occurrences, index, used))
+        if not joins and (occurrence.block or worked[index] or len(occurrences) == 1):
+            firsts.append(index)
+        merged.append(max(len(firsts) - 1, 0))
+    return merged, firsts
+
+
+def _within(occurrences: Sequence[Occurrence], index: int, used: Sequence[bool]) -> bool:
+    if used[index] or not 0 < index < len(occurrences) - 1:
+        return False
+    before, after = (occurrences[index + step].block.rpartition(".")[0] for step in (-1, 1))
+    return before == after
+
+
+def unfold(
+    recorded: Sequence[Occurrence], firsts: Sequence[int], containers: Mapping[str, Container]
+) -> list[Stretch] | None:
+    """The stretches of the whole model; ``None`` if the kept blocks did not run once each and in order.
+
+    Blocks of one kind must also have been called with equal shapes, or they do not stand for each other.
+    """
+    by_copy = {
+        container.copy_path(place): (container, place)
+        for container in containers.values()
+        for place in range(len(container.kept))
+    }
+    stretches: list[Stretch] = []
+    position = 0
+    seen: set[str] = set()
+    while position < len(firsts):
+        occurrence = recorded[firsts[position]]
+        if occurrence.block not in by_copy:
+            stretches.append(Stretch(occurrence.block, position))
+            position += 1
+            continue
+        container, _ = by_copy[occurrence.block]
+        run = [recorded[first] for first in firsts[position : position + len(container.kept)]]
+        expected = [container.copy_path(place) for place in range(len(container.kept))]
+        if container.path in seen or [one.block for one in run] != expected:
+            return None
+        shapes: dict[str, object] = {}
+        if any(
+            shapes.setdefault(kind, one.inputs) != one.inputs
+            for kind, one in zip(container.kinds, run, strict=True)
+        ):
+            return None
+        seen.add(container.path)
+        stretches += [
+            Stretch(path, position + place)
+            for path, place in zip(container.blocks, container.stands_for, strict=True)
+        ]
+        position += len(container.kept)
+    return stretches
+
+
+def build_segments(
+    model: nn.Module,
+    stretches: Sequence[Stretch],
+    costs: Mapping[str, Sequence[SegmentCost]],
+    prints: Mapping[str, str],
+    uses: Mapping[str, Sequence[int]],
+    kinds: Sequence[Divisible],
+) -> tuple[Segment, ...]:
+    """The segments, with consecutive equal blocks as one.
+
+    Args:
+        model: the user's.
+        stretches: of the whole model.
+        costs: by precision key, of each recorded stretch.
+        prints: fingerprint of each block.
+        uses: for each parameter outside blocks the recorded stretches that use it.
+        kinds: what can be divided of each recorded stretch.
+    """
+    maker = _Maker(model, stretches, prints, uses)
+    experts = num_experts(model)
+    segments: list[Segment] = []
+    for index, stretch in enumerate(stretches):
+        own = {key: values[stretch.recorded] for key, values in costs.items()}
+        segment = _divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
+        if segments and _same(segments[-1], segment):
+            segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
+        else:
+            segments.append(segment)
+    return _with_incoming(segments)
+
+
+def _divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
+    """The segment with what of it can be divided."""
+    specs = []
+    layers: set[str] = set()
+    for spec in segment.parameters:
+        layer = _expert_layer(spec, num_experts)
+        if layer is not None:
+            layers.add(layer)
+        dim = kind.dims.get(spec.name, kind.dims.get(spec.tied_to or ""))
+        specs.append(replace(spec, tensor_dim=dim, is_expert=layer is not None))
+    return replace(
+        segment,
+        parameters=tuple(specs),
+        num_columns=kind.num_columns,
+        num_rows=kind.num_rows,
+        num_attentions=kind.num_attentions,
+        heads=kind.heads,
+        num_routed=len(layers),
+    )
+
+
+def _expert_layer(spec: ParameterSpec, num_experts: int) -> str | None:
+    """The layer of experts that a parameter belongs to: one tensor for all experts, or a list of modules named
+    ``experts``; ``None`` for others."""
+    owner, _, _ = spec.name.rpartition(".")
+    if num_experts < 2:
+        return None
+    if len(spec.shape) > 2 and spec.shape[0] == num_experts:
+        return owner
+    parts = spec.name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part == "experts" and parts[place + 1].isdigit():
+            return ".".join(parts[: place + 1])
+    return None
+
+
+def _with_incoming(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments with what is alive when their backward passes begin: what all that run later keep."""
+    later: dict[str, Growth] = {}
+    found = []
+    for segment in reversed(segments):
+        costs = {}
+        for key, cost in segment.costs.items():
+            costs[key] = replace(cost, incoming=later.get(key, Growth()))
+            later[key] = costs[key].incoming + cost.kept * segment.count
+        found.append(replace(segment, costs=MappingProxyType(costs)))
+    return tuple(reversed(found))
+
+
+def _same(first: Segment, second: Segment) -> bool:
+    return first.is_block and replace(first, name="", paths=()) == replace(second, name="", paths=())
+
+
+class _Maker:
+    """Makes segments without costs. Every parameter and buffer of the model is in one of them: those that
+    nothing uses are in the first stretch between blocks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stretches: Sequence[Stretch],
+        prints: Mapping[str, str],
+        uses: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._model = model
+        self._stretches = stretches
+        self._prints = prints
+        self._uses = uses
+        self._called: set[str] = set()
+        self._names: dict[int, list[str]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+            self._parameters[name] = parameter
+        blocks = {stretch.block for stretch in stretches if stretch.block}
+        self._in_blocks = tuple(f"{block}." for block in blocks)
+        self._home = next((i for i, stretch in enumerate(stretches) if not stretch.block), 0)
+
+    def make(self, index: int) -> Segment:
+        """The segment of one stretch."""
+        path = self._stretches[index].block
+        return self._block(path) if path else self._between(index)
+
+    def _block(self, path: str) -> Segment:
+        module = self._model.get_submodule(path)
+        again = path in self._called
+        self._called.add(path)
+        specs = []
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            first = self._names[id(parameter)][0]
+            tied = None if first == f"{path}.{name}" and not again else first
+            specs.append(_spec(name, parameter, tied))
+        return Segment(
+            name=path,
+            paths=(path,),
+            block_class=type(module).__name__,
+            fingerprint=self._prints[path],
+            parameters=tuple(specs),
+            buffer_bytes=0 if again else _num_bytes(module.buffers()),
+        )
+
+    def _between(self, index: int) -> Segment:
+        recorded = self._stretches[index].recorded
+        specs = []
+        for first, places in self._uses.items():
+            order = list(dict.fromkeys(places))
+            if recorded not in order:
+                continue
+            known = self._names[id(self._parameters[first])]
+            name = known[min(order.index(recorded), len(known) - 1)]
+            again = order.index(recorded) > 0 or first != known[0]
+            specs.append(_spec(name, self._parameters[first], known[0] if again else None))
+        buffers = 0
+        if index == self._home:
+            specs += self._unused()
+            inside = {
+                id(b) for name in self._in_blocks for b in self._model.get_submodule(name[:-1]).buffers()
+            }
+            buffers = _num_bytes(b for b in self._model.buffers() if id(b) not in inside)
+        return Segment(name=_name(self._stretches, index), parameters=tuple(specs), buffer_bytes=buffers)
+
+    def _unused(self) -> list[ParameterSpec]:
+        recorded = {stretch.recorded for stretch in self._stretches}
+        used = {name for name, places in self._uses.items() if recorded.intersection(places)}
+        return [
+            _spec(names[0], self._parameters[names[0]], None)
+            for names in self._names.values()
+            if not used.intersection(names) and not any(name.startswith(self._in_blocks) for name in names)
+        ]
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _name(stretches: Sequence[Stretch], index: int) -> str:
+    before = next((s.block for s in reversed(stretches[:index]) if s.block), "")
+    after = next((s.block for s in stretches[index + 1 :] if s.block), "")
+    before, after = (path.rpartition(".")[0] or path for path in (before, after))
+    if before and after:
+        return f"between {before} and {after}" if before != after else f"within {before}"
+    return f"after {before}" if before else f"before {after}" if after else "model"
+
+
+def _spec(name: str, parameter: nn.Parameter, tied_to: str | None) -> ParameterSpec:
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        trainable=parameter.requires_grad,
+        tied_to=tied_to,
+    )
+
+
+class DifferentEventsError(Exception):
+    """Steps that should have run the same operators did not, or blocks did not run as their list has them."""
+
+
+def segments_of(
+    subject: Subject, steps: Mapping[str, Sequence[Step]], containers: Mapping[str, Container]
+) -> tuple[Segment, ...]:
+    """The segments of the whole model.
+
+    Args:
+        subject: what was traced.
+        steps: by precision key, one step or more: with one B that tells what grows with it, at one T or at
+            three; or with two B at one T.
+        containers: those that were shortened.
+
+    Raises:
+        DifferentEventsError: if the steps cannot be compared.
+    """
+    firsts_of_each = [own[0] for own in steps.values()]
+    blocks = [occurrence.block for occurrence in firsts_of_each[0].occurrences]
+    for step in firsts_of_each:
+        if [occurrence.block for occurrence in step.occurrences] != blocks:
+            raise DifferentEventsError("the precisions call the blocks in different orders")
+    worked = [any(flags) for flags in zip(*(step.worked() for step in firsts_of_each), strict=True)]
+    used = [any(flags) for flags in zip(*(step.used() for step in firsts_of_each), strict=True)]
+    merged, firsts = merge_stretches(firsts_of_each[0].occurrences, worked, used)
+    stretches = unfold(firsts_of_each[0].occurrences, firsts, containers)
+    if stretches is None:
+        raise DifferentEventsError("blocks of one kind did not run once each, in order, with equal shapes")
+    costs = {key: costs_of(_measured(own, subject.at), merged) for key, own in steps.items()}
+    uses = {name: [merged[place] for place in places] for name, places in firsts_of_each[0].uses.items()}
+    kinds = kinds_of(firsts_of_each[0], merged, firsts)
+    return build_segments(subject.model, stretches, costs, subject.prints, uses, kinds)
+
+
+def _measured(steps: Sequence[Step], at: tuple[int, int]) -> Measured:
+    first = steps[0]
+    if not all(first.recording.same_events(step.recording) for step in steps[1:]):
+        raise DifferentEventsError("the steps with other sizes ran other operators")
+    recordings = [step.recording for step in steps]
+    return Measured(
+        recording=first.recording,
+        division=first.division,
+        sizes=_coefficients([recording.sizes for recording in recordings], steps, at[0]),
+        moved=_sums([recording.moved for recording in recordings], steps, at[0]),
+        outputs=_sums([[one.outputs for one in step.occurrences] for step in steps], steps, at[0]),
+        at=at,
+    )
+
+
+def _coefficients(values: Sequence[Sequence[int]], steps: Sequence[Step], at: int) -> np.ndarray:
+    if len({step.sizes[0] for step in steps}) > 1:
+        return by_samples(values, [step.sizes[0] for step in steps])
+    each = [by_divisor(own, steps[0].sizes[0], at) for own in values]
+    return each[0] if len(steps) == 1 else by_lengths(each, [step.sizes[1] for step in steps])
+
+
+def _sums(values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[Step], at: int) -> np.ndarray:
+    """Coefficients of sums, found term by term: some terms grow and some do not."""
+    terms = _coefficients([[size for group in own for size in group] for own in values], steps, at)
+    owners = np.repeat(np.arange(len(values[0])), [len(group) for group in values[0]])
+    sums = np.zeros((len(values[0]), 4))
+    np.add.at(sums, owners, terms)
+    return sums

@@ -1,0 +1,395 @@
+"""Measured times of blocks: one instance of each distinct block, alone, on a real device."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.batches import batch_sizes
+from atorch_ns.capture.nests import map_tensors, unique_tensors_of
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.errors import InputError
+from atorch_ns.profile.profile import Profile
+from atorch_ns.profile.record.fake_steps import FakeSteps, real_copy
+from atorch_ns.profile.record.steps import ForwardLoss, Precision, Subject
+from atorch_ns.profile.trace import Segment, Trace
+
+_SCHEMA = 1
+
+
+class BlockKey(NamedTuple):
+    """What a measured time depends on.
+
+    Attributes:
+        device: name of the device, as :func:`device_name` gives it.
+        torch_version: of torch.
+        fingerprint: of the block.
+        precision: its precision key.
+        num_samples, num_tokens: B and T of the batch.
+        flops: of the forward pass; distinguishes inputs of other sizes (images).
+    """
+
+    device: str
+    torch_version: str
+    fingerprint: str
+    precision: str
+    num_samples: int
+    num_tokens: int
+    flops: int
+
+    def text(self) -> str:
+        """The key as one line."""
+        return "|".join(map(str, self))
+
+
+class BlockSeconds(NamedTuple):
+    """Median seconds of one instance of a block."""
+
+    forward: float
+    backward: float
+
+
+class ProfileDatabase:
+    """Times by block, in a JSON file that processes may read and write at the same time.
+
+    A file that cannot be read is replaced with a warning: its times can be measured again.
+
+    Args:
+        path: of the file; folders are made when it is first written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def get(self, key: BlockKey) -> BlockSeconds | None:
+        """The times of a block; ``None`` if they were not measured."""
+        found = self._read().get(key.text())
+        return None if found is None else BlockSeconds(*found)
+
+    def update(self, times: Mapping[BlockKey, BlockSeconds]) -> None:
+        """Adds times; those under the same keys are replaced, all others stay, whoever wrote them."""
+        if not times:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            entries = self._read()
+            entries.update({key.text(): (value.forward, value.backward) for key, value in times.items()})
+            self._write(entries)
+
+    def _read(self) -> dict[str, tuple[float, float]]:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if data["schema"] != _SCHEMA:
+                raise ValueError(f"schema {data['schema']!r}, where {_SCHEMA} is read")
+            return {str(key): _pair(value) for key, value in data["entries"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warnings.warn(
+                f"the profile database {self.path} cannot be read ({error}); blocks are measured anew.",
+                stacklevel=3,
+            )
+            return {}
+
+    def _write(self, entries: Mapping[str, Any]) -> None:
+        text = json.dumps({"schema": _SCHEMA, "entries": dict(sorted(entries.items()))}, indent=1)
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with self.path.with_name(f"{self.path.name}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    forward, backward = value
+    return float(forward), float(backward)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block: nests of :class:`torch.Tensor` (fake or real) and plain values.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _CapturedAllError(Exception):
+    """Ends a forward pass once every block of interest has been called."""
+
+
+def captured_calls(
+    subject: Subject, precision: Precision, wanted: Mapping[str, str], how: str
+) -> dict[str, Call]:
+    """The first call of each block.
+
+    Args:
+        subject: the model and its batch.
+        precision: in which it runs.
+        wanted: paths of blocks, by fingerprint.
+        how: ``"fake"`` or ``"real"``, as the trace was made.
+
+    Returns:
+        Calls by fingerprint; blocks that are never called are left out.
+    """
+    calls: dict[str, Call] = {}
+    if how == "fake":
+        with FakeSteps(subject, {}, "cpu").prepared(precision, subject.sizes) as (model, batch):
+            _run_recording(subject, precision, model, batch, wanted, calls)
+    else:
+        model, batch = real_copy(subject, precision, subject.sizes[0])
+        _run_recording(subject, precision, model, batch, wanted, calls)
+    return calls
+
+
+def _run_recording(
+    subject: Subject,
+    precision: Precision,
+    model: nn.Module,
+    batch: Any,
+    wanted: Mapping[str, str],
+    calls: dict[str, Call],
+) -> None:
+    def hook(name: str) -> Callable[..., None]:
+        def capture(_: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, Call(args, dict(kwargs)))
+            if len(calls) == len(wanted):
+                raise _CapturedAllError
+
+        return capture
+
+    for name, path in wanted.items():
+        model.get_submodule(path).register_forward_pre_hook(hook(name), with_kwargs=True)
+    precision.install(model, {path: model.get_submodule(path) for path in wanted.values()})
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    try:
+        with torch.enable_grad(), precision.context(device_type):
+            subject.forward_loss(model, batch)
+    except _CapturedAllError:
+        pass
+
+
+_LEAST, _MOST = 3, 25
+_SECONDS = 0.5
+"""A block runs at least and at most so often after its first run, and no longer than this once it may stop."""
+
+
+def measure_blocks(
+    model: nn.Module,
+    batch: Any,
+    forward_loss: ForwardLoss,
+    profile: Profile,
+    *,
+    device: str | torch.device,
+    database: ProfileDatabase | None = None,
+    re_profile: bool = False,
+) -> Trace:
+    """The profile's trace with measured seconds of each distinct block in each precision.
+
+    One instance of a block at a time is made on the device, with random weights, and called with random
+    inputs of the shapes that the model calls it with; the whole model never is. Blocks that cannot be run
+    alone keep their predicted cost, with a note.
+
+    Args:
+        model: as it was profiled.
+        batch: the sample batch; the times hold for its B and T.
+        forward_loss: as for :func:`profile_model`.
+        profile: of the model, with a trace.
+        device: where to measure.
+        database: times to use again, and where new ones are kept.
+        re_profile: measure again what the database has.
+
+    Raises:
+        InputError: if the profile has no trace.
+    """
+    if profile.trace is None:
+        raise InputError("blocks can be measured for a profile with a trace; make one with profile_model().")
+    sizes = batch_sizes(batch)
+    target = torch.device(device)
+    blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}
+    modules = {segment.paths[0]: model.get_submodule(segment.paths[0]) for segment in blocks.values()}
+    prints = {segment.paths[0]: name for name, segment in blocks.items()}
+    subject = Subject(model, batch, forward_loss, modules, prints, sizes, sizes)
+    measurement = _Measurement(subject, blocks, target, profile.trace.how)
+    known = {} if re_profile or database is None else measurement.known(database)
+    with random_states_kept(*{parameter.device for parameter in model.parameters()}):
+        measured = measurement.measure(skip=known)
+    if database is not None:
+        database.update(measured)
+    seconds: dict[str, float] = {}
+    for key, times in {**known, **measured}.items():
+        seconds[f"{key.fingerprint}:{key.precision}:forward"] = times.forward
+        seconds[f"{key.fingerprint}:{key.precision}:backward"] = times.backward
+    notes = profile.trace.notes + tuple(measurement.notes)
+    return replace(
+        profile.trace, seconds=MappingProxyType(seconds), timed_on=device_name(target), notes=notes
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name; of a CPU its model and the number of threads that torch uses."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    model = "CPU"
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+class _Measurement:
+    def __init__(
+        self, subject: Subject, blocks: Mapping[str, Segment], device: torch.device, how: str
+    ) -> None:
+        self.notes: list[str] = []
+        self._subject = subject
+        self._blocks = blocks
+        self._device = device
+        self._how = how
+        self._name = device_name(device)
+
+    def known(self, database: ProfileDatabase) -> dict[BlockKey, BlockSeconds]:
+        """What the database has."""
+        keys = [
+            self._key(name, precision) for name, block in self._blocks.items() for precision in block.costs
+        ]
+        return {key: times for key in keys if (times := database.get(key)) is not None}
+
+    def measure(self, skip: Mapping[BlockKey, BlockSeconds]) -> dict[BlockKey, BlockSeconds]:
+        """Times of all that is not to be skipped."""
+        found: dict[BlockKey, BlockSeconds] = {}
+        precisions = dict.fromkeys(key for block in self._blocks.values() for key in block.costs)
+        for precision in map(Precision.parse, precisions):
+            missing = {
+                name: block.paths[0]
+                for name, block in self._blocks.items()
+                if precision.key in block.costs and self._key(name, precision.key) not in skip
+            }
+            if not missing:
+                continue
+            calls = captured_calls(self._subject, precision, missing, self._how)
+            for name, call in calls.items():
+                times = self._try(missing[name], call, precision)
+                if times is not None:
+                    found[self._key(name, precision.key)] = times
+        return found
+
+    def _key(self, name: str, precision: str) -> BlockKey:
+        num_samples, num_tokens = self._subject.sizes
+        flops = self._blocks[name].costs[precision].forward.flops.at(num_samples, num_tokens)
+        return BlockKey(
+            self._name, torch.__version__, name, precision, num_samples, num_tokens, round(float(flops))
+        )
+
+    def _try(self, path: str, call: Call, precision: Precision) -> BlockSeconds | None:
+        try:
+            return _time_block(self._subject.blocks[path], call, precision, self._device)
+        except Exception as error:  # the user's block, perhaps without what it needs of the model around it
+            self.notes.append(
+                f"{path} could not be measured alone in {precision.key}: {type(error).__name__}: {error}"
+            )
+            return None
+
+
+def _time_block(block: nn.Module, call: Call, precision: Precision, device: torch.device) -> BlockSeconds:
+    def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return (
+                torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                if tensor.is_meta
+                else tensor.detach().to(device, copy=True)
+            )
+        made = torch.empty(tensor.shape, dtype=precision.dtype_of(kind, tensor), device=device)
+        return made.normal_(std=0.02)
+
+    module = copy_structure(block, make, {})
+    precision.install(module, {})
+    args, kwargs = _inputs(call, device)
+    inputs = [tensor for tensor in unique_tensors_of((args, kwargs)) if tensor.requires_grad]
+    runs: list[BlockSeconds] = []
+    deadline = time.perf_counter() + _SECONDS
+    while len(runs) < _LEAST + 1 or (len(runs) < _MOST + 1 and time.perf_counter() < deadline):
+        runs.append(_run(module, args, kwargs, precision, device))
+        for tensor in (*module.parameters(), *inputs):
+            tensor.grad = None
+    # The first run warms caches up.
+    forward, backward = zip(*runs[1:], strict=True)
+    return BlockSeconds(statistics.median(forward), statistics.median(backward))
+
+
+def _run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    precision: Precision,
+    device: torch.device,
+) -> BlockSeconds:
+    with torch.enable_grad(), precision.context(device.type):
+        forward, output = _timed(lambda: module(*args, **kwargs), device)
+    roots = [tensor for tensor in unique_tensors_of(output) if tensor.requires_grad]
+    if not roots:
+        return BlockSeconds(forward, 0.0)
+    gradients = [torch.ones_like(tensor) for tensor in roots]
+    backward, _ = _timed(lambda: torch.autograd.backward(roots, gradients), device)
+    return BlockSeconds(forward, backward)
+
+
+def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def _inputs(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Real inputs of the shapes, dtypes and needs of gradients of a captured call."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is torch.Tensor and not tensor.is_floating_point():
+            return tensor.detach().to(device)
+        if not tensor.is_floating_point():
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+        made = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def plain(value: Any) -> Any:
+        """Without what holds state between calls, such as a cache of keys and values."""
+        kept = isinstance(value, (torch.Tensor, int, float, str, bool, torch.dtype, tuple, list, dict))
+        return map_tensors(real, value) if kept else None
+
+    return tuple(plain(value) for value in call.args), {k: plain(v) for k, v in call.kwargs.items()}

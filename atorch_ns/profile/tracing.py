@@ -1,0 +1,296 @@
+"""Tracing: a profile with the cost of one training step, found without running the user's model."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.batches import batch_sizes
+from atorch_ns.capture.blocks import (
+    NamedModule,
+    experts_per_token,
+    fingerprints,
+    num_experts,
+    num_heads,
+    num_key_value_heads,
+    repeated_blocks,
+    vocabulary_size,
+)
+from atorch_ns.capture.nests import unique_tensors_of
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.structure import truncate
+from atorch_ns.errors import InputError
+from atorch_ns.profile.optimizer import optimizer_spec
+from atorch_ns.profile.profile import Profile
+from atorch_ns.profile.record.fake_steps import FakeSteps, record_real
+from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, Step, Subject
+from atorch_ns.profile.segments import DifferentEventsError, segments_of
+from atorch_ns.profile.trace import Growth, Segment, Trace
+
+_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What an attempt found.
+
+    Attributes:
+        segments: of the whole model, with costs.
+        how: ``"fake"`` or ``"real"``.
+        notes: what was assumed, as sentences.
+        loss_share: tokens whose loss is computed, of all that the head computes.
+    """
+
+    segments: tuple[Segment, ...]
+    how: str = "fake"
+    notes: tuple[str, ...] = ()
+    loss_share: float = 1.0
+
+
+class TraceFallbacks:
+    """Traces a model in one of several ways.
+
+    On fake tensors with shortened lists of blocks; with all blocks; with the batch's own B, for models that
+    take no other; or one real step.
+
+    Args:
+        subject: what is traced.
+        precisions: in which.
+        device: that fake tensors claim to be on.
+    """
+
+    def __init__(self, subject: Subject, precisions: Sequence[Precision], device: str) -> None:
+        self._subject = subject
+        self._precisions = precisions
+        self._device = device
+
+    def best(self, sequence: bool) -> Traced:
+        """The first attempt that works.
+
+        Args:
+            sequence: find costs as functions of T too.
+
+        Raises:
+            InputError: if the model or the loss raises in a real step too, or the model has no values to
+                take one with.
+        """
+        prime, own = self._prime(), self._subject.sizes[0]
+        reason: Exception | None = None
+        for truncated, num_samples in ((True, prime), (False, prime), (False, own)):
+            try:
+                traced = self._fake(truncated, num_samples, self._lengths(1))
+            except Exception as error:  # whatever the user's code raises on fake tensors
+                reason = reason or error
+                continue
+            if num_samples != prime:
+                traced = replace(traced, notes=(*traced.notes, _fixed_batch(own)))
+            return self._with_lengths(traced, truncated, num_samples, sequence)
+        assert reason is not None
+        return self._real(reason)
+
+    def _fake(self, truncated: bool, num_samples: int, lengths: Sequence[int]) -> Traced:
+        subject = self._subject
+        containers = truncate(subject.model, subject.blocks, subject.prints).containers if truncated else {}
+        fakes = FakeSteps(subject, containers, self._device)
+        steps, notes = self._in_each_precision(
+            lambda precision: [fakes.record(precision, (num_samples, length)) for length in lengths]
+        )
+        first = steps[self._precisions[0].key][0]
+        return Traced(
+            segments_of(subject, steps, containers), notes=notes, loss_share=first.division.loss_share
+        )
+
+    def _in_each_precision(
+        self, record: Callable[[Precision], list[Step]]
+    ) -> tuple[dict[str, list[Step]], tuple[str, ...]]:
+        """Steps by precision key. The first precision must run; another that does not is noted."""
+        first, *others = self._precisions
+        steps, notes = {first.key: record(first)}, []
+        for precision in others:
+            try:
+                steps[precision.key] = record(precision)
+            except Exception as error:
+                notes.append(f"The model does not run in {precision.key}: {_text(error)}.")
+        return steps, tuple(notes)
+
+    def _with_lengths(self, traced: Traced, truncated: bool, num_samples: int, wanted: bool) -> Traced:
+        lengths = self._lengths(3)
+        if not wanted or self._subject.sizes[1] == 1:
+            return traced
+        try:
+            return self._fake(truncated, num_samples, lengths)
+        except Exception as error:  # the user's code again
+            note = (
+                f"Costs hold for {lengths[0]} tokens only: other lengths cannot be traced ({_text(error)})."
+            )
+            return replace(traced, notes=(*traced.notes, note))
+
+    def _lengths(self, count: int) -> tuple[int, ...]:
+        """The batch's own T, a half and a quarter of it: no model is asked for more than it was shown."""
+        tokens = self._subject.sizes[1]
+        if count == 1:
+            return (tokens,)
+        return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens + 1, tokens + 2)
+
+    def _real(self, reason: Exception) -> Traced:
+        subject = self._subject
+        model = subject.model
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise InputError(
+                f"the model cannot be traced on fake tensors ({_text(reason)}){_place(reason)}, and it is on "
+                "the meta device, so no real step can be taken. Build it on a device."
+            ) from reason
+        num_samples = subject.sizes[0]
+        pair = (num_samples, num_samples // 2) if num_samples > 1 else (1, 2)
+        try:
+            steps, notes = self._in_each_precision(
+                lambda precision: [record_real(subject, precision, count) for count in pair]
+            )
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the model or the loss raises on the sample batch: {_text(error)}{_place(error)}. A training "
+                "step would raise the same."
+            ) from error
+        note = f"One real step was profiled, since the model does not run on fake tensors: {_text(reason)}."
+        try:
+            return Traced(segments_of(subject, steps, {}), "real", (note, *notes))
+        except DifferentEventsError as error:
+            single = {key: own[:1] for key, own in steps.items()}
+            other = f"Sizes are taken to grow with the batch where {num_samples} divides them: {error}."
+            return Traced(segments_of(subject, single, {}), "real", (note, *notes, other))
+
+    def _prime(self) -> int:
+        """A B that divides a size only if that size grows with B: no dim of the model or the batch, nor its
+        neighbours (a sequence without its last token), is a multiple of it."""
+        tensors = (*self._subject.model.parameters(), *self._subject.model.buffers())
+        dims = {size + step for t in tensors for size in t.shape for step in (-1, 0, 1)}
+        dims |= {
+            size + step
+            for t in unique_tensors_of(self._subject.batch)
+            for size in t.shape
+            for step in (-1, 0, 1)
+        }
+        return next((p for p in _PRIMES if not any(dim and dim % p == 0 for dim in dims)), _PRIMES[-1])
+
+
+def _fixed_batch(num_samples: int) -> str:
+    return (
+        f"The model runs with batches of {num_samples} only, so every size that is a multiple of "
+        f"{num_samples} is taken to grow with the batch."
+    )
+
+
+def _text(error: BaseException) -> str:
+    """The exception's type and the first line of what it says."""
+    first = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    """Where the user's code raised: the innermost frame that is neither torch's nor this package's."""
+    inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inner)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+def profile_model(
+    model: nn.Module,
+    batch: Any,
+    forward_loss: ForwardLoss,
+    *,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    precisions: Sequence[str] = ALL_PRECISIONS,
+    blocks: Sequence[str] | None = None,
+    num_samples: int | None = None,
+    sequence: bool = False,
+    keeps_output: bool = False,
+    device: str = "cpu",
+) -> Profile:
+    """The structure of a model and the cost of one training step, as functions of the batch.
+
+    The step runs on fake tensors, on a copy of the model's structure without memory in which a few blocks
+    stand for all that are equal: the time does not grow with the depth. Costs are exact in the number of
+    samples B; they hold for the batch's own number of tokens T unless ``sequence`` is set. A model that does
+    not run on fake tensors is copied and takes one real step; a note says so. The user's weights, buffers,
+    gradients and random states are not touched.
+
+    Args:
+        model: on any device, meta too.
+        batch: one sample batch, any nest of tensors. The first tensor's dim 0 is B; a [B, T] tensor of
+            integers tells T.
+        forward_loss: ``(model, batch) -> loss``.
+        make_optimizer: makes the user's optimizer for parameters; ``None`` where there is none.
+        precisions: keys as :func:`precision_key` writes them; "float32" are the weights as they are.
+        blocks: paths of the blocks; ``None`` for those that repeat.
+        num_samples: the B whose worst moments the peaks are exact at; ``None`` for the batch's.
+        sequence: trace three lengths, so that costs are functions of T too. Not the default: it takes three
+            times as long, and a plan for the batch at hand needs only B.
+        keeps_output: whether the training loop holds the model's output through the backward pass, as one
+            written by hand may do; ``train_step`` does not.
+        device: type of the device that the step is to run on; it decides which kernels run. Where this process
+            does not use that device yet, the CPU's kernels stand for its own, with a note and without their
+            workspaces: tracing never starts a GPU.
+
+    Raises:
+        InputError: if the model or the loss raises on the sample batch, really run.
+    """
+    found = repeated_blocks(model)
+    if blocks is not None:
+        found = [NamedModule(path, model.get_submodule(path)) for path in blocks]
+    modules = {block.name: block.module for block in found}
+    sizes = batch_sizes(batch)
+    usable = "cpu" if _is_unused(device) else device
+    subject = Subject(
+        model=model,
+        batch=batch,
+        forward_loss=forward_loss,
+        blocks=modules,
+        prints=fingerprints(modules),
+        sizes=sizes,
+        at=(num_samples or sizes[0], sizes[1]),
+        keeps_output=keeps_output,
+        counts_workspaces=usable == device,
+    )
+    with random_states_kept(*{parameter.device for parameter in model.parameters()}):
+        traced = TraceFallbacks(subject, [Precision.parse(key) for key in precisions], usable).best(sequence)
+        spec, optimizer_notes = optimizer_spec(make_optimizer, torch.device(device).type)
+    trace = _trace(subject, traced)
+    if usable != device:
+        optimizer_notes += (f"The CPU's kernels stand for those of {device}, which is not in use here.",)
+    return replace(
+        Profile.of(model), trace=replace(trace, optimizer=spec, notes=trace.notes + optimizer_notes)
+    )
+
+
+def _is_unused(device: str) -> bool:
+    kind = torch.device(device).type
+    return kind != "cpu" and not (kind == "cuda" and torch.cuda.is_initialized())
+
+
+def _trace(subject: Subject, traced: Traced) -> Trace:
+    num_samples, num_tokens = subject.sizes
+    rows = [t for t in unique_tensors_of(subject.batch) if t.dim() and t.shape[0] == num_samples]
+    others = [t for t in unique_tensors_of(subject.batch) if not t.dim() or t.shape[0] != num_samples]
+    per_sample = sum(t.numel() * t.itemsize for t in rows) / max(num_samples, 1)
+    return Trace(
+        segments=traced.segments,
+        num_samples=subject.at[0],
+        num_tokens=num_tokens,
+        batch_bytes=Growth(float(sum(t.numel() * t.itemsize for t in others)), per_sample),
+        num_heads=num_heads(subject.model),
+        num_key_value_heads=num_key_value_heads(subject.model),
+        vocabulary_size=vocabulary_size(subject.model),
+        loss_share=traced.loss_share,
+        num_experts=num_experts(subject.model),
+        experts_per_token=experts_per_token(subject.model),
+        how=traced.how,
+        notes=traced.notes,
+    )

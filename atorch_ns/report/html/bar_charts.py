@@ -1,0 +1,297 @@
+"""Pictures made of bars: the waterfall, memory and time in parts, and a pipeline's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, fitted, legend_rows, nice_ticks, text_width
+from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow
+from atorch_ns.report.info.verdict import WaterfallBar, WaterfallInfo
+from atorch_ns.report.text.text import KIND_NAMES, timeline_sentence
+from atorch_ns.text import bytes_text, percent_text, seconds_text
+
+_LINE = FONT * 1.6
+
+_STEP_ROW = 48
+_STEP_BAR = 18
+_GAP = 6  # between a bar and its figure
+
+
+def waterfall_picture(info: WaterfallInfo) -> str:
+    """The baseline's step, each change as a floating bar, and the winner's step."""
+    changes = ", ".join(f"{bar.label} {_signed(bar.change)}" for bar in info.bars)
+    description = (
+        f"From {seconds_text(info.baseline_seconds)} to {seconds_text(info.winner_seconds)}: "
+        f"{changes or 'the baseline won'}."
+    )
+    canvas = Canvas(
+        "waterfall",
+        "From the baseline to the winner",
+        description,
+        WIDTH,
+        _STEP_ROW * (len(info.bars) + 2) + 8,
+    )
+    longest = max(info.baseline_seconds, *(max(bar.before, bar.after) for bar in info.bars), 1e-12)
+    amounts = [_amount(bar) for bar in info.bars]
+    ends = (seconds_text(info.baseline_seconds), seconds_text(info.winner_seconds))
+    scale = (WIDTH - max(map(text_width, (*amounts, *ends))) - _GAP) / longest
+    _bar(canvas, 0, f"baseline: {info.baseline}", 0.0, info.baseline_seconds * scale, "total")
+    canvas.text(info.baseline_seconds * scale + _GAP, FONT + 20, ends[0])
+    for position, bar in enumerate(info.bars, 1):
+        low, high = sorted((bar.before * scale, bar.after * scale))
+        style = "faster" if bar.change <= 0 else "slower"
+        note = "" if bar.source == "measured" else f" ({bar.source})"
+        _bar(canvas, position, f"{bar.label}{note}", low, high, style)
+        canvas.text(high + _GAP, _STEP_ROW * position + FONT + 20, amounts[position - 1])
+    last = len(info.bars) + 1
+    _bar(canvas, last, f"winner: {info.winner}", 0.0, info.winner_seconds * scale, "total")
+    canvas.text(info.winner_seconds * scale + _GAP, _STEP_ROW * last + FONT + 20, ends[1])
+    return canvas.finish()
+
+
+def _bar(canvas: Canvas, position: int, label: str, low: float, high: float, style: str) -> None:
+    y = _STEP_ROW * position
+    canvas.text(0, y + FONT, fitted(label, canvas.width))
+    canvas.box(low, y + FONT + 6, max(high - low, 1.5), _STEP_BAR, style=style)
+
+
+def _amount(bar: WaterfallBar) -> str:
+    share = percent_text(abs(bar.change) / bar.before if bar.before else None)
+    return f"{'◀' if bar.change <= 0 else '▶'} {_signed(bar.change)} ({share})"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '−'}{seconds_text(abs(seconds))}"
+
+
+_ROW = 50
+_BAR = 20
+_EDGE = 8  # room for half a diamond at a bar's end
+
+
+def memory_picture(info: MemoryInfo) -> str:
+    """Predicted peaks in parts against the limit; a diamond where it was measured."""
+    over = sum(info.over(bar) > 0 for bar in info.bars)
+    description = (
+        f"{len(info.bars)} candidates, {over} of them over the limit of "
+        f"{bytes_text(info.limit_bytes or None)}. " + _sentence(info.bars, bytes_text)
+    )
+    limit = ("limit", float(info.limit_bytes)) if info.limit_bytes else None
+    return _stacked("memory", "Peak memory per rank", description, info, bytes_text, limit)
+
+
+def time_picture(info: TimeInfo) -> str:
+    """Predicted steps in parts; a diamond where it was measured."""
+    description = f"{len(info.bars)} candidates. " + _sentence(info.bars, seconds_text)
+    return _stacked("time", "Seconds per step", description, info, seconds_text, None)
+
+
+def _stacked(
+    name: str,
+    title: str,
+    description: str,
+    info: MemoryInfo | TimeInfo,
+    shown: Callable[[float | None], str],
+    limit: tuple[str, float] | None,
+) -> str:
+    used = [part for part in range(len(info.names)) if any(bar.parts[part] for bar in info.bars)]
+    legend = legend_rows([info.names[part] for part in used], WIDTH)
+    top = _LINE * (len(legend) + 1) + 12
+    canvas = Canvas(name, title, description, WIDTH, int(top + _ROW * len(info.bars) + 10))
+    highest = max((_longest(bar) for bar in info.bars), default=0.0)
+    # A limit far above every bar would press them flat: it is then named, but not drawn.
+    drawn = limit is not None and limit[1] <= 4 * highest
+    right = max(highest, limit[1] if drawn and limit else 0.0) or 1.0
+    scale = (WIDTH - _EDGE) / right
+    _draw_legend(canvas, legend, used, limit, shown)
+    for position, bar in enumerate(info.bars):
+        y = top + _ROW * position
+        _draw_bar(canvas, bar, y, scale, used, info.names, shown)
+        if drawn and limit is not None:  # beside the bar only: a line through the labels would hide them
+            x = limit[1] * scale
+            canvas.line(x, y + FONT + 4, x, y + FONT + _BAR + 10, style="limit")
+    return canvas.finish()
+
+
+def _draw_bar(
+    canvas: Canvas,
+    bar: Bar,
+    y: float,
+    scale: float,
+    used: Sequence[int],
+    names: Sequence[str],
+    shown: Callable[[float | None], str],
+) -> None:
+    measured = bar.measured.value if bar.measured is not None else None
+    amount = shown(bar.predicted) if measured is None else f"{shown(bar.predicted)} (◆ {shown(measured)})"
+    role = " ✓" if bar.is_best else " (baseline)" if bar.is_baseline else ""
+    style = "strong" if bar.is_best else ""
+    room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)
+    canvas.text(0, y + FONT, fitted(f"#{bar.number} {bar.label}", room) + role, style=style)
+    canvas.text(canvas.width, y + FONT, amount, style=style, anchor="end")
+    x, top = 0.0, y + FONT + 6
+    for number, part in enumerate(used, 1):
+        length = bar.parts[part] * scale
+        canvas.box(x, top, length, _BAR, style=f"p{part}", tip=f"{names[part]}: {shown(bar.parts[part])}")
+        if length > FONT:
+            canvas.text(x + length / 2, top + _BAR - 5, str(number), style="on", anchor="middle")
+        x += length
+    if measured is not None:
+        tip = f"measured {shown(measured)}"
+        canvas.mark(measured * scale, top + _BAR / 2, "diamond", style="measured", tip=tip)
+
+
+def _draw_legend(
+    canvas: Canvas,
+    rows: Sequence[Sequence[tuple[float, str]]],
+    used: Sequence[int],
+    limit: tuple[str, float] | None,
+    shown: Callable[[float | None], str],
+) -> None:
+    number = 0
+    for line, row in enumerate(rows):
+        y = FONT + _LINE * line
+        for x, label in row:
+            canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=f"p{used[number]}")
+            canvas.text(x + FONT / 2 + 1, y, str(number + 1), style="on", anchor="middle")
+            canvas.text(x + FONT + 7, y, label)
+            number += 1
+    y = FONT + _LINE * len(rows)
+    canvas.mark(7, y - FONT / 2 + 2, "diamond", style="measured")
+    canvas.text(FONT + 7, y, "measured; bars are predicted")
+    if limit is not None:
+        canvas.line(267, y - FONT, 267, y + 2, style="limit")
+        canvas.text(260 + FONT + 7, y, f"{limit[0]} {shown(limit[1])}")
+
+
+def _longest(bar: Bar) -> float:
+    measured = bar.measured.value if bar.measured is not None else None
+    return max(bar.predicted, measured or 0.0)
+
+
+def _sentence(bars: Sequence[Bar], shown: Callable[[float | None], str]) -> str:
+    """The first bar in words."""
+    if not bars:
+        return ""
+    first = bars[0]
+    measured = f", measured {shown(first.measured.value)}" if first.measured is not None else ""
+    return f"First: {first.label}, predicted {shown(first.predicted)}{measured}."
+
+
+_LEFT, _RIGHT = 34, 46  # for the ranks' numbers and their idle shares
+_RANK_ROW, _RANK_BAR = 26, 20
+MOST_ROWS = 16
+"""Ranks that are drawn; of more, as many are chosen evenly."""
+
+_THIN = 2.0  # narrower blocks are drawn as one with their neighbours
+_LAP = 4  # height of the mark under a later stage's passes
+
+_STYLES = {"F": "p0", "B": "p1", "I": "p6", "W": "p4", "mixed": "p5"}
+_LATER = "a later stage of the rank"
+_MIXED = "several passes"
+
+
+class _Span(NamedTuple):
+    """What is drawn as one block; ``text`` is its micro-batch."""
+
+    kind: str
+    x: float
+    width: float
+    later: bool
+    text: str
+
+
+def timeline_picture(info: TimelineInfo) -> str:
+    """Ranks from top to bottom, time from left to right; the empty parts of a row are idle."""
+    rows = info.first(MOST_ROWS)
+    scale = (WIDTH - _LEFT - _RIGHT) / (info.step_seconds or 1.0)
+    spans = [list(_merged(row, scale)) for row in rows]
+    legend = _legend(info, spans)
+    top = _LINE * (len(legend) + 2)
+    bottom = top + _RANK_ROW * len(rows)
+    canvas = Canvas(
+        "timeline", f"Pipeline: {info.schedule}", timeline_sentence(info), WIDTH, int(bottom + 26)
+    )
+    _draw_timeline_legend(canvas, legend)
+    canvas.text(0, top - 8, "rank", style="muted")
+    canvas.text(WIDTH, top - 8, "idle", style="muted", anchor="end")
+    for position, (row, drawn) in enumerate(zip(rows, spans, strict=True)):
+        y = top + _RANK_ROW * position
+        canvas.text(_LEFT - 8, y + 15, str(row.rank), anchor="end")
+        canvas.text(WIDTH, y + 15, percent_text(row.idle_share), anchor="end")
+        canvas.box(_LEFT, y, WIDTH - _LEFT - _RIGHT, _RANK_BAR, style="idle")
+        _draw_row(canvas, drawn, y)
+    _draw_axis(canvas, info, scale, bottom)
+    return canvas.finish()
+
+
+def _merged(row: TimelineRow, scale: float) -> Iterator[_Span]:
+    """The row's blocks in the units of the picture, thin neighbours as one."""
+    start = end = 0.0
+    thin: set[str] = set()
+    for block in row.blocks:
+        x, length = _LEFT + block.start * scale, (block.end - block.start) * scale
+        if not length:  # the first stage's backward for inputs, which it does not have
+            continue
+        if thin and (length >= _THIN or x > end + 1):
+            yield _whole(thin, start, end)
+            thin = set()
+        if length >= _THIN:
+            yield _Span(block.kind, x, length, block.lap > 0, str(block.micro_batch))
+            continue
+        start = start if thin else x
+        end = x + length
+        thin.add(block.kind)
+    if thin:
+        yield _whole(thin, start, end)
+
+
+def _whole(kinds: Iterable[str], start: float, end: float) -> _Span:
+    only = set(kinds)
+    return _Span(only.pop() if len(only) == 1 else "mixed", start, end - start, False, "")
+
+
+def _draw_row(canvas: Canvas, spans: Sequence[_Span], y: float) -> None:
+    for kind, style in _STYLES.items():
+        boxes = [(span.x, y, span.width, _RANK_BAR) for span in spans if span.kind == kind]
+        if boxes:
+            canvas.boxes(boxes, style=style)
+    marks = [(span.x, y + _RANK_BAR - _LAP, span.width, _LAP) for span in spans if span.later]
+    if marks:
+        canvas.boxes(marks, style="lap")
+    for span in spans:
+        if span.text and span.width > FONT * 0.6 * len(span.text) + 3:
+            canvas.text(span.x + span.width / 2, y + 14, span.text, style="on", anchor="middle")
+
+
+def _draw_axis(canvas: Canvas, info: TimelineInfo, scale: float, y: float) -> None:
+    ticks = nice_ticks(info.step_seconds, num=4)
+    for tick in ticks:
+        x = _LEFT + tick * scale
+        if x <= canvas.width - _RIGHT + 1:
+            canvas.line(x, y - (_RANK_ROW - _RANK_BAR), x, y, style="grid")
+            canvas.text(x, y + 14, seconds_text(tick) if tick else "0", anchor="middle", style="muted")
+
+
+def _legend(info: TimelineInfo, spans: Sequence[Sequence[_Span]]) -> list[list[tuple[float, str]]]:
+    drawn = {span.kind for row in spans for span in row}
+    names = [KIND_NAMES[kind] for kind in info.kinds if kind in drawn]
+    if "mixed" in drawn:
+        names.append(_MIXED)
+    names.append("idle")
+    if any(span.later for row in spans for span in row):
+        names.append(_LATER)
+    return legend_rows(names, WIDTH)
+
+
+def _draw_timeline_legend(canvas: Canvas, rows: Sequence[Sequence[tuple[float, str]]]) -> None:
+    styles = {KIND_NAMES[kind]: style for kind, style in _STYLES.items() if kind in KIND_NAMES}
+    styles |= {_MIXED: _STYLES["mixed"], "idle": "idle", _LATER: _STYLES["F"]}
+    for line, row in enumerate(rows):
+        y = FONT + _LINE * line
+        for x, label in row:
+            canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=styles[label])
+            if label == _LATER:
+                canvas.box(x, y + 3 - _LAP, FONT + 2, _LAP, style="lap")
+            canvas.text(x + FONT + 7, y, label)

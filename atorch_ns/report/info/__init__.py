@@ -1,0 +1,1 @@
+"""The data of a report, each table and picture as plain values."""

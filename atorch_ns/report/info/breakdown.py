@@ -1,0 +1,233 @@
+"""A pipeline's step: what each rank does when, and how much of it is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atorch_ns.estimate import MemoryParts, TimeParts
+from atorch_ns.pipeline import PipelineStep
+from atorch_ns.pipeline.schedule.actions import Kind
+from atorch_ns.report.info.candidates import Figure, peak, seconds
+from atorch_ns.search import Row, SearchOutcome
+
+
+class Bar(NamedTuple):
+    """One candidate's predicted parts and what was measured.
+
+    Attributes:
+        key, label: the candidate's.
+        number: of its line in the table of candidates.
+        is_best, is_baseline: whether it won, and whether it is the baseline.
+        parts: predicted bytes or seconds, in the order of ``MemoryParts`` or ``TimeParts``.
+        measured: ``None`` if it was not tried or failed.
+        note: for memory, the worst moment in words.
+    """
+
+    key: str
+    label: str
+    number: int
+    is_best: bool
+    is_baseline: bool
+    parts: tuple[float, ...]
+    measured: Figure | None
+    note: str = ""
+
+    @property
+    def predicted(self) -> float:
+        """The sum of the parts."""
+        return sum(self.parts)
+
+
+class MemoryInfo(NamedTuple):
+    """Peak bytes per rank, in parts, against the limit.
+
+    Attributes:
+        names: of the parts.
+        bars: the winner first.
+        limit_bytes: what one rank may use; 0 where unknown.
+    """
+
+    names: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    limit_bytes: int
+
+    def over(self, bar: Bar) -> float:
+        """Bytes by which a candidate is over the limit, measured where it was; negative if it fits."""
+        value = bar.measured.value if bar.measured and bar.measured.value is not None else bar.predicted
+        return value - self.limit_bytes
+
+
+class TimeInfo(NamedTuple):
+    """Seconds per step, in parts.
+
+    Attributes:
+        names: of the parts.
+        bars: the winner first.
+    """
+
+    names: tuple[str, ...]
+    bars: tuple[Bar, ...]
+
+
+def memory_info(outcome: SearchOutcome, *, limit: int = 12) -> MemoryInfo:
+    """Memory of the first ``limit`` candidates worth showing; the winner and the baseline always are."""
+    bars = [
+        _bar(outcome, number, row, row.candidate.estimate.memory, _measured(peak(row)))
+        for number, row in _worth_showing(outcome, limit)
+        if row.candidate.estimate is not None
+    ]
+    return MemoryInfo(MemoryParts._fields, tuple(bars), outcome.setting.memory_limit_bytes)
+
+
+def time_info(outcome: SearchOutcome, *, limit: int = 12) -> TimeInfo:
+    """Step time of the first ``limit`` candidates worth showing."""
+    bars = [
+        _bar(outcome, number, row, row.candidate.estimate.time, _measured(seconds(row)))
+        for number, row in _worth_showing(outcome, limit)
+        if row.candidate.estimate is not None
+    ]
+    return TimeInfo(TimeParts._fields, tuple(bars))
+
+
+def _bar(
+    outcome: SearchOutcome, number: int, row: Row, parts: Sequence[float], measured: Figure | None
+) -> Bar:
+    candidate = row.candidate
+    return Bar(
+        key=candidate.key,
+        label=candidate.label,
+        number=number,
+        is_best=candidate.key == outcome.best,
+        is_baseline=candidate.is_baseline,
+        parts=tuple(parts),
+        measured=measured,
+        note=candidate.estimate.peak_at if candidate.estimate else "",
+    )
+
+
+def _measured(figure: Figure) -> Figure | None:
+    return figure if figure.source == "measured" else None
+
+
+def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:
+    """Winner and baseline, then what was tried, then what could have been, then what does not fit."""
+    order = {"won": 0, "lost": 1, "failed": 1, "untried": 2, "pruned": 3}
+
+    def rank(numbered: tuple[int, Row]) -> tuple[int, int]:
+        number, row = numbered
+        if row.candidate.key == outcome.best:
+            return (-2, number)
+        if row.candidate.is_baseline:
+            return (-1, number)
+        kind = row.candidate.pruned.kind if row.candidate.pruned else ""
+        return (order[row.fate] + (2 if kind in ("same", "impossible") else 0), number)
+
+    ranked = sorted(enumerate(outcome.rows, 1), key=rank)[:limit]
+    return sorted(ranked, key=lambda numbered: numbered[0])
+
+
+class TimelineBlock(NamedTuple):
+    """One pass of a micro-batch through a stage.
+
+    Attributes:
+        kind: F (forward), B (backward), I (backward for the input) or W (backward for the weights).
+        stage: index of the stage.
+        micro_batch: index of the micro-batch.
+        start, end: seconds from the step's beginning.
+        lap: 0 for the first of the rank's stages, 1 for the next, and so on.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+    lap: int
+
+
+class TimelineRow(NamedTuple):
+    """One rank of the pipeline.
+
+    Attributes:
+        rank: its index along the pipeline.
+        stages: the stages it holds.
+        blocks: its passes in order.
+        busy_seconds: what it computes for.
+        idle_share: of the step, what it does not.
+        live_micro_batches: the most that each of its stages holds activations of, by stage.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    blocks: tuple[TimelineBlock, ...]
+    busy_seconds: float
+    idle_share: float
+    live_micro_batches: tuple[int, ...]
+
+
+class TimelineInfo(NamedTuple):
+    """The step of a pipeline, simulated.
+
+    Attributes:
+        schedule: its name.
+        num_micro_batches: of the step.
+        step_seconds: of the passes, without the optimizer and what data parallelism adds.
+        bubble_share: mean idle share of the ranks.
+        rows: the ranks.
+    """
+
+    schedule: str
+    num_micro_batches: int
+    step_seconds: float
+    bubble_share: float
+    rows: tuple[TimelineRow, ...]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of passes that there are, in a fixed order."""
+        found = {block.kind for row in self.rows for block in row.blocks}
+        every: tuple[Kind, ...] = ("F", "B", "I", "W")
+        return tuple(kind for kind in every if kind in found)
+
+    @property
+    def num_laps(self) -> int:
+        """The most stages that a rank holds."""
+        return max(len(row.stages) for row in self.rows)
+
+    def first(self, most: int) -> tuple[TimelineRow, ...]:
+        """At most so many rows: evenly chosen ranks, the first and the last among them."""
+        last = len(self.rows) - 1
+        if last < most:
+            return self.rows
+        return tuple(self.rows[round(place * last / (most - 1))] for place in range(most))
+
+
+def timeline_info(step: PipelineStep) -> TimelineInfo:
+    """Simulates a step.
+
+    Raises:
+        InputError: if the schedule is unknown or cannot run the pipeline.
+    """
+    timeline = step.timeline()
+    live = timeline.live_micro_batches
+    rows = []
+    for rank, order in enumerate(timeline.orders):
+        stages = tuple(sorted({action.stage for action in order}))
+        laps = {stage: lap for lap, stage in enumerate(stages)}
+        times = zip(order, timeline.starts[rank].tolist(), timeline.ends[rank].tolist(), strict=True)
+        rows.append(
+            TimelineRow(
+                rank=rank,
+                stages=stages,
+                blocks=tuple(
+                    TimelineBlock(*action, start, end, laps[action.stage]) for action, start, end in times
+                ),
+                busy_seconds=timeline.busy_seconds[rank],
+                idle_share=timeline.idle_shares[rank],
+                live_micro_batches=tuple(live[stage] for stage in stages),
+            )
+        )
+    return TimelineInfo(
+        step.schedule, step.num_micro_batches, timeline.step_seconds, timeline.bubble_share, tuple(rows)
+    )

@@ -1,0 +1,350 @@
+"""Candidates of a search: their figures, their order of trial, and the front of time and memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from atorch_ns.search import Fate, Row, SearchOutcome, TrialStatus
+from atorch_ns.text import bytes_text, measured_text, seconds_text
+
+Source = Literal["measured", "corrected", "predicted", "unknown"]
+"""Where a figure comes from. ``corrected``: predicted, after what the trials taught."""
+
+
+class Figure(NamedTuple):
+    """A number with where it comes from.
+
+    Attributes:
+        value: seconds or bytes; ``None`` where it is unknown.
+        source: where it comes from.
+        num: how many steps or ranks it was measured on; 0 for predictions.
+        spread: standard error of a measured time, or lowest to highest rank of measured bytes; 0 otherwise.
+    """
+
+    value: float | None
+    source: Source
+    num: int = 0
+    spread: float = 0.0
+
+    def as_seconds(self) -> str:
+        """As ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
+        if self.source != "measured":
+            return f"{seconds_text(self.value)} ({self.source})"
+        shown = measured_text(self.value, self.spread if self.num > 1 else None)
+        return f"{shown} (measured, n={self.num})"
+
+    def as_bytes(self) -> str:
+        """As ``"812 MiB (measured, the highest of 2 ranks)"``."""
+        if self.source != "measured":
+            return f"{bytes_text(self.value)} ({self.source})"
+        among = f", the highest of {self.num} ranks" if self.num > 1 else ""
+        return f"{bytes_text(self.value)} (measured{among})"
+
+
+def seconds(row: Row) -> Figure:
+    """The candidate's step."""
+    trial = row.trial
+    if trial is not None and trial.succeeded:
+        spread = trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0
+        return Figure(trial.median_seconds, "measured", len(trial.step_seconds), spread)
+    if row.corrected_seconds is not None:
+        return Figure(row.corrected_seconds, "corrected")
+    if row.candidate.estimate is not None:
+        return Figure(row.candidate.estimate.step_seconds, "predicted")
+    return Figure(None, "unknown")
+
+
+def peak(row: Row) -> Figure:
+    """The candidate's peak memory on the rank that needs most."""
+    trial = row.trial
+    if trial is not None and trial.succeeded and trial.peak_bytes:
+        highest, lowest = max(trial.peak_bytes), min(trial.peak_bytes)
+        return Figure(float(highest), "measured", len(trial.peak_bytes), float(highest - lowest))
+    if row.corrected_bytes is not None:
+        return Figure(row.corrected_bytes, "corrected")
+    if row.candidate.estimate is not None:
+        return Figure(row.candidate.estimate.peak_bytes, "predicted")
+    return Figure(None, "unknown")
+
+
+def is_planned(outcome: SearchOutcome) -> bool:
+    """Whether no trial was run, so that every figure is a prediction."""
+    return not outcome.num_trials and not outcome.resumed and all(row.trial is None for row in outcome.rows)
+
+
+_MARKS: dict[Fate, str] = {"won": "✓", "lost": "–", "failed": "✗", "pruned": "○", "untried": "·"}
+
+
+class CandidateLine(NamedTuple):
+    """One candidate.
+
+    Attributes:
+        number: from 1, in the order of the report.
+        key, label: the candidate's.
+        fate: what became of it; :func:`fate_text` has it in words.
+        is_baseline: whether it is what others are held against.
+        on_front: whether no other candidate beats it in both time and memory.
+        predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
+        time: the step to go by, in seconds.
+        memory: the peak to go by, in bytes.
+        speedup: the baseline's step over this one's, measured against measured or else predicted against
+            predicted; ``None`` where it failed or is unknown.
+        limit_share: ``memory`` as a share of the limit; ``None`` where unknown.
+        trial_number: 1 for the first trial, 0 if it was not tried.
+        reason: why, in one sentence.
+        pruned_kind: why it was not worth a trial, in one word; empty if it was.
+    """
+
+    number: int
+    key: str
+    label: str
+    fate: Fate
+    is_baseline: bool
+    on_front: bool
+    predicted_seconds: float | None
+    predicted_bytes: float | None
+    time: Figure
+    memory: Figure
+    speedup: float | None
+    limit_share: float | None
+    trial_number: int
+    reason: str
+    pruned_kind: str
+
+
+class CandidatesInfo(NamedTuple):
+    """The table of candidates.
+
+    Attributes:
+        lines: the winner first.
+        limit_bytes: what one rank may use.
+        planned: whether no trial was run, so that all stand by prediction.
+    """
+
+    lines: tuple[CandidateLine, ...]
+    limit_bytes: int
+    planned: bool = False
+
+    def first(self, num: int | None) -> CandidatesInfo:
+        """The first lines, and the baseline wherever it stands; all for ``None``."""
+        kept = self.lines if num is None else self.lines[:num]
+        baseline = tuple(line for line in self.lines[len(kept) :] if line.is_baseline)
+        return self._replace(lines=(*kept, *baseline))
+
+    @property
+    def considered(self) -> tuple[CandidateLine, ...]:
+        """Those that were not pruned."""
+        return tuple(line for line in self.lines if line.fate != "pruned")
+
+    @property
+    def pruned(self) -> tuple[CandidateLine, ...]:
+        """Those that were."""
+        return tuple(line for line in self.lines if line.fate == "pruned")
+
+
+def candidates_info(outcome: SearchOutcome) -> CandidatesInfo:
+    """The table's data, in the order of the outcome's rows."""
+    limit = outcome.setting.memory_limit_bytes
+    front = set(outcome.pareto)
+    baseline = outcome.baseline
+    lines = tuple(_line(number, row, baseline, limit, front) for number, row in enumerate(outcome.rows, 1))
+    return CandidatesInfo(lines, limit, is_planned(outcome))
+
+
+def _line(number: int, row: Row, baseline: Row | None, limit: int, front: set[str]) -> CandidateLine:
+    candidate, memory = row.candidate, peak(row)
+    estimate = candidate.estimate
+    return CandidateLine(
+        number=number,
+        key=candidate.key,
+        label=candidate.label,
+        fate=row.fate,
+        is_baseline=candidate.is_baseline,
+        on_front=candidate.key in front,
+        predicted_seconds=estimate.step_seconds if estimate else None,
+        predicted_bytes=estimate.peak_bytes if estimate else None,
+        time=seconds(row),
+        memory=memory,
+        speedup=_speedup(row, baseline),
+        limit_share=memory.value / limit if memory.value is not None and limit else None,
+        trial_number=row.trial_number,
+        reason=row.reason or (candidate.pruned.reason if candidate.pruned else ""),
+        pruned_kind=candidate.pruned.kind if candidate.pruned else "",
+    )
+
+
+def _speedup(row: Row, baseline: Row | None) -> float | None:
+    if baseline is None or row.fate == "failed":
+        return None
+    mine, other = seconds(row), seconds(baseline)
+    if other.source == "measured" and mine.source not in ("measured", "corrected"):
+        estimates = row.candidate.estimate, baseline.candidate.estimate
+        if estimates[0] is None or estimates[1] is None:
+            return None
+        return _ratio(estimates[1].step_seconds, estimates[0].step_seconds)
+    return _ratio(other.value, mine.value)
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over and under else None
+
+
+def fate_text(line: CandidateLine, *, planned: bool = False) -> str:
+    """A mark and a word, so that neither colour nor the mark alone carries it.
+
+    Where all stand by prediction, nobody won and nobody waits for a trial.
+
+    Example: ``"✓ won"``, ``"○ pruned (memory)"``.
+    """
+    kind = f" ({line.pruned_kind})" if line.fate == "pruned" and line.pruned_kind else ""
+    word = {"won": "chosen", "untried": "not chosen"}.get(line.fate, line.fate) if planned else line.fate
+    return f"{_MARKS[line.fate]} {word}{kind}"
+
+
+class HistoryPoint(NamedTuple):
+    """One trial.
+
+    Attributes:
+        trial: 1 for the first.
+        key, label: the candidate's.
+        status: how the trial ended.
+        seconds: median step (measured); ``None`` if it gave none.
+        spread: standard error of that median, in seconds.
+        num_steps: timed steps.
+        best_seconds: median step of the best candidate up to here; ``None`` if none could be used yet.
+        best_trial: its number; 0 for none.
+        total_seconds: what the trial took, set-up included.
+    """
+
+    trial: int
+    key: str
+    label: str
+    status: TrialStatus
+    seconds: float | None
+    spread: float
+    num_steps: int
+    best_seconds: float | None
+    total_seconds: float
+    best_trial: int = 0
+
+
+class HistoryInfo(NamedTuple):
+    """The history of a search.
+
+    Attributes:
+        points: in the order of the trials.
+        lower_bound_seconds: no candidate is expected below this; ``None`` where unknown.
+        best_trial: number of the winner's trial; 0 if it was not tried.
+    """
+
+    points: tuple[HistoryPoint, ...]
+    lower_bound_seconds: float | None
+    best_trial: int
+
+
+def history_info(outcome: SearchOutcome) -> HistoryInfo:
+    """The history's data.
+
+    The best so far is by the objective of the search. What is over the limit or was disqualified is never
+    the best, and nothing is better than the winner once that was tried: of candidates that noise cannot tell
+    apart, the simplest is chosen and not the shortest median.
+    """
+    points: list[HistoryPoint] = []
+    winner = outcome.winner
+    best: Row | None = None
+    for row in sorted(outcome.rows, key=lambda row: row.trial_number):
+        trial = row.trial
+        if trial is None or row.trial_number == 0:
+            continue
+        value = trial.median_seconds if trial.succeeded else None
+        if value is not None and row.fate != "failed" and _fits(row, outcome.setting.memory_limit_bytes):
+            rivals = [each for each in (best, row) if each is not None]
+            best = winner if winner in rivals else min(rivals, key=lambda each: _value(each, outcome))
+        points.append(
+            HistoryPoint(
+                trial=row.trial_number,
+                key=row.candidate.key,
+                label=row.candidate.label,
+                status=trial.status,
+                seconds=value,
+                spread=trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0,
+                num_steps=len(trial.step_seconds),
+                best_seconds=best.trial.median_seconds if best is not None and best.trial else None,
+                total_seconds=trial.total_seconds,
+                best_trial=best.trial_number if best is not None else 0,
+            )
+        )
+    return HistoryInfo(tuple(points), outcome.lower_bound_seconds, winner.trial_number if winner else 0)
+
+
+def _fits(row: Row, limit_bytes: int) -> bool:
+    held = max(row.trial.peak_bytes, default=0) if row.trial is not None else 0
+    return not limit_bytes or held <= limit_bytes
+
+
+def _value(row: Row, outcome: SearchOutcome) -> float:
+    """What the search makes small, measured where it can be."""
+    objective = outcome.settings.objective
+    held = peak(row).value or math.inf
+    if objective == "memory":
+        return held
+    if objective == "batch":
+        estimate, batch = row.candidate.estimate, row.candidate.largest_batch
+        ratio = held / estimate.peak_bytes if estimate is not None and estimate.peak_bytes else 1.0
+        return ratio / batch if batch else math.inf
+    return seconds(row).value or math.inf
+
+
+class ParetoPoint(NamedTuple):
+    """One candidate.
+
+    Attributes:
+        key, label: the candidate's.
+        number: of its line in the table of candidates.
+        time: seconds.
+        memory: bytes on the rank that needs most.
+        on_front: whether no other beats it in both.
+        is_best: whether it won.
+    """
+
+    key: str
+    label: str
+    number: int
+    time: Figure
+    memory: Figure
+    on_front: bool
+    is_best: bool
+
+
+class ParetoInfo(NamedTuple):
+    """The candidates with both figures.
+
+    Attributes:
+        points: in the order of the table of candidates.
+        limit_bytes: what one rank may use.
+    """
+
+    points: tuple[ParetoPoint, ...]
+    limit_bytes: int
+
+    @property
+    def front(self) -> tuple[ParetoPoint, ...]:
+        """The front, the fastest first."""
+        return tuple(sorted((p for p in self.points if p.on_front), key=lambda p: p.time.value or 0.0))
+
+
+def pareto_info(outcome: SearchOutcome) -> ParetoInfo:
+    """The points' data. Candidates that amount to another, or that failed, are left out."""
+    points = []
+    front = set(outcome.pareto)
+    for number, row in enumerate(outcome.rows, 1):
+        time, memory = seconds(row), peak(row)
+        kind = row.candidate.pruned.kind if row.candidate.pruned else ""
+        if time.value is None or memory.value is None or row.fate == "failed" or kind == "same":
+            continue
+        key = row.candidate.key
+        points.append(
+            ParetoPoint(key, row.candidate.label, number, time, memory, key in front, key == outcome.best)
+        )
+    return ParetoInfo(tuple(points), outcome.setting.memory_limit_bytes)

@@ -1,0 +1,194 @@
+"""Explanations of a choice, read off a search or off the methods of a strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError, MethodNotFoundError
+from atorch_ns.method import Chosen, Registry, clash, resolve
+from atorch_ns.report.info.candidates import is_planned, peak, seconds
+from atorch_ns.report.info.verdict import verdict
+from atorch_ns.search import Row, SearchOutcome
+from atorch_ns.strategy import Strategy
+from atorch_ns.text import bytes_text, change_text, counted, did_you_mean, seconds_text, with_period
+
+
+def explain_strategy(strategy: Strategy, cluster: Cluster, registry: Registry) -> tuple[str, ...]:
+    """Each method in order of application and why it is there; then where the strategy came from.
+
+    Raises:
+        StrategyError: if it cannot be used on the cluster.
+    """
+    resolved = resolve(strategy, cluster, registry)
+    # A device that the strategy does not record is not claimed.
+    device = f", {strategy.requires.device}" if strategy.requires.device else ""
+    lines = [f"{strategy}, on {counted(cluster.world_size, 'process', 'processes')}{device}"]
+    for item in resolved.chosen:
+        settings = item.config.as_json()
+        shown = f" [{json.dumps(settings, ensure_ascii=False)}]" if settings else ""
+        lines.append(f"  {item.method.name}: {item.method.explain(item.config, cluster)}{shown}")
+    lines += [f"  {note.text}" for note in resolved.notes]
+    lines += [
+        f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in strategy.provenance.items()
+    ]
+    return tuple(lines)
+
+
+def explain_method(strategy: Strategy, name: str, cluster: Cluster, registry: Registry) -> tuple[str, ...]:
+    """Why a method is in a strategy, or whether it could be.
+
+    Raises:
+        MethodNotFoundError: if no installed method has this name.
+    """
+    if name not in registry:
+        raise MethodNotFoundError([registry.unknown(name)])
+    return tuple(_method_text(strategy, registry.get(name).name, cluster, registry))
+
+
+def _method_text(strategy: Strategy, name: str, cluster: Cluster, registry: Registry) -> Iterator[str]:
+    method = registry.get(name)
+    chosen = resolve(strategy, cluster, registry).chosen
+    mine = next((item for item in chosen if item.method.name == name), None)
+    if mine is not None:
+        yield with_period(f"{name} is in the strategy: {method.explain(mine.config, cluster)}")
+        return
+    yield f"{name} is not in the strategy. {method.summary}"
+    config = method.Config()
+    absent = method.unavailable(config, cluster)
+    if absent is not None:
+        yield with_period(f"  Here it would be left out: {absent}")
+    reasons = [(item, clash(Chosen(method, config), item)) for item in chosen]
+    for item, reason in reasons:
+        if reason is not None:
+            yield f"  It cannot stand together with {item.method.name}: {reason}"
+    if absent is None and not any(reason for _, reason in reasons):
+        yield "  It could be added; a report of a search (report.json) would say what it costs."
+
+
+def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
+    """What was chosen, and for every candidate that was tried why it lost; the others are counted."""
+    lines = list(verdict(outcome))
+    others = [row for row in outcome.rows if row.candidate.key != outcome.best]
+    tried = [row for row in others if row.trial is not None]
+    if tried:
+        lines.append("Tried and not chosen:")
+        lines += [f"  {row.candidate.label}: {_fate(row)}" for row in tried]
+    rest = [row for row in others if row.trial is None]
+    shown = rest[:8]
+    if shown:
+        lines.append("Not chosen:" if is_planned(outcome) else "Not tried:")
+        lines += [f"  {row.candidate.label}: {_fate(row)}" for row in shown]
+    if len(rest) > len(shown):
+        lines.append(f"  and {len(rest) - len(shown)} more; ask for one with --why")
+    return tuple(lines)
+
+
+def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
+    """Why a candidate, or a method, was chosen or not.
+
+    Args:
+        outcome: of the search.
+        name: a method's name, or a candidate's key, its number (``"#3"``) or its whole label. A name that is
+            both a method and a label means the method.
+
+    Raises:
+        InputError: if nothing goes by that name; near ones are named.
+    """
+    methods = dict.fromkeys(step for each in outcome.rows for step, _ in each.candidate.steps)
+    if name in methods:
+        return tuple(_of_method(outcome, name))
+    row = _row(outcome, name)
+    if row is not None:
+        return tuple(_of_candidate(outcome, row))
+    known = [*methods, *(each.candidate.key for each in outcome.rows)]
+    hint = did_you_mean(name, known, otherwise=f"Methods: {', '.join(methods)}.")
+    raise InputError(
+        f"nothing in this search is called {name!r}.{hint} A candidate goes by its key, its number (#1 to "
+        f"#{len(outcome.rows)}) or its whole label."
+    )
+
+
+def _row(outcome: SearchOutcome, name: str) -> Row | None:
+    for number, row in enumerate(outcome.rows, 1):
+        if name in (row.candidate.key, f"#{number}", str(number), row.candidate.label):
+            return row
+    return None
+
+
+def _of_candidate(outcome: SearchOutcome, row: Row) -> Iterator[str]:
+    yield f"{row.candidate.label} ({row.candidate.key}): {_fate(row)}"
+    time, memory = seconds(row), peak(row)
+    yield f"  step: {time.as_seconds()}; peak: {memory.as_bytes()}"
+    yield from _compared(outcome, row)
+    if row.trial is not None and row.trial.log:
+        yield f"  log of its trial: {row.trial.log}"
+
+
+def _compared(outcome: SearchOutcome, row: Row) -> Iterator[str]:
+    """Part by part against the winner, by the estimate."""
+    winner = outcome.winner
+    if winner is None or winner is row:
+        return
+    mine, other = row.candidate.estimate, winner.candidate.estimate
+    if mine is None or other is None:
+        return
+    yield f"  against {winner.candidate.label}, by the estimate:"
+    for title, before, after, text in (
+        ("step", other.time._asdict(), mine.time._asdict(), seconds_text),
+        ("peak", other.memory._asdict(), mine.memory._asdict(), bytes_text),
+    ):
+        changes = [
+            f"{name} {text(before[name])} → {text(after[name])}"
+            for name in before
+            if abs(after[name] - before[name]) > 0.005 * max(sum(before.values()), 1e-12)
+        ]
+        whole = sum(after.values()) / sum(before.values()) - 1 if sum(before.values()) else None
+        yield f"    {title} {change_text(whole)}: {', '.join(changes) or 'the same'}"
+
+
+def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
+    having = [row for row in outcome.rows if _has(row, name)]
+    without = [row for row in outcome.rows if not _has(row, name)]
+    winner = outcome.winner
+    chosen = winner is not None and _has(winner, name)
+    yield f"{name} is {'part of what was chosen' if chosen else 'not part of what was chosen'}."
+    if chosen and winner is not None:
+        figures = f"{seconds(winner).as_seconds()}, {peak(winner).as_bytes()}"
+        yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
+    others = without if chosen else having
+    rival = _best(others, outcome)
+    words = "without" if chosen else "with"
+    if rival is None:
+        yield f"  No candidate {words} it could be used. {_commonest(others)}"
+        return
+    figures = f"{seconds(rival).as_seconds()}, {peak(rival).as_bytes()}"
+    yield f"  The best candidate {words} it is {rival.candidate.label}: {figures}; {_fate(rival)}"
+    yield from _compared(outcome, rival)
+    failed = [row for row in others if row.fate in ("failed", "pruned")]
+    if failed:
+        yield f"  {len(failed)} of {len(others)} candidates {words} it failed or were pruned. {_commonest(failed)}"
+
+
+def _has(row: Row, name: str) -> bool:
+    return any(step == name for step, _ in row.candidate.steps)
+
+
+def _best(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
+    """By the objective; what was measured goes before what was not."""
+    figure = peak if outcome.settings.objective == "memory" else seconds
+    usable = [row for row in rows if row.fate not in ("failed", "pruned") and figure(row).value is not None]
+    measured = [row for row in usable if figure(row).source == "measured"]
+    return min(measured or usable, key=lambda row: figure(row).value or 0.0, default=None)
+
+
+def _commonest(rows: Sequence[Row]) -> str:
+    return f"For example {rows[0].candidate.label}: {_fate(rows[0])}" if rows else ""
+
+
+def _fate(row: Row) -> str:
+    reason = row.reason or (row.candidate.pruned.reason if row.candidate.pruned else "")
+    if row.fate == "untried" and reason.startswith(("predicted", "not tried")):
+        return reason  # which says it already
+    return f"{row.fate}: {reason}" if reason else row.fate

@@ -1,0 +1,104 @@
+"""Operators of one rank's step: their share of its work and of its memory traffic."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from atorch_ns.estimate import Workload
+from atorch_ns.profile import Trace, precision_key
+from atorch_ns.strategy import Plan
+
+
+class OperatorLine(NamedTuple):
+    """One kind of operator, over all segments, forward and backward, recomputation left out.
+
+    Attributes:
+        name: as ``aten.mm``.
+        calls: in one step.
+        flops: floating point operations.
+        num_bytes: read and written.
+        flops_share, bytes_share: of the whole step.
+        mostly_in: the segment that has most of it.
+    """
+
+    name: str
+    calls: int
+    flops: float
+    num_bytes: float
+    flops_share: float
+    bytes_share: float
+    mostly_in: str
+
+
+class OperatorsInfo(NamedTuple):
+    """The operators of one rank's step.
+
+    Attributes:
+        lines: those with the greatest share of either first.
+        precision: the key of the costs that were read.
+        num_samples: of one rank in a step.
+        flops, num_bytes: of the whole step.
+    """
+
+    lines: tuple[OperatorLine, ...]
+    precision: str
+    num_samples: float
+    flops: float
+    num_bytes: float
+
+
+def operators_info(
+    trace: Trace, plan: Plan, workload: Workload, *, world_size: int, top: int = 10
+) -> OperatorsInfo:
+    """The ``top`` operators of a plan's step on one rank.
+
+    Args:
+        trace: with operators.
+        plan: whose precision and micro-batches count.
+        workload: of all ranks.
+        world_size: number of processes, where the plan names no mesh.
+        top: lines at most.
+    """
+    key = precision_key(plan.precision.parameter_dtype, plan.precision.compute_dtype)
+    key = key if key in trace.precisions else trace.precisions[0]
+    passes = plan.num_micro_batches
+    ranks = plan.num_data_ranks if plan.axes else world_size
+    samples = workload.global_batch / (ranks * passes)
+    counts: dict[str, int] = defaultdict(int)
+    flops: dict[str, dict[str, float]] = defaultdict(dict)
+    moved: dict[str, dict[str, float]] = defaultdict(dict)
+    for segment in trace.segments:
+        times = segment.count * passes
+        for operator in segment.costs[key].operators:
+            name = operator.name
+            counts[name] += operator.count * times
+            at = (samples, workload.num_tokens)
+            flops[name][segment.name] = flops[name].get(segment.name, 0.0) + operator.flops.at(*at) * times
+            moved[name][segment.name] = moved[name].get(segment.name, 0.0) + operator.moved.at(*at) * times
+    all_flops = sum(sum(places.values()) for places in flops.values())
+    all_bytes = sum(sum(places.values()) for places in moved.values())
+    lines = [_line(name, counts[name], flops[name], moved[name], all_flops, all_bytes) for name in counts]
+    lines.sort(key=lambda line: (-max(line.flops_share, line.bytes_share), line.name))
+    return OperatorsInfo(tuple(lines[:top]), key, samples * passes, all_flops, all_bytes)
+
+
+def _line(
+    name: str,
+    calls: int,
+    flops: dict[str, float],
+    moved: dict[str, float],
+    all_flops: float,
+    all_bytes: float,
+) -> OperatorLine:
+    of_flops, of_bytes = sum(flops.values()), sum(moved.values())
+    places = flops if of_flops else moved
+    return OperatorLine(
+        name=name,
+        calls=calls,
+        flops=of_flops,
+        num_bytes=of_bytes,
+        flops_share=of_flops / all_flops if all_flops else 0.0,
+        bytes_share=of_bytes / all_bytes if all_bytes else 0.0,
+        mostly_in=max(places, key=lambda place: places[place], default=""),
+    )

@@ -1,0 +1,274 @@
+"""Views of a running search: a live table on a terminal, a log of lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO, cast
+
+from atorch_ns.report.info.verdict import verdict
+from atorch_ns.report.live.progress import Progress, event_lines, live_view
+from atorch_ns.search import Ended, Event
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+
+log = logging.getLogger("atorch_ns")
+
+
+class SearchView(ABC):
+    """An observer that shows a search on a stream. It never raises and never waits for the stream's reader.
+
+    Close it, or use it as a context manager; the end of the search closes it too.
+    """
+
+    def __call__(self, event: Event) -> None:
+        """Shows an event; whatever goes wrong ends the showing, not the search."""
+        try:
+            self._show(event)
+        except Exception as error:
+            log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
+            self.close()
+
+    def __enter__(self) -> SearchView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends its thread; may be called twice. The stream stays open."""
+
+    @abstractmethod
+    def _show(self, event: Event) -> None: ...
+
+
+class LineLog(SearchView):
+    """One plain line an event, and one whenever nothing has happened for ten seconds.
+
+    Args:
+        stream: where to write.
+        verbose: also every candidate and why it was pruned.
+        time_limit_s: of the search.
+        clock: seconds, monotonic.
+        every_s: longest silence.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        verbose: bool = False,
+        time_limit_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = 10.0,
+    ) -> None:
+        self._stream = SafeStream(stream)
+        self._verbose = verbose
+        self._progress = Progress(clock=clock, time_limit_s=time_limit_s)
+        self._lock = threading.Lock()
+        self._heartbeat = Heartbeat(self._still, every_s=every_s)
+        self._closed = False
+
+    def close(self) -> None:
+        """Stops the heartbeat; no line is written afterwards."""
+        self._closed = True
+        self._heartbeat.stop()
+
+    def _show(self, event: Event) -> None:
+        if self._closed:
+            return
+        with self._lock:
+            self._progress.note(event)
+            for line in event_lines(event, self._progress, verbose=self._verbose):
+                self._write(line)
+        if isinstance(event, Ended):
+            self.close()
+        else:
+            self._heartbeat.touch()
+
+    def _still(self) -> None:
+        with self._lock:
+            progress = self._progress
+            self._write(f"still {progress.doing}, for {progress.doing_for_s:.0f} s")
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"[{self._progress.elapsed_s:6.1f} s] {line}\n")
+        self._stream.flush()
+
+
+class LiveTable(SearchView):
+    """One table that is drawn anew several times a second, and the verdict under it at the end.
+
+    Args:
+        stream: a terminal.
+        verbose: more candidates.
+        time_limit_s: of the search.
+        clock: seconds, monotonic.
+        width: columns; ``None`` for the terminal's own.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        verbose: bool = False,
+        time_limit_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        width: int | None = None,
+    ) -> None:
+        from rich.console import Console
+
+        self._progress = Progress(clock=clock, time_limit_s=time_limit_s)
+        self._console = Console(file=cast("TextIO", SafeStream(stream)), width=width, highlight=False)
+        self._num_rows = 24 if verbose else 12
+        self._live: Live | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Takes the live table off the terminal and writes the last state."""
+        self._closed = True
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _show(self, event: Event) -> None:
+        if self._closed:
+            return
+        self._progress.note(event)
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(
+                get_renderable=lambda: live_view(self._progress, self._num_rows),
+                console=self._console,
+                refresh_per_second=4,
+                # The user's own output goes where it always went.
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.refresh()
+        if isinstance(event, Ended):
+            self.close()
+            for sentence in verdict(event.outcome):
+                self._console.print(sentence, markup=False)
+
+
+def observer_for(
+    stream: TextIO | None = None, *, verbose: bool = False, time_limit_s: float | None = None
+) -> SearchView:
+    """The view that suits a stream: :class:`LiveTable` on a terminal, :class:`LineLog` elsewhere.
+
+    Args:
+        stream: ``None`` for standard error, so that standard output stays the program's own.
+        verbose: show more.
+        time_limit_s: of the search.
+    """
+    stream = sys.stderr if stream is None else stream
+    if SafeStream(stream).isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        return LiveTable(stream, verbose=verbose, time_limit_s=time_limit_s)
+    return LineLog(stream, verbose=verbose, time_limit_s=time_limit_s)
+
+
+class SafeStream:
+    """Writes to a stream until that fails once (closed, full disk, a reader that has gone), then to nowhere.
+
+    It has what rich asks of a file.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._broken = False
+
+    @property
+    def encoding(self) -> str:
+        """Of the stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        try:
+            return not self._broken and self._stream.isatty()
+        except (AttributeError, ValueError):  # no file, or a closed one
+            return False
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Writes, or drops the text."""
+        if not self._broken:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError) as error:
+                self._fail(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes, if there is still something to flush to."""
+        if not self._broken:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._broken = True
+        log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
+
+
+class Heartbeat:
+    """Calls ``beat`` whenever nothing has been heard for a while.
+
+    One daemon thread, which runs from :meth:`touch` to :meth:`stop`.
+
+    Args:
+        beat: what to call; what it raises ends the heartbeat.
+        every_s: seconds of silence before each call.
+    """
+
+    def __init__(self, beat: Callable[[], None], *, every_s: float = 10.0) -> None:
+        self._beat = beat
+        self._every_s = every_s
+        self._touched = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def touch(self) -> None:
+        """Something was said; begins the wait anew. Starts the thread if it does not run."""
+        self._touched.set()
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="atorch-ns heartbeat", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; may be called twice."""
+        thread, self._thread = self._thread, None
+        self._stopped.set()
+        self._touched.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._touched.clear()
+            if self._touched.wait(self._every_s):
+                continue
+            try:
+                self._beat()
+            except Exception:  # the user's observer: a heartbeat must not end the job
+                log.warning("the heartbeat fails and ends", exc_info=True)
+                return

@@ -1,0 +1,278 @@
+"""Progress of a search: what its events add up to, as lines of a log and as a live table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from atorch_ns.report.info.verdict import setting_text, verdict
+from atorch_ns.search import (
+    Candidate,
+    Ended,
+    Event,
+    Note,
+    Priced,
+    Profiling,
+    Row,
+    SearchOutcome,
+    Setting,
+    TrialEnded,
+    TrialOutcome,
+    TrialStarted,
+)
+from atorch_ns.text import bytes_text, counted, measured_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Progress:
+    """Takes note of events and answers how far the search is.
+
+    Args:
+        clock: seconds, monotonic.
+        time_limit_s: of the search, for the line that says how much is left.
+
+    Attributes:
+        doing: what goes on now, in words.
+        setting: what is searched for; ``None`` before the candidates are priced.
+        candidates: by key, in the order of the estimate.
+        trials: the last outcome of each candidate that was tried, by key.
+        running: the candidate whose trial runs.
+        number: of the last trial that began.
+        probing: whether the last trial compares numerics instead of taking times.
+        best: key of the best candidate so far.
+        notes: what a person should know.
+        outcome: of the whole search, once it is over.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, time_limit_s: float | None = None
+    ) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._doing_since = self._began
+        self._time_limit_s = time_limit_s
+        self.doing = "starting"
+        self.setting: Setting | None = None
+        self.candidates: dict[str, Candidate] = {}
+        self.trials: dict[str, TrialOutcome] = {}
+        self.running: Candidate | None = None
+        self.number = 0
+        self.best: str | None = None
+        self.notes: list[str] = []
+        self.outcome: SearchOutcome | None = None
+        self.probing = False
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._began
+
+    @property
+    def doing_for_s(self) -> float:
+        """Seconds since what goes on now began."""
+        return self._clock() - self._doing_since
+
+    def elapsed_text(self) -> str:
+        """As ``"12.3 s of 120 s"``."""
+        limit = f" of {seconds_text(self._time_limit_s)}" if self._time_limit_s else ""
+        return f"{seconds_text(self.elapsed_s)}{limit}"
+
+    def best_seconds(self) -> float | None:
+        """Median step of the best candidate so far (measured)."""
+        trial = self.trials.get(self.best or "")
+        return trial.median_seconds if trial is not None and trial.succeeded else None
+
+    def note(self, event: Event) -> None:
+        """Takes note of an event."""
+        match event:
+            case Profiling():
+                self._now(f"profiling {event.model}")
+            case Priced():
+                self.setting = event.setting
+                self.candidates = {candidate.key: candidate for candidate in event.candidates}
+                self._now("preparing the trials")
+            case TrialStarted():
+                self.running, self.number = event.candidate, event.number
+                self.probing = event.task.kind == "probe"
+                what = "checking the numerics of" if self.probing else f"trial {event.number}:"
+                again = f" (attempt {event.task.attempt + 1})" if event.task.attempt else ""
+                self._now(f"{what} {event.candidate.label}{again}")
+            case TrialEnded():
+                if not self.probing or event.outcome.status != "ok":  # a probe gives no step time
+                    self.trials[event.candidate.key] = event.outcome
+                self.candidates.setdefault(event.candidate.key, event.candidate)
+                self.running, self.best = None, event.best
+                self._now("choosing the next trial")
+            case Note():
+                self.notes.append(event.text)
+            case Ended():
+                self.running, self.outcome, self.best = None, event.outcome, event.outcome.best
+                self._now("done")
+
+    def _now(self, doing: str) -> None:
+        self.doing, self._doing_since = doing, self._clock()
+
+
+_SHOWN = 8
+
+
+def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[str]:
+    """What is said of an event that ``progress`` has already taken note of."""
+    match event:
+        case Profiling():
+            yield f"profiling {event.model} on fake tensors"
+        case Priced():
+            yield from _priced_lines(event, verbose)
+        case TrialStarted():
+            expected = "" if progress.probing else f" {predicted_text(event.candidate)}"
+            yield f"{progress.doing} …{expected}"
+        case TrialEnded() if progress.probing:
+            passed = event.outcome.status == "ok"
+            result = "the same as in one process" if passed else trial_text(event.outcome)
+            yield f"numerics of {event.candidate.label}: {result}"
+        case TrialEnded():
+            best = progress.candidates.get(event.best or "")
+            so_far = f"; best so far {best.label}, {seconds_text(progress.best_seconds())}" if best else ""
+            if best is not None and best.key == event.candidate.key:
+                so_far = "; the best so far"
+            yield f"trial {event.number}: {event.candidate.label}: {trial_text(event.outcome)}{so_far}"
+        case Note():
+            yield event.text
+        case Ended():
+            yield from verdict(event.outcome)
+            shown = (row for row in event.outcome.rows if row.fate in ("lost", "failed"))
+            yield from (_loser_text(row) for row in shown if verbose or row.trial is not None)
+
+
+def predicted_text(candidate: Candidate) -> str:
+    """As ``"predicted 42.1 ms, 812 MiB"``."""
+    if candidate.estimate is None:
+        return "not priced"
+    time, memory = candidate.estimate.step_seconds, candidate.estimate.peak_bytes
+    return f"predicted {seconds_text(time)}, {bytes_text(memory)}"
+
+
+def trial_text(outcome: TrialOutcome) -> str:
+    """As ``"42.1 ms ±0.3 ms (measured, n=12), 812 MiB"``, or how it failed and why."""
+    if not outcome.succeeded:
+        where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
+        log = f" (log: {outcome.log})" if outcome.log else ""
+        return f"{outcome.status}{where}: {outcome.reason or 'no reason given'}{log}"
+    num = len(outcome.step_seconds)
+    shown = measured_text(outcome.median_seconds, outcome.noise_seconds if num > 1 else None)
+    held = f", peak {bytes_text(max(outcome.peak_bytes))}" if outcome.peak_bytes else ""
+    early = ", stopped early" if outcome.status == "stopped early" else ""
+    return f"{shown} (measured, n={num}{early}){held}"
+
+
+def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
+    setting, candidates = event.setting, event.candidates
+    pruned = [candidate for candidate in candidates if candidate.pruned is not None]
+    took = f"profile {seconds_text(setting.profile_seconds)}, prices {seconds_text(setting.estimate_seconds)}"
+    yield setting_text(setting)
+    yield f"{counted(len(candidates), 'candidate')}, {len(pruned)} of them pruned ({took}):"
+    kept = [candidate for candidate in candidates if candidate.pruned is None]
+    baseline = [candidate for candidate in kept if candidate.is_baseline]
+    others = [candidate for candidate in kept if not candidate.is_baseline]
+    shown = others if verbose else others[:_SHOWN]
+    for candidate in (*baseline, *shown):
+        role = " (baseline)" if candidate.is_baseline else ""
+        yield f"  {candidate.label}{role}: {predicted_text(candidate)}"
+    if len(shown) < len(others):
+        yield f"  … and {len(others) - len(shown)} more"
+    if verbose:
+        for candidate in pruned:
+            reason = candidate.pruned.reason if candidate.pruned else ""
+            yield f"  pruned: {candidate.label}: {reason}"
+
+
+def _loser_text(row: Row) -> str:
+    return f"  {row.fate}: {row.candidate.label}: {row.reason}"
+
+
+def live_view(progress: Progress, num_rows: int) -> RenderableType:
+    """What is known so far: the setting, the candidates worth a line, and what goes on.
+
+    Args:
+        progress: of the search.
+        num_rows: candidates shown at most.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    head = setting_text(progress.setting) if progress.setting is not None else progress.doing
+    best = progress.candidates.get(progress.best or "")
+    so_far = f"   best so far: {best.label}, {seconds_text(progress.best_seconds())}" if best else ""
+    foot = f"{progress.elapsed_text()}   {progress.doing}{so_far}"
+    parts: list[RenderableType] = [Text(head)]
+    if progress.candidates:
+        parts.append(_table(progress, num_rows))
+    parts += [Text(note, style="yellow") for note in progress.notes[-3:]]
+    parts.append(Text(foot))
+    return Group(*parts)
+
+
+def _table(progress: Progress, num_rows: int) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    shown = _shown(progress, num_rows)
+    hidden = len(progress.candidates) - len(shown)
+    pruned = sum(candidate.pruned is not None for candidate in progress.candidates.values())
+    caption = f"{hidden} more not shown, {pruned} pruned by the estimate" if hidden else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column("strategy", overflow="ellipsis", no_wrap=True, ratio=1, min_width=20)
+    for name in ("step predicted", "peak predicted", "step measured", "peak measured"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for candidate in shown:
+        state, style = _state(progress, candidate)
+        table.add_row(*_cells(progress, candidate), state, style=style)
+    return table
+
+
+def _cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
+    estimate, trial = candidate.estimate, progress.trials.get(candidate.key)
+    succeeded = trial is not None and trial.succeeded
+    spread = trial.noise_seconds if trial and len(trial.step_seconds) > 1 else None
+    return (
+        candidate.label + (" (baseline)" if candidate.is_baseline else ""),
+        seconds_text(estimate.step_seconds if estimate else None),
+        bytes_text(estimate.peak_bytes if estimate else None),
+        measured_text(trial.median_seconds, spread) if trial and succeeded else "",
+        bytes_text(max(trial.peak_bytes)) if trial and succeeded and trial.peak_bytes else "",
+    )
+
+
+def _state(progress: Progress, candidate: Candidate) -> tuple[str, str]:
+    """The state in words, and a style that says it again."""
+    trial = progress.trials.get(candidate.key)
+    if progress.running is not None and progress.running.key == candidate.key:
+        return f"▶ running, {progress.doing_for_s:.0f} s", "bold"
+    if candidate.key == progress.best:
+        return "✓ best so far" if progress.outcome is None else "✓ won", "bold green"
+    if trial is not None:
+        return ("– slower", "") if trial.succeeded else (f"✗ {trial.status}", "red")
+    if candidate.pruned is not None:
+        return f"○ pruned ({candidate.pruned.kind})", "dim"
+    return ("· waiting" if progress.outcome is None else "· not tried"), "dim"
+
+
+def _shown(progress: Progress, num_rows: int) -> list[Candidate]:
+    """Baseline, what runs, what was tried, then what comes next by the estimate."""
+
+    def rank(candidate: Candidate) -> int:
+        if candidate.is_baseline or candidate.key == progress.best:
+            return 0
+        if progress.running is not None and candidate.key == progress.running.key:
+            return 1
+        if candidate.key in progress.trials:
+            return 2
+        return 3 if candidate.pruned is None else 4
+
+    ranked = sorted(progress.candidates.values(), key=rank)[:num_rows]
+    chosen = {candidate.key for candidate in ranked}
+    return [candidate for candidate in progress.candidates.values() if candidate.key in chosen]

@@ -1,0 +1,347 @@
+"""TrainingReport: what was applied, what was searched, and how it turned out."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atorch_ns._version import __version__
+from atorch_ns.cluster import DEVICES
+from atorch_ns.errors import InputError
+from atorch_ns.job import MethodRow, Report
+from atorch_ns.pipeline import PipelineStep, StageCosts, get_schedule
+from atorch_ns.report.info.accuracy import Actual, ActualInfo, actual_info
+from atorch_ns.report.info.breakdown import TimelineInfo, timeline_info
+from atorch_ns.report.info.candidates import peak, seconds
+from atorch_ns.report.text.text import report_text
+from atorch_ns.search import Row, SearchOutcome, outcome_from_json, outcome_to_json
+from atorch_ns.strategy import Requires, Strategy
+
+if TYPE_CHECKING:
+    from atorch_ns.engine.calibration import Calibration
+
+SCHEMA = 1
+
+
+class Document(NamedTuple):
+    """What a report is made of; see ``TrainingReport``."""
+
+    applied: Report | None
+    search: SearchOutcome | None
+    actual: Actual | None
+    pipeline: PipelineStep | None = None
+
+
+def write_document(parts: Document) -> str:
+    """The text of report.json."""
+    applied, search, actual, pipeline = parts
+    document = {
+        "schema": SCHEMA,
+        "kind": "atorch_ns report",
+        "applied": None if applied is None else _applied_as_json(applied),
+        "search": None if search is None else json.loads(outcome_to_json(search)),
+        "actual": None if actual is None else asdict(actual),
+    }
+    if pipeline is not None:
+        document["pipeline"] = asdict(pipeline)
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_document(text: str, *, source: str) -> Document:
+    """The parts of a report.
+
+    Args:
+        text: of report.json.
+        source: where it comes from, for messages.
+
+    Raises:
+        InputError: if it is no report, or one of another schema.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{source} is no report: it is not JSON ({error}). Give a report.json.") from None
+    if isinstance(document, Mapping) and "outcome" in document:  # a search's outcome alone
+        return Document(None, outcome_from_json(text), None)
+    if not isinstance(document, Mapping) or document.get("kind") != "atorch_ns report":
+        raise InputError(f'{source} is JSON, but no report: it has no "kind": "atorch_ns report".')
+    if document.get("schema") != SCHEMA:
+        raise InputError(
+            f"{source} has schema {document.get('schema')!r}, but this version reads schema {SCHEMA}. "
+            "Read it with the version of atorch_ns that wrote it."
+        )
+    try:
+        return _parts(document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source} is a damaged report: {type(error).__name__}: {error}.") from error
+
+
+def _parts(document: Mapping[str, Any]) -> Document:
+    applied, search, actual = (document[name] for name in ("applied", "search", "actual"))
+    pipeline = document.get("pipeline")  # reports of training without a pipeline have none
+    return Document(
+        None if applied is None else _applied_from_json(applied),
+        None if search is None else outcome_from_json(json.dumps(search)),
+        None if actual is None else Actual(**{**actual, "step_seconds": tuple(actual["step_seconds"])}),
+        None if pipeline is None else _pipeline_from_json(pipeline),
+    )
+
+
+def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:
+    costs = {name: tuple(seconds) for name, seconds in values["costs"].items()}
+    step = PipelineStep(**{**values, "costs": StageCosts(**costs)})
+    get_schedule(step.schedule).check(step.num_ranks, step.num_micro_batches, step.stages_per_rank)
+    return step
+
+
+def _applied_as_json(report: Report) -> dict[str, Any]:
+    return {
+        "strategy": json.loads(report.strategy.to_bytes()),
+        "rows": [asdict(row) for row in report.rows],
+        "notes": list(report.notes),
+        "world_size": report.world_size,
+        "axes": [list(axis) for axis in report.axes],
+        "device": report.device,
+        "num_parameters": report.num_parameters,
+        "parameter_bytes_per_rank": report.parameter_bytes_per_rank,
+    }
+
+
+def _applied_from_json(values: Mapping[str, Any]) -> Report:
+    return Report(
+        strategy=Strategy.load(values["strategy"]),
+        rows=tuple(MethodRow(**row) for row in values["rows"]),
+        notes=tuple(values["notes"]),
+        world_size=values["world_size"],
+        axes=tuple((name, size) for name, size in values["axes"]),
+        device=values["device"],
+        num_parameters=values["num_parameters"],
+        parameter_bytes_per_rank=values["parameter_bytes_per_rank"],
+    )
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        InputError: if it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}."
+        ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes beside ``path`` and renames, so that a reader sees the old file or the new.
+
+    Raises:
+        InputError: if the folder is missing or cannot be written.
+    """
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        # The error itself names the temporary file, which nobody asked for.
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingReport:
+    """Why a job is trained as it is. Prints as text (the first candidates); saves as JSON, HTML or text.
+
+    Attributes:
+        applied: what was applied; ``None`` for a plan that was made offline.
+        search: every candidate with its figures; ``None`` if the strategy was given.
+        actual: what training took; ``None`` until :meth:`with_actual`.
+        pipeline: a step of the pipeline as it is predicted; ``None`` where there is none.
+    """
+
+    applied: Report | None = None
+    search: SearchOutcome | None = None
+    actual: Actual | None = None
+    pipeline: PipelineStep | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """As it is saved: what was applied, or what the search chose."""
+        if self.applied is None and self.search is not None and self.search.winner is not None:
+            return _chosen(self.search, self.search.winner)
+        return self._applied.strategy
+
+    @property
+    def rows(self) -> tuple[MethodRow, ...]:
+        """One for every method, in order of application."""
+        return self._applied.rows
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Methods added, left out and fitted, each a sentence."""
+        return self._applied.notes
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._applied.world_size
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh, innermost first."""
+        return self._applied.axes
+
+    @property
+    def device(self) -> str:
+        """This rank's device."""
+        return self._applied.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameter elements of the whole model."""
+        return self._applied.num_parameters
+
+    @property
+    def parameter_bytes_per_rank(self) -> int:
+        """Bytes of parameters that this rank keeps between steps (measured)."""
+        return self._applied.parameter_bytes_per_rank
+
+    @property
+    def _applied(self) -> Report:
+        if self.applied is None:
+            raise InputError("nothing was applied: this is the report of a plan that was made offline.")
+        return self.applied
+
+    def __str__(self) -> str:
+        return self._text(_SHOWN)
+
+    def to_json(self) -> str:
+        """The text of report.json."""
+        return write_document(Document(self.applied, self.search, self.actual, self.pipeline))
+
+    def to_html(self) -> str:
+        """The text of report.html: one page that needs no network and no script."""
+        from atorch_ns.report.html.page import report_html
+
+        return report_html(self.applied, self.search, self.actual_info, self.timeline_info)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes ``.json``, ``.html`` or ``.txt`` by the suffix, all of it or nothing.
+
+        Raises:
+            InputError: if the suffix is another, or the place cannot be written.
+        """
+        path = Path(path)
+        writers: dict[str, Callable[[], str]] = {
+            ".json": self.to_json,
+            ".html": self.to_html,
+            ".txt": lambda: self._text(None) + "\n",
+        }
+        writer = writers.get(path.suffix.lower())
+        if writer is None:
+            raise InputError(
+                f"a report cannot be saved as {path.name!r}: its suffix must be one of {', '.join(writers)}."
+            )
+        write_text(path, writer())
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the given text") -> TrainingReport:
+        """Reads report.json.
+
+        Raises:
+            InputError: if it is no report, or one of another schema.
+        """
+        return cls(**read_document(text, source=source)._asdict())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> TrainingReport:
+        """Reads a report.json from a file; raises as :meth:`from_json`."""
+        return cls.from_json(read_text(Path(path)), source=str(path))
+
+    def with_actual(self, step_seconds: Sequence[float], peak_bytes: int | None = None) -> TrainingReport:
+        """The report with what training took beside what was predicted.
+
+        Args:
+            step_seconds: measured steps, warm-up left out.
+            peak_bytes: the most that was held at once on this rank.
+
+        Raises:
+            InputError: without steps, or with one that is no positive time.
+        """
+        return replace(
+            self, actual=Actual(step_seconds=tuple(map(float, step_seconds)), peak_bytes=peak_bytes)
+        )
+
+    @property
+    def actual_info(self) -> ActualInfo | None:
+        """Predicted against actual; ``None`` before :meth:`with_actual`."""
+        return None if self.actual is None else actual_info(self.actual, self.search)
+
+    def with_pipeline(self, step: PipelineStep) -> TrainingReport:
+        """The report with the timeline of a pipeline's step among its pictures."""
+        return replace(self, pipeline=step)
+
+    @property
+    def timeline_info(self) -> TimelineInfo | None:
+        """What each rank of the pipeline does when; ``None`` where there is none."""
+        return None if self.pipeline is None else timeline_info(self.pipeline)
+
+    def _text(self, top: int | None) -> str:
+        return report_text(self.applied, self.search, self.actual_info, self.timeline_info, top=top)
+
+    def refit(self, path: str | PathLike[str] | None = None) -> Calibration:
+        """What the trials, and training where :meth:`with_actual` said it, teach about the estimate.
+
+        Args:
+            path: file that the factors are added to, for searches to come; ``None`` only returns them.
+
+        Raises:
+            InputError: without a search, or if nothing of it was measured.
+        """
+        if self.search is None:
+            raise InputError("there was no search, so there is no prediction to correct.")
+        from atorch_ns.engine.calibration import refit
+
+        learned = refit(self.search, None if self.actual is None else self.actual.as_outcome())
+        if path is not None:
+            learned.save(path)
+        return learned
+
+
+def _device_type(name: str) -> str | None:
+    """Of a device by its name; ``None`` if the name alone does not tell."""
+    return "cpu" if name == "cpu" else "cuda" if name == "cuda" or name in DEVICES else None
+
+
+def _chosen(search: SearchOutcome, winner: Row) -> Strategy:
+    """The winner with what it was chosen for."""
+    time, memory = seconds(winner), peak(winner)
+    return Strategy(
+        winner.candidate.steps,
+        requires=Requires(world_size=search.setting.world_size, device=_device_type(search.setting.device)),
+        provenance={
+            "made_by": f"atorch_ns {__version__}",
+            "model": search.setting.model,
+            "num_parameters": search.setting.num_parameters,
+            "objective": search.settings.objective,
+            "device": search.setting.device,
+            "global_batch": search.setting.global_batch,
+            f"step_seconds_{time.source}": time.value,
+            f"peak_bytes_{memory.source}": memory.value,
+        },
+    )

@@ -1,0 +1,248 @@
+"""Text of a report, a search, an estimate, a pipeline's timeline and a step's operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from atorch_ns.estimate import Estimate
+from atorch_ns.job import Report
+from atorch_ns.report.info.accuracy import ActualInfo, accuracy_info
+from atorch_ns.report.info.breakdown import Bar, TimelineInfo, TimelineRow, memory_info, time_info
+from atorch_ns.report.info.candidates import (
+    CandidateLine,
+    CandidatesInfo,
+    candidates_info,
+    fate_text,
+    history_info,
+)
+from atorch_ns.report.info.operators import OperatorsInfo
+from atorch_ns.report.info.verdict import setting_text, verdict, waterfall_info
+from atorch_ns.report.text.tables import (
+    TEXT_WIDTH,
+    Table,
+    accuracy_table,
+    as_text,
+    candidates_table,
+    collectives_table,
+    history_table,
+    memory_table,
+    operators_table,
+    parts_table,
+    time_table,
+    waterfall_table,
+)
+from atorch_ns.search import SearchOutcome
+from atorch_ns.text import bytes_text, change_text, counted, percent_text, seconds_text
+
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+
+_ROWS = 16
+_IDLE = "·"
+_LABEL, _SHARE = len("  rank 0000  "), len("  100% idle")
+
+
+def timeline_sentence(info: TimelineInfo) -> str:
+    """What the timeline shows, in a sentence."""
+    ranks, batches = (
+        counted(len(info.rows), "rank"),
+        counted(info.num_micro_batches, "micro-batch", "micro-batches"),
+    )
+    stages = f" with {info.num_laps} stages each" if info.num_laps > 1 else ""
+    return (
+        f"{info.schedule} on {ranks}{stages}, {batches}: the passes take {seconds_text(info.step_seconds)}, "
+        f"ranks are idle for {percent_text(info.bubble_share)} of it (predicted)."
+    )
+
+
+def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
+    """A line of letters for each rank: a letter is a slice of time, and says which pass is running.
+
+    Small letters are the passes of a rank's later stages.
+
+    Args:
+        info: of the step.
+        width: characters of a line.
+    """
+    lengths = (block.end - block.start for row in info.rows for block in row.blocks)
+    shortest = min((length for length in lengths if length > 0), default=1.0)
+    # No more slices than there are passes to tell apart, no more than there is room for.
+    columns = min(max(10, width - _LABEL - _SHARE), max(1, round(info.step_seconds / shortest)))
+    shown = info.first(_ROWS)
+    lines = [
+        f"  rank {row.rank:<4}  {_letters(row, info.step_seconds, columns)}  {percent_text(row.idle_share)} idle"
+        for row in shown
+    ]
+    hidden = len(info.rows) - len(shown)
+    if hidden:
+        lines.append(f"  and {counted(hidden, 'rank')} between them")
+    legend = ", ".join(f"{kind} {KIND_NAMES[kind]}" for kind in info.kinds)
+    small = "; small letters: a rank's later stages" if info.num_laps > 1 else ""
+    return "\n".join([timeline_sentence(info), *lines, f"  {legend}, {_IDLE} idle{small}"])
+
+
+def _letters(row: TimelineRow, step_seconds: float, columns: int) -> str:
+    """The pass that runs at the middle of each slice."""
+    letters, blocks = [], iter(row.blocks)
+    block = next(blocks, None)
+    for column in range(columns):
+        moment = (column + 0.5) * step_seconds / columns
+        while block is not None and block.end <= moment:
+            block = next(blocks, None)
+        running = block is not None and block.start <= moment
+        assert block is not None or not running
+        letters.append((block.kind.lower() if block.lap else block.kind) if running and block else _IDLE)
+    return "".join(letters)
+
+
+def report_text(
+    applied: Report | None,
+    search: SearchOutcome | None,
+    actual: ActualInfo | None,
+    timeline: TimelineInfo | None = None,
+    *,
+    top: int | None = None,
+) -> str:
+    """What was applied, the search behind it, and how it turned out.
+
+    Args:
+        applied, search, actual, timeline: what there is of them.
+        top: candidates shown at most; ``None`` for all.
+    """
+    parts = []
+    if applied is not None:
+        parts.append(str(applied))
+    if search is not None:
+        parts.append(search_text(search, top=top))
+    if timeline is not None:
+        parts.append(timeline_text(timeline))
+    if actual is not None:
+        parts.append("\n".join(actual_lines(actual)))
+    return "\n\n".join(parts) or "nothing was applied and nothing was searched"
+
+
+def search_text(outcome: SearchOutcome, *, width: int = TEXT_WIDTH, top: int | None = None) -> str:
+    """Verdict, candidates and the tables behind them.
+
+    Args:
+        outcome: of the search.
+        width: characters of a line.
+        top: candidates shown at most; ``None`` for all. What is left out is counted.
+    """
+    return "\n".join(_search_parts(outcome, width, top))
+
+
+def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterator[str]:
+    yield setting_text(outcome.setting)
+    yield from (f"  {sentence}" for sentence in verdict(outcome))
+    yield from _candidate_parts(candidates_info(outcome), width, top)
+    memory, times = memory_info(outcome, limit=top or 12), time_info(outcome, limit=top or 12)
+    yield f"\nPeak memory per rank in parts (predicted){_and_measured(memory.bars)}"
+    yield as_text(memory_table(memory), width=width)
+    yield f"\nStep time in parts (predicted){_and_measured(times.bars)}"
+    yield as_text(time_table(times), width=width)
+    history = history_info(outcome)
+    if history.points:
+        yield "\nTrials in their order"
+        yield as_text(history_table(history), width=width)
+        yield "\nPredicted against measured"
+        yield as_text(
+            accuracy_table(accuracy_info(outcome, name) for name in ("time", "memory")), width=width
+        )
+    fall = waterfall_info(outcome)
+    if fall is not None and fall.bars:
+        yield f"\nFrom the baseline ({fall.baseline}) to the winner"
+        yield as_text(waterfall_table(fall), width=width)
+    for title, lines in (("Self-checks", outcome.checks), ("Assumed", outcome.setting.notes)):
+        if lines:
+            yield f"\n{title}"
+            yield from (f"  {line}" for line in lines)
+
+
+def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Iterator[str]:
+    listed, usable = counted(len(info.lines), "candidate"), len(info.considered)
+    yield f"\n{listed} listed: {usable} can be used, {len(info.pruned)} pruned"
+    shown = info.first(top)
+    yield as_text(candidates_table(shown), width=width)
+    hidden = len(info.lines) - len(shown.lines)
+    if hidden:
+        kinds = Counter(_kind(line, planned=info.planned) for line in info.lines if line not in shown.lines)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        yield f"  and {hidden} more: {counts}"
+
+
+def _kind(line: CandidateLine, *, planned: bool) -> str:
+    if line.fate == "pruned":
+        return f"pruned ({line.pruned_kind})" if line.pruned_kind else "pruned"
+    return fate_text(line, planned=planned).partition(" ")[2]
+
+
+def _and_measured(bars: tuple[Bar, ...]) -> str:
+    return ", and measured" if any(bar.measured is not None for bar in bars) else ""
+
+
+def actual_lines(info: ActualInfo) -> tuple[str, ...]:
+    """Predicted against actual in words."""
+    lines = ["Predicted against actual", f"  step: {info.actual_seconds.as_seconds()} in training"]
+    if info.trial_seconds.value is not None:
+        shown, error = info.trial_seconds.as_seconds(), change_text(info.trial_error)
+        lines.append(f"    the search went by {shown}: off by {error}")
+    if info.predicted_seconds is not None:
+        lines.append(f"    the estimate alone was off by {change_text(info.time_error)}")
+    if info.actual_bytes.value is not None:
+        lines.append(f"  peak: {info.actual_bytes.as_bytes()} in training")
+        lines.append(f"    the estimate was off by {change_text(info.memory_error)}")
+    return tuple(lines)
+
+
+def fits_text(estimate: Estimate, limit_bytes: int) -> str:
+    """Whether it fits, and by how much."""
+    if not limit_bytes:
+        return "The memory of the device is unknown, so nothing is said about whether it fits."
+    over = estimate.peak_bytes - limit_bytes
+    peak, limit = bytes_text(estimate.peak_bytes), bytes_text(limit_bytes)
+    if over <= 0:
+        return f"It fits: {peak} of {limit} a rank (predicted), {bytes_text(-over)} free."
+    parts = estimate.memory._asdict()
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        f"It does not fit: {peak} of {limit} a rank (predicted), {bytes_text(over)} too much. The largest part "
+        f"is {largest} with {bytes_text(parts[largest])}; the worst moment is the {estimate.peak_at}."
+    )
+
+
+def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WIDTH) -> str:
+    """The whole estimate."""
+    return "\n".join(_parts(estimate, limit_bytes, width))
+
+
+def _parts(estimate: Estimate, limit_bytes: int, width: int) -> Iterator[str]:
+    yield fits_text(estimate, limit_bytes)
+    yield f"One step takes {seconds_text(estimate.step_seconds)} (predicted)."
+    yield ""
+    yield as_text(parts_table(estimate), width=width)
+    if estimate.collectives:
+        yield "\nEach step communicates, on every rank"
+        yield as_text(collectives_table(estimate.collectives), width=width)
+
+
+def estimates_text(before: Estimate, after: Estimate, *, width: int = TEXT_WIDTH) -> str:
+    """Two estimates side by side, with what changes."""
+    rows = []
+    for of, old, new, text in (
+        ("memory", before.memory, after.memory, bytes_text),
+        ("time", before.time, after.time, seconds_text),
+    ):
+        parts = zip(old._fields, old, new, strict=True)
+        whole = "peak" if of == "memory" else "step"
+        for part, first, second in (*parts, (whole, old.total, new.total)):
+            if first or second:
+                change = change_text(second / first - 1) if first else "new"
+                rows.append((of, part, text(first), text(second), change))
+    columns = ("of", "part", "before (predicted)", "after (predicted)", "change")
+    return as_text(Table(columns, tuple(rows), frozenset({0, 1})), width=width)
+
+
+def operators_text(info: OperatorsInfo, *, width: int = TEXT_WIDTH) -> str:
+    """The operators as plain text."""
+    return as_text(operators_table(info), width=width)

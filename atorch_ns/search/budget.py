@@ -1,0 +1,184 @@
+"""Budget of a search: when it stops, and how long it and each of its trials may take."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+
+from atorch_ns.search.knowledge import Knowledge
+from atorch_ns.search.objective import SearchSettings
+from atorch_ns.search.outcome import Setting
+from atorch_ns.search.ranking import RankedCandidate, noise
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.trial import Ledger, StopRule
+
+SHARE_OF_TRIALS = 5
+"""Without ``max_trials``, a search runs one trial for this many candidates at most."""
+
+LEAST_TRIALS = 6
+"""… and may always run this many."""
+
+FAILURES = 6
+"""Trials that fail for other reasons than memory, while none has worked, after which it is the job's fault."""
+
+SAME_ERRORS = 3
+"""The same number where all of them raised one and the same error."""
+
+MARGIN = 0.01
+"""A candidate that would win by less than this is not worth a trial, however quiet the machine."""
+
+
+PROBE_DEADLINE_S = 60.0
+
+LEAST_DEADLINE_S = 10.0
+"""A trial that was begun may take this long, however little of the search's time is left."""
+
+SHARE_OF_THE_TIME = 0.1
+"""A trial's timed steps may take this share of the time that is left: many rough trials tell more than two
+exact ones."""
+
+LEAST_TRIAL_S = 1.0
+"""… and this many seconds at least."""
+
+LONG_STEP_S = 5.0
+"""From here on, one step of warming up is enough."""
+
+
+def default_max_trials(knowledge: Knowledge) -> int:
+    """The most trials of a search that was given no number."""
+    runnable = sum(one.pruned is None for one in knowledge.candidates)
+    return max(LEAST_TRIALS, runnable // SHARE_OF_TRIALS)
+
+
+def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
+    """Why no further candidate is tried, as a sentence; empty if one is."""
+    number = knowledge.ledger.num_run
+    if settings.max_trials is not None and number >= settings.max_trials:
+        return f"max_trials={settings.max_trials} was reached"
+    if not knowledge.ranked:
+        return _common_failure(knowledge)
+    if settings.sampler == "exhaustive":
+        return ""
+    if settings.sampler != "random" and knowledge.open:  # one that learns may end before all are tried
+        margin = max(MARGIN, min(0.5, noise(knowledge.ranked)))
+        chance = knowledge.chance_of_better(margin, settings.seed)
+        if chance < settings.win_probability:
+            return (
+                f"the chance that any untried candidate is better by more than {margin:.1%} is {chance:.1%}, "
+                f"below {settings.win_probability:.1%}"
+            )
+    if settings.max_trials is None and number >= default_max_trials(knowledge):
+        runnable = sum(one.pruned is None for one in knowledge.candidates)
+        share = (
+            "fifth" if number <= runnable / SHARE_OF_TRIALS else f"share of {number / max(1, runnable):.0%}"
+        )
+        return f"{number} trials of {runnable} candidates were run, a {share}"
+    return ""
+
+
+def _common_failure(knowledge: Knowledge) -> str:
+    """Why further trials would fail as well, while none has worked; empty if one may work."""
+    judged = [(key, entry.merged) for key, entry in knowledge.ledger if entry.judged]
+    reasons = {end.reason if end.status == "raised" else "" for _, end in judged}
+    if len(judged) >= SAME_ERRORS and len(reasons) == 1:
+        methods = {one.key: {name for name, _ in one.steps} for one in knowledge.candidates}
+        shared = set.intersection(*(methods[key] for key, _ in judged))
+        others = (methods[knowledge.candidates[index].key] for index in knowledge.open)
+        reason = reasons.pop()
+        if reason and all(shared <= other for other in others):  # none lacks what all that failed have
+            return f"every trial raised the same error: {reason}"
+    failed = [end for key, end in judged if key not in knowledge.short_of_memory]
+    if len(failed) >= FAILURES and not any(end.succeeded for end in failed):
+        return f"the first {len(failed)} trials all failed, so it is not for the strategies"
+    return ""
+
+
+class TimeBudget:
+    """The time limits of a search and of its trials.
+
+    Attributes:
+        is_short: whether the last deadline was cut because the search's own time ends before.
+
+    Args:
+        setting: the search; its profile and estimates have taken some of the time.
+        settings: the limits.
+        clock: seconds, from any origin; the search begins now.
+    """
+
+    def __init__(self, setting: Setting, settings: SearchSettings, clock: Callable[[], float]) -> None:
+        self._spent = setting.profile_seconds + setting.estimate_seconds
+        self._settings = settings
+        self._clock = clock
+        self._begun = clock()
+        self.is_short = False
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the search so far, profile and estimates included."""
+        return self._clock() - self._begun + self._spent
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; infinite without a limit."""
+        limit = self._settings.time_limit_s
+        return math.inf if limit is None else limit - self.elapsed
+
+    def usual_cost(self, candidates: Mapping[str, Candidate], ledger: Ledger) -> float:
+        """Seconds that a trial has taken, special set-up left out; 0 before the first."""
+        spent = [
+            max(0.0, outcome.total_seconds - candidates[key].setup_seconds)
+            for key, entry in ledger
+            if not entry.resumed
+            for outcome in entry.outcomes
+        ]
+        return statistics.median(spent) if spent else 0.0
+
+    def affords(self, candidate: Candidate, usual_cost: float) -> bool:
+        """Whether a trial, and the probe of the winner after it, is expected to end in time."""
+        after = usual_cost if self._settings.probe else 0.0
+        return usual_cost + candidate.setup_seconds + after <= self.left
+
+    def rule(self, best: RankedCandidate | None, predicted_seconds: float, *, times: bool) -> StopRule:
+        """The stop rule of a trial: it runs until it is clearly worse than the best, or is known precisely.
+
+        Args:
+            best: the best candidate so far.
+            predicted_seconds: predicted time of a step.
+            times: whether the objective is a time, so that a slow trial may end early.
+        """
+        warmup = 2 if predicted_seconds < LONG_STEP_S else 1  # DDP rebuilds its buckets in the second step
+        longest = min(StopRule().max_seconds, max(LEAST_TRIAL_S, self.left * SHARE_OF_THE_TIME))
+        if best is None or not times:
+            return StopRule(warmup_steps=warmup, max_seconds=longest)
+        median = best.outcome.median_seconds
+        return StopRule(
+            warmup_steps=warmup,
+            max_seconds=longest,
+            best_seconds=median,
+            best_noise=best.error * median,
+        )
+
+    def deadline(self, candidate: Candidate, rule: StopRule, predicted_seconds: float | None) -> float:
+        """Seconds after which a trial is taken to hang.
+
+        Longer than the setting where steps are known to be slow, or set-up is; shorter where the search ends
+        before.
+
+        Args:
+            candidate: the candidate that is tried.
+            rule: when the trial stops.
+            predicted_seconds: time of a step, corrected by trials; ``None`` before the first.
+        """
+        deadline = self._settings.trial_deadline_s + candidate.setup_seconds
+        if predicted_seconds is not None:
+            slow = 3 * predicted_seconds * (rule.warmup_steps + rule.min_steps)
+            deadline = max(deadline, min(slow, 10 * deadline))
+        end = max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2)
+        self.is_short = end < deadline
+        return min(deadline, end)
+
+    def probe_deadline(self, candidate: Candidate) -> float:
+        """Seconds after which the check of a candidate's numerics is taken to hang."""
+        deadline = max(PROBE_DEADLINE_S, 3 * candidate.setup_seconds)
+        return min(deadline, max(2 * LEAST_DEADLINE_S, self.left))

@@ -1,0 +1,176 @@
+"""Conclusion: the outcome of a search, with the figures, the fate and the reason of every candidate."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from atorch_ns.search.knowledge import Knowledge
+from atorch_ns.search.objective import SearchSettings
+from atorch_ns.search.outcome import Row, SearchOutcome, Setting
+from atorch_ns.search.ranking import step_noise
+from atorch_ns.search.reasons import Reasons, nearest_miss
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.trial import Entry, TrialOutcome
+
+ORDER = {"won": 0, "lost": 1, "untried": 2, "failed": 3, "pruned": 4}
+
+
+def conclude(
+    setting: Setting,
+    settings: SearchSettings,
+    knowledge: Knowledge,
+    *,
+    stop_reason: str,
+    seconds: float,
+    cut_short: bool,
+    over: bool,
+) -> SearchOutcome:
+    """The outcome as of now.
+
+    Args:
+        setting, settings: the setting and the settings of the search.
+        knowledge: all that follows from its trials.
+        stop_reason: why it ended, as a sentence; empty while it goes on.
+        seconds: time that it took.
+        cut_short: whether it was ended, so that a choice by prediction stands in for one that was measured.
+        over: whether no trial or check will follow.
+    """
+    winner = knowledge.winner
+    unmeasured = None
+    if cut_short and winner is None and not knowledge.ledger.rejected:
+        unmeasured = _best_predicted(knowledge)
+    reasons = Reasons(knowledge, stop_reason, batch=setting.global_batch, unmeasured=unmeasured)
+    rows = _rows(knowledge, reasons)
+    best = winner.candidate if winner is not None else unmeasured
+    bound = None
+    if knowledge.objective.counts_time:
+        bound = knowledge.lower_bound(settings.win_probability, settings.seed)
+    check = None
+    if winner is not None:
+        probe = knowledge.ledger.probes.get(winner.candidate.key)
+        check = _numerics_check(probe, unfinished=stop_reason if settings.probe and over else "")
+    return SearchOutcome(
+        setting=setting,
+        settings=settings,
+        rows=tuple(sorted(rows, key=_order)),
+        best=best.key if best is not None else None,
+        stop_reason=stop_reason,
+        num_trials=knowledge.ledger.num_run,
+        seconds=seconds,
+        noise=step_noise(knowledge.ranked),
+        lower_bound_seconds=bound,
+        gap=None if bound is None or winner is None else max(0.0, 1 - bound / winner.value),
+        pareto=pareto(rows),
+        nearest_miss="" if best is not None else nearest_miss(knowledge),
+        resumed=knowledge.ledger.num_resumed,
+        checks=() if check is None else (check,),
+    )
+
+
+def _numerics_check(probe: TrialOutcome | None, *, unfinished: str) -> str | None:
+    """The sentence about the check of the winner's numerics; ``None`` if there was none and none was to be.
+
+    A check that could not run proves nothing, so it does not rule the candidate out.
+
+    Args:
+        probe: its outcome; ``None`` if it was not run.
+        unfinished: why the search was over before it, where it was to be run.
+    """
+    what = "numerics against one process, with SGD"
+    if probe is None:
+        return f"{what}: could not be run: {unfinished}" if unfinished else None
+    if probe.status == "ok":
+        detail = f" ({probe.reason})" if probe.reason else ""
+        return f"{what}: passed{detail}"
+    if probe.status == "wrong":
+        return f"{what}: failed: {probe.reason}"
+    status = "not done in time" if probe.status == "hung" else probe.status
+    return f"{what}: could not be run: {status}: {probe.reason}"
+
+
+def _best_predicted(knowledge: Knowledge) -> Candidate | None:
+    """The baseline, or the best predicted candidate, of those that fit and were not tried; ``None`` without one.
+
+    ``None`` as well where trials have failed for another reason than memory: the same may happen to others.
+    """
+    ledger, objective = knowledge.ledger, knowledge.objective
+    if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
+        return None
+    free = [knowledge.candidates[index] for index in knowledge.open]
+    free = [one for one in free if _without_a_fault(ledger.get(one.key))]
+    plain = next((one for one in free if one.is_baseline), None)
+    return plain or min(free, key=lambda one: objective.predicted(one) or math.inf, default=None)
+
+
+def _without_a_fault(entry: Entry | None) -> bool:
+    """Whether nothing is known against a candidate: not tried, or ended before it could show anything."""
+    return entry is None or (not entry.outcomes and all(one.status == "cancelled" for one in entry.lost))
+
+
+def _rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
+    tried = len(knowledge.ledger) > 0
+    sizes = knowledge.bytes if tried else None
+    rows = []
+    for index, one in enumerate(knowledge.candidates):
+        entry = knowledge.ledger.get(one.key)
+        fate, reason = reasons.of(index)
+        priced = tried and one.estimate is not None
+        rows.append(
+            Row(
+                candidate=one,
+                fate=fate,
+                reason=reason,
+                trial=entry.merged if entry is not None else None,
+                trial_number=entry.number if entry is not None else 0,
+                corrected_seconds=math.exp(knowledge.seconds.mean[index]) if priced else None,
+                corrected_bytes=math.exp(sizes.mean[index]) if priced and sizes is not None else None,
+            )
+        )
+    return rows
+
+
+def _order(row: Row) -> tuple[float | str, ...]:
+    seconds = row.corrected_seconds
+    if row.trial is not None and row.trial.succeeded:
+        seconds = row.trial.median_seconds
+    elif seconds is None:
+        seconds = row.candidate.predicted_seconds
+    return (
+        ORDER[row.fate],
+        math.inf if seconds is None else seconds,
+        len(row.candidate.steps),
+        row.candidate.key,
+    )
+
+
+def pareto(rows: list[Row]) -> tuple[str, ...]:
+    """Keys of the rows that no other beats in both time and memory, the fastest first.
+
+    Measured figures where there are any, predictions elsewhere; what failed or was pruned does not count.
+    """
+    points = [
+        (*figures, row.candidate.key)
+        for row in rows
+        if row.fate in ("won", "lost", "untried") and (figures := _figures(row)) is not None
+    ]
+    front: list[str] = []
+    least = np.inf
+    for _, memory, key in sorted(points):
+        if memory < least:
+            front.append(key)
+            least = memory
+    return tuple(front)
+
+
+def _figures(row: Row) -> tuple[float, float] | None:
+    """Seconds and bytes; ``None`` where one of them is unknown."""
+    seconds = row.corrected_seconds or row.candidate.predicted_seconds
+    memory = row.corrected_bytes or row.candidate.predicted_bytes
+    if row.trial is not None and row.trial.succeeded:
+        seconds = row.trial.median_seconds
+        memory = max(row.trial.peak_bytes, default=0) or memory
+    if not seconds or not memory:
+        return None
+    return float(seconds), float(memory)

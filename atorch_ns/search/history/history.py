@@ -1,0 +1,238 @@
+"""History: every trial of every search in a file, so that a killed search resumes where it stopped.
+
+The file is a :class:`~atorch_ns.search.history.journal.Journal` whose lines are JSON objects: the setting of a search,
+written once; each trial; the end of a search with what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atorch_ns.errors import InputError
+from atorch_ns.search.history.journal import Journal, OptunaJournalError
+from atorch_ns.search.outcome import SearchOutcome, Setting, from_json, to_json
+from atorch_ns.search.search import Known, Search
+from atorch_ns.search.space.candidate import Candidate, named_features
+from atorch_ns.search.trial import TrialOutcome, TrialTask
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class TrialRecord:
+    """One trial.
+
+    Attributes:
+        key: the candidate's key.
+        label: the candidate in a few words.
+        parameters: settings of the candidate's methods, each ``"on"``.
+        task: what was asked for.
+        outcome: what came of it.
+        number: of the trial in its study, from 0 on.
+        run: which of the study's searches it belongs to, from 0 on.
+    """
+
+    key: str
+    label: str
+    parameters: dict[str, str]
+    task: TrialTask
+    outcome: TrialOutcome
+    number: int = 0
+    run: int = 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Median step; ``None`` without one."""
+        return self.outcome.median_seconds if self.outcome.succeeded else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest peak of all ranks; ``None`` where it was not measured."""
+        return max(self.outcome.peak_bytes, default=None)
+
+
+@dataclass(kw_only=True)
+class StudyRecord:
+    """All searches of one setting.
+
+    Attributes:
+        name: the setting's fingerprint.
+        setting: model, device, ranks; ``None`` where it was not noted.
+        num_searches: searches that came to their end.
+        best: what the last of them found: its key, label, steps and seconds; ``None`` without one.
+        trials: in the order in which they were run.
+    """
+
+    name: str
+    setting: Setting | None = None
+    num_searches: int = 0
+    best: dict[str, Any] | None = None
+    trials: list[TrialRecord] = field(default_factory=list)
+
+    @property
+    def fastest(self) -> TrialRecord | None:
+        """The trial with the shortest step."""
+        timed = [trial for trial in self.trials if trial.seconds is not None]
+        return min(timed, key=lambda trial: trial.seconds or 0.0, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryLine:
+    """One line of the file: a setting, a trial, or the end of a search.
+
+    Attributes:
+        study: the setting's fingerprint.
+        ended: whether a search has ended.
+        best: what it found.
+    """
+
+    study: str
+    setting: Setting | None = None
+    trial: TrialRecord | None = None
+    ended: bool = False
+    best: dict[str, Any] | None = None
+
+
+class History:
+    """The trials of searches, kept in a file.
+
+    A fault of the file never ends a search: it is reported once, and from then on nothing is read or written. ::
+
+        known = history.known(setting.fingerprint)
+        search = Search(setting, settings, candidates, known=known, recorder=history)
+        if known is None:
+            history.replay(search)
+        ...
+        history.conclude(search.outcome())
+
+    Args:
+        path: of the file; it is made where there is none.
+        on_note: called once with the reason why nothing is kept, and with what was repaired.
+
+    Attributes:
+        problem: why nothing is kept; empty while all is well.
+
+    Raises:
+        OptunaJournalError: if an earlier version wrote the file.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, on_note: Callable[[str], None] | None = None) -> None:
+        self.path = Path(path)
+        self.problem = ""
+        self._on_note = on_note
+        self._journal = Journal(self.path)
+        self._studies: dict[str, StudyRecord] = {}
+        try:
+            if self._journal.open():
+                self._note(f"the last entry of the history {self.path} was incomplete and was cut off.")
+        except OptunaJournalError:
+            raise
+        except (OSError, ValueError) as error:
+            self._give_up("opened", error)
+
+    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
+        """Appends one trial."""
+        trial = TrialRecord(
+            key=candidate.key,
+            label=candidate.label,
+            parameters=named_features(candidate),
+            task=task,
+            outcome=outcome,
+        )
+        self._append(setting, HistoryLine(study=setting.fingerprint, trial=trial))
+
+    def replay(self, search: Search) -> int:
+        """Gives a search the trials of the one of its setting that was never ended; returns their number."""
+        study = self._study(search.setting.fingerprint)
+        trials = [trial for trial in study.trials if trial.run == study.num_searches]
+        return sum(search.resume(trial.key, trial.outcome) for trial in trials)
+
+    def conclude(self, outcome: SearchOutcome) -> None:
+        """Notes that a search has ended, and what it found; later searches of its setting begin with that."""
+        winner, best = outcome.winner, None
+        if winner is not None and winner.trial is not None:
+            best = {
+                "key": winner.candidate.key,
+                "label": winner.candidate.label,
+                "steps": winner.candidate.steps,
+                "seconds": winner.trial.median_seconds,
+            }
+        self._append(outcome.setting, HistoryLine(study=outcome.setting.fingerprint, ended=True, best=best))
+
+    def known(self, fingerprint: str) -> Known | None:
+        """What an earlier search of this setting found; ``None`` if none was ended or found any."""
+        best = self._study(fingerprint).best
+        return None if best is None else Known(best["key"], float(best["seconds"]))
+
+    def _study(self, fingerprint: str) -> StudyRecord:
+        """All that is known of a setting by now, from this process and others."""
+
+        self._attempt("read", lambda: _add_lines(self._studies, self._journal.new_lines()))
+        empty = StudyRecord(name=fingerprint)
+        return empty if self.problem else self._studies.get(fingerprint, empty)
+
+    def _append(self, setting: Setting, line: HistoryLine) -> None:
+        if self._study(setting.fingerprint).setting is None:
+            first = HistoryLine(study=setting.fingerprint, setting=setting)
+            self._attempt("written", lambda: self._journal.append(to_json(first)))
+        self._attempt("written", lambda: self._journal.append(to_json(line)))
+
+    def _attempt(self, what: str, do: Callable[[], None]) -> None:
+        """Does it, unless the file fails, now or earlier."""
+        if not self.problem:
+            try:
+                do()
+            except (OSError, ValueError) as error:
+                self._give_up(what, error)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.problem = f"the history {self.path} cannot be {what} ({reason}); the search goes on without it."
+        self._note(self.problem)
+
+    def _note(self, text: str) -> None:
+        if self._on_note is not None:
+            self._on_note(text)
+
+
+def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
+    """Every study of a history, by name. The file is only read, so a search may write to it meanwhile.
+
+    Raises:
+        InputError: if there is no such file, or it is no history.
+    """
+    place = Path(path)
+    if not place.is_file():
+        why = "is a folder" if place.is_dir() else "is not there"
+        raise InputError(f"the history {place} {why}. Give the file that search_history or --history named.")
+    studies: dict[str, StudyRecord] = {}
+    try:
+        _add_lines(studies, Journal(place).new_lines())
+    except OptunaJournalError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{place} is no history of searches: {error}. Give the file that search_history or --history named."
+        ) from error
+    return tuple(studies[name] for name in sorted(studies))
+
+
+def _add_lines(studies: dict[str, StudyRecord], lines: Iterable[str]) -> None:
+    """Adds what the lines of a journal say.
+
+    Raises:
+        InputError: if a line is something else.
+    """
+    for text in lines:
+        line = from_json(HistoryLine, text)
+        study = studies.setdefault(line.study, StudyRecord(name=line.study))
+        study.setting = line.setting or study.setting
+        if line.trial is not None:
+            line.trial.number, line.trial.run = len(study.trials), study.num_searches
+            study.trials.append(line.trial)
+        study.num_searches += line.ended
+        study.best = line.best or study.best

@@ -1,0 +1,271 @@
+"""Knowledge: everything that follows at one moment of a search from its estimates and trials."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from atorch_ns.search.objective import Objective
+from atorch_ns.search.ranking import RankedCandidate, choose, drift, rank_candidates
+from atorch_ns.search.residual_model import Features, Posterior, fit_posterior
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.trial import Entry, Ledger
+from atorch_ns.text import bytes_text
+
+OVER = 1.05
+"""A candidate that ran out of memory is taken to need this much of the limit, or of its prediction, at least."""
+
+UNEXPLAINED_BELOW = 0.5
+"""A candidate that ran out of memory with less than this share of the limit did so for another reason."""
+
+ABOUT = 0.98
+"""What is predicted to need this share of what ran out of memory is taken to run out as well."""
+
+FAILURES_PUNISH = 0.5
+"""Chance that a candidate works after a failure that it would share, halved by each further one."""
+
+
+class Knowledge:
+    """The conclusions from all trials so far. Read-only; made anew after every trial.
+
+    Args:
+        candidates: all candidates of the search.
+        features: what they have in common.
+        ledger: the trials and the checks of numerics.
+        objective: what is best.
+        limit_bytes: bytes that one rank may use; 0 for any amount.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        features: Features,
+        ledger: Ledger,
+        objective: Objective,
+        limit_bytes: int,
+    ) -> None:
+        self.candidates = list(candidates)
+        self.ledger = ledger
+        self.objective = objective
+        self.limit_bytes = limit_bytes
+        self._features = features
+        self._by_key = {one.key: one for one in candidates}
+
+    @functools.cached_property
+    def ranked(self) -> list[RankedCandidate]:
+        """The candidates that were measured, fit and have right numerics; best first."""
+        found = rank_candidates(self._by_key, self.ledger, self.objective, self.limit_bytes)
+        rejected = self.ledger.rejected
+        return [one for one in found if one.candidate.key not in rejected]
+
+    @functools.cached_property
+    def winner(self) -> RankedCandidate | None:
+        """The candidate that would be chosen now."""
+        return choose(self.ranked, self.objective)
+
+    @functools.cached_property
+    def open(self) -> list[int]:
+        """Indices of candidates that may still be tried."""
+        return [
+            index
+            for index, one in enumerate(self.candidates)
+            if one.pruned is None and one.key not in self.learned and not self.ledger.judged(one.key)
+        ]
+
+    @functools.cached_property
+    def posterior(self) -> Posterior:
+        """The logarithm of the objective."""
+        predicted = [self.objective.predicted(one) for one in self.candidates]
+        rows = [
+            (index, self.objective.measured(one, entry.merged), self.objective.noise(entry.merged))
+            for index, one, entry in self._tried()
+        ]
+        return self._fit(self._features, predicted, rows)
+
+    @functools.cached_property
+    def seconds(self) -> Posterior:
+        """The logarithm of the step's seconds."""
+        if self.objective.counts_time:
+            return self.posterior
+        predicted = [one.predicted_seconds for one in self.candidates]
+        rows = [(index, entry.merged.median_seconds, 0.0) for index, _, entry in self._tried()]
+        return self._fit(self._features, predicted, rows)
+
+    @functools.cached_property
+    def bytes(self) -> Posterior | None:
+        """The logarithm of the peak's bytes; ``None`` where memory was not predicted."""
+        predicted = [one.predicted_bytes for one in self.candidates]
+        if not all(value for value in predicted):
+            return None
+        rows = []
+        for index, entry in self._entries:
+            peak = float(max(entry.merged.peak_bytes, default=0))
+            if self.candidates[index].key in self.short_of_memory and self.limit_bytes:
+                peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
+            if peak > 0:
+                rows.append((index, peak, 0.0))
+        return self._fit(replace(self._features, shares=self._memory_shares), predicted, rows)
+
+    @functools.cached_property
+    def learned(self) -> dict[str, str]:
+        """Candidates that need no trial after those of others, each with the reason."""
+        return {**self.refused_alike, **self.too_large}
+
+    @functools.cached_property
+    def refused_alike(self) -> dict[str, str]:
+        """Those of them that a method would refuse as it has refused another, by their refusal keys.
+
+        The refusal of a key with which another candidate has run counts for nothing.
+        """
+        refusals: dict[tuple[str, str], str] = {}
+        ran: set[tuple[str, str]] = set()
+        for index, entry in self._entries:
+            one, end = self.candidates[index], entry.merged
+            if not entry.judged:
+                continue
+            if end.succeeded:
+                ran.update(one.refusal_keys)
+            elif end.status == "refused":
+                for key in one.refusal_keys:
+                    if key[0] == end.refused_by:
+                        refusals.setdefault(key, f"{key[0]} refuses it as {one.label}: {end.reason}")
+        found: dict[str, str] = {}
+        for one in self._untried():
+            reasons = [refusals[key] for key in one.refusal_keys if key in refusals and key not in ran]
+            if reasons:
+                found[one.key] = reasons[0]
+        return found
+
+    @functools.cached_property
+    def too_large(self) -> dict[str, str]:
+        """Those of them that would run out of memory as another one did."""
+        failed = [one for one in self.candidates if one.key in self.short_of_memory and one.predicted_bytes]
+        if not failed:
+            return {}
+        least = min(failed, key=lambda one: one.predicted_bytes or math.inf)
+        least_bytes = least.predicted_bytes or math.inf
+        found: dict[str, str] = {}
+        for index, one in enumerate(self.candidates):
+            if one.pruned is not None or self.ledger.judged(one.key) or one.estimate is None:
+                continue
+            if one.estimate.peak_bytes >= ABOUT * least_bytes:
+                found[one.key] = (
+                    f"predicted to need {bytes_text(one.estimate.peak_bytes)}, and {least.label} ran out of "
+                    f"memory with {bytes_text(least_bytes)}"
+                )
+            elif self.bytes is not None and self.limit_bytes:
+                mean, deviation = self.bytes.mean[index], self.bytes.deviation[index]
+                if mean - deviation > math.log(self.limit_bytes):
+                    found[one.key] = (
+                        f"needs {bytes_text(math.exp(mean))} of {bytes_text(self.limit_bytes)} (predicted, corrected "
+                        "by trials that ran out of memory)"
+                    )
+        return found
+
+    @functools.cached_property
+    def short_of_memory(self) -> frozenset[str]:
+        """Keys of the candidates that ran out of memory, where the limit explains it.
+
+        Far below the limit, by prediction and measurement, the cause is another, and says nothing of others.
+        """
+        found = set()
+        for index, entry in self._entries:
+            one = self.candidates[index]
+            predicted = one.predicted_bytes
+            needed = max(
+                math.inf if predicted is None else predicted, float(max(entry.merged.peak_bytes, default=0))
+            )
+            if entry.merged.status == "out of memory" and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
+                found.add(one.key)
+        return frozenset(found)
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Candidates that ran out of memory, explained or not."""
+        return sum(entry.merged.status == "out of memory" for _, entry in self.ledger)
+
+    @functools.cached_property
+    def chances_to_run(self) -> np.ndarray:
+        """[N] the chance that a trial does not fail for methods that have failed and never worked.
+
+        A failure is blamed in equal parts on the methods of the candidate that never worked anywhere.
+        """
+        methods = self._features.methods
+        ends = [(index, entry.merged) for index, entry in self._entries if entry.judged]
+        works = frozenset[str]().union(*(methods[index] for index, end in ends if end.succeeded))
+        blame: dict[str, float] = {}
+        for index, end in ends:
+            suspects = methods[index] - works
+            if not end.succeeded and self.candidates[index].key not in self.short_of_memory:
+                for method in suspects:
+                    blame[method] = blame.get(method, 0.0) + 1 / len(suspects)
+        total = [sum(blame.get(method, 0.0) for method in one - works) for one in methods]
+        return np.asarray([FAILURES_PUNISH**number for number in total])
+
+    def chance_of_better(self, margin: float, seed: int) -> float:
+        """The chance that any open candidate beats the best by more than ``margin`` of it."""
+        if not self.open or not self.ranked:
+            return 1.0 if self.open else 0.0
+        drawn, best = self._drawn(seed)
+        return float(np.mean(drawn.min(axis=1) < best + math.log1p(-margin)))
+
+    def lower_bound(self, probability: float, seed: int) -> float | None:
+        """The value that no candidate is expected to be below: a quantile of the least of all."""
+        if not self.ranked:
+            return None
+        reached = self.ranked[0].value
+        if not self.open:
+            return reached
+        drawn, _ = self._drawn(seed)
+        return min(reached, float(np.exp(np.quantile(drawn.min(axis=1), probability))))
+
+    def _drawn(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """[S, M] draws of the open candidates, infinite where they fail, and [S] of the best one."""
+        best = self.candidates.index(self.ranked[0].candidate)
+        samples = self.posterior.samples(seed)
+        fails = np.random.default_rng(seed + 1).random((len(samples), len(self.open)))
+        drawn = np.where(fails < self.chances_to_run[self.open], samples[:, self.open], np.inf)
+        return drawn, samples[:, best]
+
+    @functools.cached_property
+    def _entries(self) -> list[tuple[int, Entry]]:
+        found = ((index, self.ledger.get(one.key)) for index, one in enumerate(self.candidates))
+        return [(index, entry) for index, entry in found if entry is not None]
+
+    def _untried(self) -> list[Candidate]:
+        return [one for one in self.candidates if one.pruned is None and not self.ledger.judged(one.key)]
+
+    def _tried(self) -> list[tuple[int, Candidate, Entry]]:
+        return [
+            (index, self.candidates[index], entry)
+            for index, entry in self._entries
+            if entry.judged and entry.merged.succeeded
+        ]
+
+    def _fit(
+        self,
+        features: Features,
+        predicted: Sequence[float | None],
+        rows: Sequence[tuple[int, float, float]],
+    ) -> Posterior:
+        usable = [row for row in rows if row[1] > 0 and math.isfinite(row[1])]
+        logs = np.asarray([math.log(value) if value else math.nan for value in predicted])
+        return fit_posterior(
+            features,
+            logs,
+            np.asarray([row[0] for row in usable], dtype=np.int64),
+            np.asarray([math.log(row[1]) for row in usable]),
+            np.hypot(np.asarray([row[2] for row in usable]), drift(self.ledger, self.objective)),
+        )
+
+    @functools.cached_property
+    def _memory_shares(self) -> np.ndarray:
+        parts = np.asarray([one.estimate.memory if one.estimate else [0.0] * 6 for one in self.candidates])
+        total = np.maximum(parts.sum(axis=1, keepdims=True), 1.0)
+        shares: np.ndarray = parts / total
+        shares -= shares.mean(axis=0)
+        return shares

@@ -1,0 +1,131 @@
+"""Search settings, and the objective: one positive number for each candidate, the smaller the better."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.trial import TrialOutcome
+
+
+class SearchSettings(BaseModel):
+    """How the fully automatic mode searches. Frozen; every field has a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: Literal["time", "memory", "batch", "cost"] = Field(
+        default="time",
+        description="What is best: the shortest step, the least memory, the largest micro-batch that fits, or "
+        "the lowest cost per token.",
+    )
+    sampler: Literal["guided", "tpe", "gp", "exhaustive", "random"] = Field(
+        default="guided",
+        description="Which candidate is tried next: guided by the estimate and what was measured, by an Optuna "
+        "sampler, all of them, or any.",
+    )
+    time_limit_s: float | None = Field(default=None, gt=0, description="Seconds for the whole search.")
+    max_trials: int | None = Field(default=None, ge=1, description="Trials at most.")
+    memory_limit_gib: float | None = Field(
+        default=None, gt=0, description="GiB a rank may use; null for the device's memory less a reserve."
+    )
+    memory_reserve: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of the device's memory that is left free."
+    )
+    seed: int = Field(default=0, description="Of the samplers: same seed, same measurements, same choice.")
+    win_probability: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="The search ends when no untried candidate wins by more than the noise with this chance.",
+    )
+    max_micro_batches: int = Field(
+        default=8,
+        ge=1,
+        description="Largest number of micro-batches that accumulation may use; pipelines may use 4 for each rank. "
+        "Unless it is given, more are tried where nothing fits in memory otherwise.",
+    )
+    trial_deadline_s: float = Field(default=120.0, gt=0, description="Seconds after which a trial hangs.")
+    probe: bool = Field(
+        default=True,
+        description="Compare the winner's numbers with those of one process before it is returned.",
+    )
+    profile_database: str | None = Field(
+        default=None,
+        description="File of measured times of blocks: with one, each distinct block is timed once on this kind "
+        "of device, and read from there by later searches.",
+    )
+    re_profile: bool = Field(
+        default=False, description="Measure blocks anew instead of reading the database."
+    )
+
+
+class Objective:
+    """The number that a search minimises.
+
+    Seconds per step for ``time`` and for ``cost``, which is in proportion to it on a given cluster; bytes for
+    ``memory``; for ``batch`` the inverse of the largest batch.
+
+    Args:
+        settings: the settings of the search.
+        limit_bytes: bytes that one rank may use; 0 for any amount.
+    """
+
+    def __init__(self, settings: SearchSettings, limit_bytes: int = 0) -> None:
+        self.kind = settings.objective
+        self._limit = limit_bytes
+
+    @property
+    def counts_time(self) -> bool:
+        """Whether the number is a time."""
+        return self.kind in ("time", "cost")
+
+    def predicted(self, candidate: Candidate) -> float | None:
+        """From the estimate; ``None`` without one."""
+        if candidate.estimate is None:
+            return None
+        value = candidate.estimate.step_seconds
+        if self.kind == "memory":
+            value = candidate.estimate.peak_bytes
+        elif self.kind == "batch":
+            value = 1 / candidate.largest_batch if candidate.largest_batch else math.inf
+        return value if value > 0 and math.isfinite(value) else None
+
+    def measured(self, candidate: Candidate, outcome: TrialOutcome) -> float:
+        """From a trial that gave a step time.
+
+        Memory that was not measured counts as predicted. The largest batch is the predicted one, made smaller
+        where it would not fit with as many bytes more as the trial took above its own prediction.
+        """
+        if self.counts_time:
+            return outcome.median_seconds
+        predicted = candidate.estimate.peak_bytes if candidate.estimate is not None else 0.0
+        peak = float(max(outcome.peak_bytes, default=0)) or predicted
+        if self.kind == "memory":
+            return peak or math.inf
+        batch = self._corrected_batch(candidate, peak - predicted)
+        return 1 / batch if batch else math.inf
+
+    def _corrected_batch(self, candidate: Candidate, more_bytes: float) -> int:
+        """Samples of the largest step if every step takes ``more_bytes`` more than predicted; 0 if unknown.
+
+        The peak is taken to grow linearly from the given batch to the largest one.
+        """
+        largest, given = candidate.largest_batch or 0, candidate.given_batch or 0
+        peak, estimate = candidate.largest_batch_bytes, candidate.estimate
+        if not (self._limit and peak and given and estimate is not None) or largest <= given:
+            return largest
+        excess = peak + more_bytes - self._limit
+        slope = (peak - estimate.peak_bytes) / (largest - given)
+        if excess <= 0 or slope <= 0:
+            return largest
+        return max(given, int((largest - excess / slope) // given) * given)
+
+    def noise(self, outcome: TrialOutcome) -> float:
+        """Relative standard error of a measurement, as far as the steps of one trial show it."""
+        if not self.counts_time:
+            return 0.0
+        noise = outcome.noise_seconds / outcome.median_seconds if outcome.median_seconds > 0 else 0.0
+        return noise if math.isfinite(noise) else 0.1

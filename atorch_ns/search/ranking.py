@@ -1,0 +1,134 @@
+"""Ranking: the measured candidates by the objective, with their errors, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from atorch_ns.search.objective import Objective
+from atorch_ns.search.residual_model import DRIFT
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.trial import Ledger, TrialOutcome
+
+SAME_WITHIN = 0.03
+"""A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
+
+CONFIDENCE = 0.95
+"""One-sided confidence at which two candidates are taken to differ."""
+
+CONFIDENCE_Z = statistics.NormalDist().inv_cdf(CONFIDENCE)
+"""The same in standard errors of the difference."""
+
+
+@dataclass(frozen=True)
+class RankedCandidate:
+    """A candidate that was measured and may be chosen.
+
+    Attributes:
+        candidate: the candidate.
+        value: measured value of the objective.
+        error: relative standard error of the value, drift between trials included.
+        outcome: all its trials as one.
+        num_trials: number of its trials.
+    """
+
+    candidate: Candidate
+    value: float
+    error: float
+    outcome: TrialOutcome
+    num_trials: int
+
+
+def drift(ledger: Ledger, objective: Objective) -> float:
+    """Relative standard deviation between trials of one candidate, from those that were repeated.
+
+    The prior of two per cent counts as much as two repetitions.
+    """
+    if not objective.counts_time:
+        return 0.0
+    squares, number = 2 * DRIFT**2, 2
+    for _, entry in ledger:
+        medians = [math.log(one.median_seconds) for one in entry.outcomes if one.succeeded]
+        if len(medians) > 1:
+            squares += statistics.variance(medians) * (len(medians) - 1)
+            number += len(medians) - 1
+    return math.sqrt(squares / number)
+
+
+def rank_candidates(
+    candidates: Mapping[str, Candidate], ledger: Ledger, objective: Objective, limit_bytes: int
+) -> list[RankedCandidate]:
+    """The candidates that ran and fit, best first."""
+    between = drift(ledger, objective)
+    found = []
+    for key, entry in ledger:
+        if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
+            continue
+        if limit_bytes and max(outcome.peak_bytes, default=0) > limit_bytes:
+            continue
+        value = objective.measured(candidates[key], outcome)
+        if not (math.isfinite(value) and value > 0):
+            continue
+        number = len(entry.outcomes)
+        error = math.hypot(objective.noise(outcome), between / math.sqrt(number))
+        found.append(RankedCandidate(candidates[key], value, error, outcome, number))
+    return sorted(found, key=lambda one: (one.value, one.candidate.key))
+
+
+def tied_with_best(ranked: list[RankedCandidate]) -> list[RankedCandidate]:
+    """The candidates that are as good as the first, itself among them.
+
+    The baseline, where it is not worse beyond the noise; others, where besides they are not worse by
+    more than three per cent. The best of many is partly luck: against the baseline, the confidence holds for
+    all of them together (Bonferroni).
+    """
+    baseline_z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(ranked) - 1))
+    best = ranked[0]
+
+    def as_good(one: RankedCandidate) -> bool:
+        error = math.hypot(one.error * one.value, best.error * best.value)
+        if one.candidate.is_baseline:
+            return one.value - best.value <= baseline_z * error
+        return one.value - best.value <= min(CONFIDENCE_Z * error, SAME_WITHIN * best.value)
+
+    return [one for one in ranked if as_good(one)]
+
+
+def choose(ranked: list[RankedCandidate], objective: Objective) -> RankedCandidate | None:
+    """The winner: of those that noise cannot tell from the best, the baseline, else the simplest.
+
+    Simple is: fewer methods, fewer settings, less memory. For the largest batch, speed decides instead.
+    """
+    if not ranked:
+        return None
+    tied = tied_with_best(ranked)
+    plain = next((one for one in tied if one.candidate.is_baseline), None)
+    if plain is not None:
+        return plain
+    if objective.kind == "batch":
+        return min(tied, key=lambda one: (one.outcome.median_seconds, one.candidate.key))
+    return min(tied, key=_complexity)
+
+
+def noise(ranked: Iterable[RankedCandidate]) -> float:
+    """Median relative standard error of all trials that ran, drift between trials included; 0 before any."""
+    errors = [one.error for one in ranked]
+    return statistics.median(errors) if errors else 0.0
+
+
+def step_noise(ranked: Iterable[RankedCandidate]) -> float:
+    """The same from the steps of each trial alone (``noise_seconds`` over ``median_seconds``), as in every ``±``."""
+    errors = [one.outcome.noise_seconds / one.outcome.median_seconds for one in ranked]
+    known = [error for error in errors if math.isfinite(error)]
+    return statistics.median(known) if known else 0.0
+
+
+def _complexity(one: RankedCandidate) -> tuple[float, ...]:
+    steps = one.candidate.steps
+    settings = sum(len(config) for _, config in steps if isinstance(config, Mapping))
+    peak = max(one.outcome.peak_bytes, default=0)
+    if not peak and one.candidate.estimate is not None:
+        peak = int(one.candidate.estimate.peak_bytes)
+    return (len(steps), settings, peak, one.value)

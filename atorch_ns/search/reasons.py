@@ -1,0 +1,254 @@
+"""Reasons: why each candidate won, lost, failed or was not tried, in one sentence with its numbers."""
+
+from __future__ import annotations
+
+import math
+
+from atorch_ns.search.knowledge import Knowledge
+from atorch_ns.search.ranking import RankedCandidate, tied_with_best
+from atorch_ns.search.space.candidate import Candidate, Fate, largest_part
+from atorch_ns.search.trial import Entry
+from atorch_ns.text import bytes_text, factor_text, seconds_text
+
+UNEXPLAINED = "its predicted and measured memory does not explain"
+"""Words about a trial that ran out of memory far below the limit."""
+
+STATES = ("parameters", "gradients", "optimizer")
+
+
+def nearest_miss(knowledge: Knowledge) -> str:
+    """One sentence: what came nearest, what it lacks, what to do. Empty if there are no candidates."""
+    ledger, limit_bytes = knowledge.ledger, knowledge.limit_bytes
+    found = (_over(one, knowledge) for one in knowledge.candidates)
+    over = [miss for miss in found if miss is not None]
+    other = [
+        (one, entry)
+        for one in knowledge.candidates
+        if (entry := ledger.get(one.key)) is not None and not entry.merged.succeeded
+    ]
+    unexplained = any(
+        entry.merged.status != "out of memory" or one.key not in knowledge.short_of_memory
+        for one, entry in other
+    )
+    if over and not (unexplained and all(ledger.get(one.key) is None for _, _, one in over)):
+        excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
+        where = f"rank {rank}" if rank is not None else "every rank"
+        predicted = "" if ledger.get(nearest.key) is not None else ", predicted"
+        need = f"needs {bytes_text(excess)} more on {where} than {bytes_text(limit_bytes)}{predicted}"
+        part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
+        return f"{nearest.label} comes nearest: it {need}{part}; {_advice(nearest, knowledge)}"
+    if other:
+        one, entry = other[0]
+        why = entry.merged.reason or entry.merged.status
+        if entry.merged.status == "out of memory":
+            why = f"out of memory, which {UNEXPLAINED}: {entry.merged.reason or 'no message'}"
+        kinds = {entry.merged.status for _, entry in other}
+        same = " All trials ended so." if len(other) > 1 and len(kinds) == 1 else ""
+        return f"{one.label} ended: {why}.{same} See its log: {entry.merged.log or 'none was kept'}"
+    return ""
+
+
+def _over(one: Candidate, knowledge: Knowledge) -> tuple[float, int | None, Candidate] | None:
+    """The bytes by which a candidate misses the limit, and on which rank; ``None`` if that is not its trouble."""
+    entry, limit_bytes = knowledge.ledger.get(one.key), knowledge.limit_bytes
+    predicted = one.predicted_bytes or 0.0
+    if entry is None:
+        short = one.pruned is not None and one.pruned.kind == "memory" and limit_bytes
+        return (predicted - limit_bytes, None, one) if short else None
+    outcome = entry.merged
+    peak = max(outcome.peak_bytes, default=0)
+    if outcome.status == "out of memory" and one.key in knowledge.short_of_memory:
+        return max(peak, predicted, limit_bytes) - limit_bytes, outcome.rank, one
+    if outcome.succeeded and limit_bytes and peak > limit_bytes:
+        return peak - limit_bytes, outcome.peak_bytes.index(peak), one
+    return None
+
+
+def _advice(nearest: Candidate, knowledge: Knowledge) -> str:
+    if nearest.pruned is not None and nearest.pruned.hint:
+        return nearest.pruned.hint
+    has = {name for name, _ in nearest.steps}
+    smaller = [
+        one
+        for one in knowledge.candidates
+        if one.pruned is None
+        and knowledge.ledger.get(one.key) is None
+        and one.key not in knowledge.learned
+        and one.estimate is not None
+        and nearest.estimate is not None
+        and one.estimate.peak_bytes < nearest.estimate.peak_bytes
+    ]
+    if smaller:
+        best = min(smaller, key=lambda one: one.predicted_bytes or 0.0)
+        new = [name for name, _ in best.steps if name not in has]
+        return f"try {' and '.join(new) or best.label}, which was not tried"
+    if nearest.estimate is not None:
+        memory = nearest.estimate.memory._asdict()
+        if sum(memory[name] for name in STATES) > sum(memory.values()) / 2:
+            return (
+                "use more ranks to divide parameters and optimizer states over, or devices with more memory"
+            )
+        return "use a smaller global batch or shorter samples, or devices with more memory"
+    return "use a smaller global batch, more ranks, or devices with more memory"
+
+
+class Reasons:
+    """The sentences of one search.
+
+    Args:
+        knowledge: all that follows from the trials.
+        stop_reason: why the search ended, for candidates that were not tried.
+        batch: samples in a trial's step; 0 if unknown.
+        unmeasured: the candidate chosen by prediction, if the search ended before anything was measured.
+    """
+
+    def __init__(
+        self, knowledge: Knowledge, stop_reason: str, *, batch: int, unmeasured: Candidate | None
+    ) -> None:
+        self._batch = batch
+        self._unmeasured = unmeasured
+        self._knowledge = knowledge
+        self._objective = knowledge.objective
+        self._limit = knowledge.limit_bytes
+        self._stop_reason = stop_reason
+        self._ranked = {one.candidate.key: one for one in knowledge.ranked}
+        self._rejected = knowledge.ledger.rejected
+        self._winner = knowledge.winner
+
+    def of(self, index: int) -> tuple[Fate, str]:
+        """Fate and reason of the candidate with that index in the knowledge."""
+        entry = self._knowledge.ledger.get(self._knowledge.candidates[index].key)
+        fate, reason = self._of(index, entry)
+        if entry is None or not entry.lost or not entry.outcomes:
+            return fate, reason
+        last, number = entry.lost[-1], len(entry.lost)
+        why = f"{last.status}: {last.reason}" if last.reason else last.status
+        return fate, f"{reason}; after {number} failed attempt{'s' if number > 1 else ''}: {why}"
+
+    def _of(self, index: int, entry: Entry | None) -> tuple[Fate, str]:
+        candidate = self._knowledge.candidates[index]
+        if candidate.key in self._rejected:
+            return "failed", self._rejected[candidate.key]
+        ranked = self._ranked.get(candidate.key)
+        if ranked is not None:
+            if self._winner is not None and candidate.key == self._winner.candidate.key:
+                return "won", self._won(ranked)
+            return "lost", self._lost(ranked)
+        if entry is not None and entry.judged:
+            return "failed", self._failed(entry, candidate)
+        if candidate is self._unmeasured:
+            begun = f"; its trial: {entry.merged.reason}" if entry is not None else ""
+            return "won", self._chosen_unmeasured(candidate) + begun
+        if candidate.pruned is not None:
+            hint = f"; {candidate.pruned.hint}" if candidate.pruned.hint else ""
+            return "pruned", candidate.pruned.reason + hint
+        if candidate.key in self._knowledge.learned:
+            return "pruned", self._knowledge.learned[candidate.key]
+        if entry is not None and self._stop_reason:
+            return "failed", f"{self._failed(entry, candidate)}; not tried again: {self._stop_reason}"
+        return "untried", self._untried(index, candidate)
+
+    def _won(self, one: RankedCandidate) -> str:
+        text = self._shown(one)
+        if self._objective.kind != "batch":
+            text += f", measured over {len(one.outcome.step_seconds)} steps"
+        ranked = self._knowledge.ranked
+        if ranked[0].candidate.key != one.candidate.key:
+            better = ranked[0]
+            why = f"this {self._why_preferred(one)}"
+            return f"{text}; {better.candidate.label} ({self._shown(better)}) is not better beyond the noise, and {why}"
+        plain = next((other for other in ranked if other.candidate.is_baseline), None)
+        if plain is not None and plain is not one:
+            return f"{text}; the baseline {self._worse(plain, one)} ({self._shown(plain)})"
+        return text
+
+    def _lost(self, one: RankedCandidate) -> str:
+        winner = self._winner
+        if winner is None:
+            return self._shown(one)
+        shown = f"{self._shown(one)} against {self._shown(winner)}"
+        if self._objective.kind != "batch":
+            shown = f"measured {shown}"
+        if one in tied_with_best(self._knowledge.ranked):
+            why = f"{winner.candidate.label} {self._why_preferred(winner)}"
+            return f"not better beyond the noise ({shown}), and {why}"
+        return f"{self._worse(one, winner)} ({shown})".removeprefix("is ").removeprefix("takes ")
+
+    def _why_preferred(self, winner: RankedCandidate) -> str:
+        """Why it is taken where noise cannot tell it from the best."""
+        if winner.candidate.is_baseline:
+            return "is the baseline"
+        return "is faster" if self._objective.kind == "batch" else "is simpler"
+
+    def _worse(self, one: RankedCandidate, winner: RankedCandidate) -> str:
+        """How much worse one is than the winner, as a verb and its object."""
+        ratio = one.value / winner.value
+        if self._objective.kind == "memory":
+            return f"needs {ratio - 1:.0%} more memory" if ratio >= 1.005 else "needs about as much memory"
+        if self._objective.kind == "batch":
+            return "holds a smaller batch" if ratio > 1 else "holds the same batch"
+        words = time_against(ratio)
+        return f"{'takes' if words.endswith(' time') else 'is'} {words}"
+
+    def _chosen_unmeasured(self, one: Candidate) -> str:
+        predicted = ""
+        if one.estimate is not None:
+            predicted = f"; predicted {seconds_text(one.estimate.step_seconds)}"
+        what = "it is the baseline" if one.is_baseline else "it is predicted to be the best that fits"
+        ended = f" ({self._stop_reason})" if self._stop_reason else ""
+        return f"the search was ended before anything was measured{ended}, and {what}{predicted}"
+
+    def _failed(self, entry: Entry, candidate: Candidate) -> str:
+        outcome = entry.merged
+        if outcome.succeeded:
+            peak = max(outcome.peak_bytes, default=0)
+            if self._limit and peak > self._limit:
+                rank = outcome.peak_bytes.index(peak)
+                return f"needs {bytes_text(peak)} of {bytes_text(self._limit)} (measured on rank {rank})"
+            return f"gave no usable figures: {outcome.median_seconds} s"
+        where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
+        why = f": {outcome.reason}" if outcome.reason else ""
+        again = ", twice" if len(entry.lost) > 1 and not entry.outcomes else ""
+        log = f" (log: {outcome.log})" if outcome.log else ""
+        odd = ""
+        if outcome.status == "out of memory" and candidate.key not in self._knowledge.short_of_memory:
+            needed = bytes_text(candidate.predicted_bytes or 0.0)
+            odd = f", which {UNEXPLAINED} (predicted {needed} of {bytes_text(self._limit)})"
+        return f"{outcome.status}{again}{where}{odd}{why}{log}"
+
+    def _untried(self, index: int, candidate: Candidate) -> str:
+        note = f"not tried: {self._stop_reason}" if self._stop_reason else "not tried yet"
+        if candidate.estimate is None:
+            return note
+        if self._objective.kind == "batch" and candidate.largest_batch:
+            return f"predicted to hold {candidate.largest_batch} samples; {note}"
+        if self._winner is None or not self._objective.counts_time:
+            return f"predicted {seconds_text(candidate.estimate.step_seconds)}; {note}"
+        posterior = self._knowledge.posterior
+        seconds = math.exp(posterior.mean[index])
+        against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {seconds_text(self._winner.value)}"
+        return f"predicted {time_against(seconds / self._winner.value)} ({against}); {note}"
+
+    def _shown(self, one: RankedCandidate) -> str:
+        if self._objective.counts_time:
+            noise = one.outcome.noise_seconds
+            spread = f" ± {seconds_text(noise)}" if math.isfinite(noise) else ""
+            return f"{seconds_text(one.value)}{spread}"
+        if self._objective.kind == "memory":
+            return bytes_text(one.value)
+        trial = f"a trial of {self._batch} samples" if self._batch else "a trial"
+        return f"a batch of {1 / one.value:.0f} samples, predicted from {trial}"
+
+
+def time_against(ratio: float) -> str:
+    """A time compared with another that it is ``ratio`` times as long as.
+
+    ``"2.00× the time"`` from twice as long on, ``"31% slower"`` below, ``"20% less time"`` if it is shorter.
+    """
+    if ratio >= 1.995:
+        return f"{factor_text(ratio)} the time"
+    if ratio >= 1.005:
+        return f"{ratio - 1:.0%} slower"
+    if ratio > 0.995:
+        return "as fast within the noise"
+    return f"{1 - ratio:.0%} less time"

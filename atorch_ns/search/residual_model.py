@@ -1,0 +1,151 @@
+"""The residual model: what trials teach about predictions, as a Gaussian process over candidates.
+
+The logarithm of measured over predicted is taken to be the sum of a factor common to all candidates, a factor
+for each part of the step in proportion to its share, a factor for each method and setting, and a rest of each
+candidate's own, all Gaussian with mean zero. With few trials the prior keeps the factors small. The prior's
+widths are those of an estimate that has the order of candidates mostly right and the scale possibly not: the
+common factor e±1, a part e±0.5, a method ±20%, a candidate ±8%; the scale of all but the first is fitted to
+what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atorch_ns.estimate import TimeParts
+from atorch_ns.search.space.candidate import Candidate, named_features
+
+COMMON, PART, MARK, OWN = 1.0, 0.5, 0.2, 0.08
+MARK_UNPRICED = 0.4
+"""Width of a method's factor where there is no estimate to correct."""
+
+SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
+"""Widths that are tried, as factors on those above; far ones are less likely: ±0.5 in the logarithm."""
+
+DRIFT = 0.02
+"""Relative standard deviation between two trials of one candidate, as far as their steps do not show it."""
+
+NUM_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class Features:
+    """In what respects the N candidates of a search resemble each other.
+
+    Attributes:
+        indicators: [N, K] 1 where a candidate has a method or setting; those that all have are left out.
+        shares: [N, P] shares of the parts in the predicted step, less their means; zeros without estimates.
+        methods: the names of the methods of each candidate.
+    """
+
+    indicators: np.ndarray
+    shares: np.ndarray
+    methods: tuple[frozenset[str], ...]
+
+
+def read_features(candidates: Sequence[Candidate]) -> Features:
+    """The features of these candidates."""
+    sets = [set(named_features(one)) for one in candidates]
+    common = set.intersection(*sets) if sets else set()
+    names = sorted(set().union(*sets) - common)
+    indicators = np.asarray([[float(name in one) for name in names] for one in sets])
+    times = [one.estimate.time if one.estimate is not None else None for one in candidates]
+    num_parts = len(TimeParts._fields)
+    shares = np.asarray(
+        [
+            [part / time.total for part in time] if time is not None and time.total > 0 else [0.0] * num_parts
+            for time in times
+        ]
+    ).reshape(len(sets), num_parts)
+    known = np.asarray([time is not None for time in times], dtype=bool)
+    if known.any():
+        shares = np.where(known[:, None], shares - shares[known].mean(axis=0), 0.0)
+    methods = tuple(frozenset(name for name, _ in one.steps) for one in candidates)
+    return Features(indicators.reshape(len(sets), len(names)), shares, methods)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The joint distribution of all N candidates' logarithms after some trials.
+
+    Attributes:
+        mean: [N] expected values.
+        covariance: [N, N] covariances.
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+
+    @property
+    def deviation(self) -> np.ndarray:
+        """[N] standard deviations."""
+        deviation: np.ndarray = np.sqrt(np.maximum(np.diag(self.covariance), 0.0))
+        return deviation
+
+    def samples(self, seed: int) -> np.ndarray:
+        """[S, N] draws from the joint distribution; the same for the same seed."""
+        values, vectors = np.linalg.eigh(self.covariance)
+        root = vectors * np.sqrt(np.maximum(values, 0.0))
+        normal = np.random.default_rng(seed).standard_normal((NUM_SAMPLES, len(self.mean)))
+        drawn: np.ndarray = self.mean + normal @ root.T
+        return drawn
+
+
+def fit_posterior(
+    features: Features,
+    predicted: np.ndarray,
+    tried: np.ndarray,
+    measured: np.ndarray,
+    noise: np.ndarray,
+) -> Posterior:
+    """The posterior after some trials.
+
+    Args:
+        features: what the N candidates have in common.
+        predicted: [N] logarithms of the predictions; NaN without one.
+        tried: [M] indices of candidates that were measured.
+        measured: [M] logarithms of what was measured.
+        noise: [M] relative standard errors.
+    """
+    priced = np.isfinite(predicted)
+    centre = float(np.median(predicted[priced])) if priced.any() else 0.0
+    prior = np.where(priced, predicted, centre)
+    fixed, scaled = _kernels(features, priced)
+    if len(tried) == 0:
+        return Posterior(prior, fixed + scaled)
+    residual = measured - prior[tried]
+    errors = np.diag(noise**2 + DRIFT**2)
+    scale = _likeliest(fixed, scaled, tried, residual, errors)
+    kernel = fixed + scale**2 * scaled
+    gain = np.linalg.solve(kernel[np.ix_(tried, tried)] + errors, kernel[tried]).T
+    return Posterior(prior + gain @ residual, kernel - gain @ kernel[tried])
+
+
+def _kernels(features: Features, priced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The covariance of the common factor, and that of all others."""
+    number = len(priced)
+    mark = MARK if priced.all() else MARK_UNPRICED
+    common = np.full((number, number), COMMON**2 if priced.all() else (3 * COMMON) ** 2)
+    indicators, shares = features.indicators - features.indicators.mean(axis=0), features.shares
+    others = mark**2 * indicators @ indicators.T + PART**2 * shares @ shares.T + OWN**2 * np.eye(number)
+    return common, others
+
+
+def _likeliest(
+    fixed: np.ndarray, scaled: np.ndarray, tried: np.ndarray, residual: np.ndarray, errors: np.ndarray
+) -> float:
+    """The scale under which the residuals are likeliest, its own prior counted."""
+    if len(tried) < 3:
+        return 1.0
+    block = np.ix_(tried, tried)
+
+    def score(scale: float) -> float:
+        covariance = fixed[block] + scale**2 * scaled[block] + errors
+        _, determinant = np.linalg.slogdet(covariance)
+        fit = residual @ np.linalg.solve(covariance, residual)
+        return float(-0.5 * (fit + determinant) - 0.5 * (np.log(scale) / 0.5) ** 2)
+
+    return max(SCALES, key=score)

@@ -1,0 +1,333 @@
+"""Search: hands out trials, takes their outcomes, and gives at any moment the best candidate and the reasons."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from atorch_ns.search.budget import TimeBudget, default_max_trials, stop_reason
+from atorch_ns.search.conclude import conclude
+from atorch_ns.search.knowledge import Knowledge
+from atorch_ns.search.objective import Objective, SearchSettings
+from atorch_ns.search.outcome import SearchOutcome, Setting
+from atorch_ns.search.ranking import CONFIDENCE_Z
+from atorch_ns.search.residual_model import read_features
+from atorch_ns.search.sampler import make_sampler
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.trial import Ledger, StopRule, TrialOutcome, TrialTask
+from atorch_ns.text import seconds_text
+
+CONFIRM_WITHIN = 0.1
+"""The winner and its closest rival are run once more if they differ by less than this share."""
+
+CONFIRM_PLAIN_WITHIN = 0.5
+"""The same share for the winner and the plain strategy, which was measured first: machines drift that much."""
+
+KNOWN_WITHIN = 0.1
+"""A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
+
+OUT_OF_MEMORY = 2
+"""After this many trials without memory and none with a result, the smallest candidate is tried."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A strategy that an earlier search of the same setting found.
+
+    Attributes:
+        key: the candidate's key.
+        seconds: its median step in that search.
+    """
+
+    key: str
+    seconds: float
+
+
+class Recorder(Protocol):
+    """Keeps trials for later searches; must not raise."""
+
+    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
+        """Keeps one trial."""
+
+
+class Search:
+    """A search over a list of candidates. Pure but for the clock; one trial at a time.
+
+    The plain strategy is tried first, if it is predicted to fit; then whatever the sampler chooses. The
+    winner and a close rival are run once more, and the winner's numbers are probed against one process.
+
+    Args:
+        setting: model, machine and workload of the search.
+        settings: objective, sampler and limits.
+        candidates: the candidates of :func:`~atorch_ns.search.explore`.
+        clock: seconds, from any origin.
+        known: a strategy to try first; if its trial confirms it, the search ends.
+        recorder: keeps every trial that shows something about its candidate.
+
+    Raises:
+        MissingPackageError: if the sampler needs a package that is not there.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        settings: SearchSettings,
+        candidates: Iterable[Candidate],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        known: Known | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.setting = setting
+        self.settings = settings
+        self.candidates = tuple(candidates)
+        self._budget = TimeBudget(setting, settings, clock)
+        self._known = known
+        self._recorder = recorder
+        self._sampler = make_sampler(settings)
+        self._objective = Objective(settings, setting.memory_limit_bytes)
+        self._features = read_features(self.candidates)
+        self._by_key = {one.key: one for one in self.candidates}
+        self._ledger = Ledger()
+        self._task: TrialTask | None = None
+        self._last_id = 0
+        self._stop_reason = ""
+        self._cancelled = ""
+        self._out_of_time = False
+        self._over = False
+        self._confirming: list[str] = []
+        self._confirmed = False
+        self._seconds: float | None = None
+        self._knowledge = self._know()
+
+    # ---- what the engine calls
+
+    def ask(self) -> TrialTask | None:
+        """The next trial; the same one until it is told; ``None`` when the search is over."""
+        if self._task is None and not self._over:
+            self._task = self._next()
+            if self._task is None:
+                self._over = True
+                self._seconds = self._budget.elapsed
+        return self._task
+
+    def tell(self, task_id: int, outcome: TrialOutcome) -> None:
+        """Takes the outcome of a trial; that of any other trial than the one asked for is ignored."""
+        task = self._task
+        if task is None or task.id != task_id:
+            return
+        self._task = None
+        if task.kind == "probe":
+            self._ledger.probes[task.key] = outcome
+        else:
+            if outcome.status == "hung" and self._budget.is_short and self._budget.left <= 0:
+                outcome = replace(outcome, status="cancelled", reason=self._too_little_time(task))
+            self._ledger.add(task.key, outcome)
+            if self._recorder is not None and outcome.status != "cancelled":
+                self._recorder.record(self.setting, self._by_key[task.key], task, outcome)
+        self._knowledge = self._know()
+
+    def resume(self, key: str, outcome: TrialOutcome) -> bool:
+        """Adds a trial of an earlier search; returns whether this search has such a candidate."""
+        if key not in self._by_key:
+            return False
+        self._ledger.add(key, outcome, resumed=True)
+        self._knowledge = self._know()
+        return True
+
+    def cancel(self, reason: str) -> None:
+        """Ends the search at once; what was found so far stands.
+
+        Before any measurement, the outcome chooses by prediction, unless trials have failed.
+        """
+        if not self._over:
+            self._cancelled = reason
+            self._over = True
+            self._task = None
+            self._seconds = self._budget.elapsed
+
+    @property
+    def best(self) -> str | None:
+        """Key of what would be chosen now; ``None`` before any trial that ran and fits."""
+        winner = self._knowledge.winner
+        return winner.candidate.key if winner is not None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no trial will follow."""
+        return self._over
+
+    def outcome(self) -> SearchOutcome:
+        """Everything found so far."""
+        return conclude(
+            self.setting,
+            self.settings,
+            self._knowledge,
+            stop_reason=self._cancelled or self._stop_reason,
+            seconds=self._budget.elapsed if self._seconds is None else self._seconds,
+            cut_short=bool(self._cancelled) or self._out_of_time,
+            over=self._over,
+        )
+
+    # ---- what is next
+
+    def _next(self) -> TrialTask | None:
+        key = None if self._stop_reason else self._explore()
+        key = key or self._confirm()
+        if key is not None:
+            return self._trial(key)
+        winner = self._knowledge.winner
+        if winner is None:
+            if not self._ledger.rejected or not self._knowledge.open:
+                return None
+            self._stop_reason = ""  # the check of numerics has ruled out all that was measured
+            key = self._explore()
+            return None if key is None else self._trial(key)
+        if self.settings.probe and winner.candidate.key not in self._ledger.probes:
+            deadline_s = self._budget.probe_deadline(winner.candidate)
+            return self._task_of(winner.candidate, StopRule(), deadline_s, "probe")
+        return None
+
+    def _explore(self) -> str | None:
+        """The next candidate; ``None``, with the reason noted, when enough has been tried."""
+        again = next((key for key, entry in self._ledger if not entry.judged), None)
+        if self._budget.left <= 0:
+            self._stop_reason = self._time_was_short()
+            return None
+        if again is not None and again not in self._knowledge.learned:
+            if self.settings.max_trials is None or self._ledger.num_run < self.settings.max_trials:
+                return again
+            self._stop_reason = f"max_trials={self.settings.max_trials} was reached"
+            return None
+        self._stop_reason = self._confirmed_known() or stop_reason(self._knowledge, self.settings)
+        if self._stop_reason:
+            return None
+        usual = self._budget.usual_cost(self._by_key, self._ledger)
+        open_ = self._knowledge.open
+        affordable = [index for index in open_ if self._budget.affords(self.candidates[index], usual)]
+        if not self._ledger.num_run:
+            affordable = open_
+        if affordable:
+            return self.candidates[self._pick(affordable, usual)].key
+        self._stop_reason = self._time_was_short() if open_ else self._all_tried()
+        return None
+
+    def _too_little_time(self, task: TrialTask) -> str:
+        return (
+            f"it was not done when the time limit of {self.settings.time_limit_s:g} s ended, {task.deadline_s:.3g} s "
+            "after it began; on a slow or busy machine the limit must be longer"
+        )
+
+    def _time_was_short(self) -> str:
+        self._out_of_time = True
+        number = self._ledger.num_run
+        trials = f"{number or 'no'} trial{'s' if number > 1 else ''}"
+        return f"the time limit of {self.settings.time_limit_s:g} s left time for {trials}"
+
+    def _all_tried(self) -> str:
+        """Why there is no candidate left to try."""
+        short = [
+            one
+            for one in self.candidates
+            if one.key in self._knowledge.too_large
+            or (one.pruned is not None and one.pruned.kind == "memory")
+        ]
+        if len(self._ledger):
+            return f"every candidate{' that may fit in memory' if short else ''} was tried"
+        return "no candidate fits in memory" if short else "there is no candidate that could be tried"
+
+    def _pick(self, open_: list[int], usual_cost: float) -> int:
+        """The known strategy, the plain one, then the sampler's choice; if memory is short, the smallest."""
+        if self._known is not None and not len(self._ledger):
+            for index in open_:
+                if self.candidates[index].key == self._known.key:
+                    return index
+        for index in open_:
+            if self.candidates[index].is_baseline:
+                return index
+        if not self._knowledge.ranked and self._knowledge.num_out_of_memory >= OUT_OF_MEMORY:
+            return min(open_, key=self._predicted_bytes)
+        return self._sampler(self._knowledge, open_, usual_cost)
+
+    def _predicted_bytes(self, index: int) -> float:
+        predicted = self.candidates[index].predicted_bytes
+        return math.inf if predicted is None else predicted
+
+    def _confirmed_known(self) -> str:
+        """Why the strategy of an earlier search is enough; empty if it is not."""
+        if self._known is None or len(self._ledger) != 1 or not self._knowledge.ranked:
+            return ""
+        one = self._knowledge.ranked[0]
+        slower = one.outcome.median_seconds / self._known.seconds - 1
+        if one.candidate.key != self._known.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * one.error):
+            return ""
+        now, then = seconds_text(one.outcome.median_seconds), seconds_text(self._known.seconds)
+        return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
+
+    def _confirm(self) -> str | None:
+        """Winner and closest rival in turn, once, where they are close: machines drift between trials."""
+        if not self._confirmed:
+            self._confirmed = True
+            self._confirming = self._rivals()
+        while self._confirming:
+            key = self._confirming.pop(0)
+            limit = self.settings.max_trials or default_max_trials(self._knowledge)
+            usual = self._budget.usual_cost(self._by_key, self._ledger)
+            if self._ledger.num_run < limit and self._budget.affords(self._by_key[key], usual):
+                return key
+        return None
+
+    def _rivals(self) -> list[str]:
+        """The two candidates worth a repetition: the plain strategy or the next best, and the best; or none."""
+        ranked = self._knowledge.ranked
+        if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranked) < 2:
+            return []
+        best, *others = ranked
+        near = []
+        for one in others:
+            within = CONFIRM_PLAIN_WITHIN if one.candidate.is_baseline else CONFIRM_WITHIN
+            if one.value <= best.value * (1 + within):
+                near.append(one)
+        if not near or best.num_trials > 1:
+            return []
+        rival = next((one for one in near if one.candidate.is_baseline), near[0])
+        return [rival.candidate.key, best.candidate.key]
+
+    # ---- tasks
+
+    def _trial(self, key: str) -> TrialTask:
+        one = self._by_key[key]
+        ranked = self._knowledge.ranked
+        predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(one)])
+        best = ranked[0] if ranked else None
+        rule = self._budget.rule(best, predicted, times=self._objective.counts_time)
+        deadline = self._budget.deadline(
+            one, rule, predicted if ranked and one.estimate is not None else None
+        )
+        return self._task_of(one, rule, deadline, "trial")
+
+    def _task_of(
+        self, one: Candidate, rule: StopRule, deadline_s: float, kind: Literal["trial", "probe"]
+    ) -> TrialTask:
+        self._last_id += 1
+        return TrialTask(
+            id=self._last_id,
+            key=one.key,
+            steps=one.steps,
+            rule=rule,
+            deadline_s=deadline_s,
+            attempt=self._ledger.attempts(one.key) if kind == "trial" else 0,
+            kind=kind,
+        )
+
+    def _know(self) -> Knowledge:
+        return Knowledge(
+            self.candidates,
+            self._features,
+            self._ledger,
+            self._objective,
+            self.setting.memory_limit_bytes,
+        )

@@ -1,0 +1,164 @@
+"""Candidate: one strategy of the search space, with its key, its label and what it is predicted to cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+from atorch_ns.estimate import Estimate
+from atorch_ns.method import ORDER, Chosen, Phase, Resolved
+from atorch_ns.strategy import MODEL_AXES, Step, Strategy, canonical_text
+from atorch_ns.text import bytes_text
+
+Fate = Literal["won", "lost", "failed", "pruned", "untried"]
+"""What became of a candidate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """Why a candidate is not worth a trial.
+
+    Attributes:
+        kind: ``"memory"`` (does not fit), ``"slower"`` (the estimate rules it out), ``"same"`` (amounts to
+            another candidate), ``"impossible"`` (refused when it was resolved).
+        reason: one sentence with its numbers.
+        hint: what would help, as a clause; empty if nothing is known to.
+    """
+
+    kind: Literal["memory", "slower", "same", "impossible"]
+    reason: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One strategy of the space. Plain values only, so it travels as JSON (pydantic's ``TypeAdapter``).
+
+    Attributes:
+        key: short, unique, the same on every rank and in every run: a digest of the steps.
+        steps: ``(name, config)`` of each method, as in a strategy file; configs are JSON values.
+        label: the steps in a few words, for tables.
+        estimate: the predicted cost; ``None`` where it could not be priced.
+        is_baseline: whether this is the plain strategy that others are compared with.
+        pruned: why it will not be tried; ``None`` if it may.
+        setup_seconds: predicted time that a trial needs beyond the usual before its first step (compilation).
+        largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
+        largest_batch_bytes: the peak that is predicted for that step.
+        given_batch: samples of the step that the estimate and the trials are of, given with ``largest_batch``.
+        refusal_keys: by method, a digest of all that its refusal would depend on, for methods that declare it.
+    """
+
+    key: str
+    steps: tuple[tuple[str, Any], ...]
+    label: str
+    estimate: Estimate | None = None
+    is_baseline: bool = False
+    pruned: Pruned | None = None
+    setup_seconds: float = 0.0
+    largest_batch: int | None = None
+    largest_batch_bytes: float | None = None
+    given_batch: int | None = None
+    refusal_keys: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The candidate as a strategy."""
+        return Strategy(self.steps)
+
+    @property
+    def predicted_bytes(self) -> float | None:
+        """The predicted peak; ``None`` without an estimate."""
+        return None if self.estimate is None else self.estimate.peak_bytes
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """The predicted step; ``None`` without an estimate."""
+        return None if self.estimate is None else self.estimate.step_seconds
+
+
+def named_features(candidate: Candidate) -> dict[str, str]:
+    """The settings of a candidate's methods by ``method`` and ``method.key=value``, each ``"on"``."""
+    found: dict[str, str] = {}
+    for name, config in candidate.steps:
+        found[name] = "on"
+        for key, value in (config if isinstance(config, Mapping) else {}).items():
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+            found[f"{name}.{key}={text}"] = "on"
+    return found
+
+
+def refusal_keys(resolved: Resolved) -> tuple[tuple[str, str], ...]:
+    """By method, a digest of all that its refusal to be applied to this job's model would depend on.
+
+    That is its config, the sizes of the axes that divide the model, the methods that change the model before it,
+    and the fields of the plan that it names (:attr:`~atorch_ns.method.Method.refuses_by`). A method that names
+    none has no entry: its refusal implies nothing for other strategies.
+    """
+    return tuple(
+        (item.method.name, _refusal_key(item, resolved))
+        for item in resolved.chosen
+        if item.method.refuses_by is not None
+    )
+
+
+def _refusal_key(item: Chosen, resolved: Resolved) -> str:
+    place, plan = ORDER.index(item.method.phase), resolved.plan
+    before = [
+        [other.method.name, other.config.as_json()]
+        for other in resolved.chosen
+        if other.method.phase is not Phase.MESH and ORDER.index(other.method.phase) <= place
+    ]
+    named = {name: repr(attrgetter(name)(plan)) for name in item.method.refuses_by or ()}
+    sizes = {axis: plan.size(axis) for axis in MODEL_AXES}
+    seen: list[Any] = [item.method.name, before, sizes, repr(plan.rank_order), named]
+    return hashlib.sha256(canonical_text(seen).encode()).hexdigest()[:12]
+
+
+def largest_part(estimate: Estimate) -> str:
+    """The largest part of the predicted memory, as ``"activations 6.1 GiB"``."""
+    parts = estimate.memory._asdict()
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} {bytes_text(parts[name])}"
+
+
+def key_of(steps: Iterable[Step]) -> str:
+    """A digest of the steps, the same in every process."""
+    text = canonical_text([[step.name, step.config] for step in steps])
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def label_of(steps: Iterable[Step], *, leave_out: Iterable[str] = ()) -> str:
+    """The steps in a few words: ``"fsdp + amp_native(bfloat16)"``.
+
+    Args:
+        steps: of the strategy.
+        leave_out: names of methods that go without saying.
+    """
+    hidden = set(leave_out)
+    return " + ".join(_short(step) for step in steps if step.name not in hidden) or "plain"
+
+
+def _short(step: Step) -> str:
+    config = step.config
+    if config is None:
+        return step.name
+    if not isinstance(config, dict):
+        return str(step)
+    return f"{step.name}({', '.join(_item(key, value) for key, value in config.items())})"
+
+
+def _item(key: str, value: object) -> str:
+    if value is True:
+        return key
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        pairs = all(isinstance(item, list) and len(item) == 2 for item in value)
+        if pairs and value:
+            return "×".join(f"{name}={size}" for name, size in value)
+        return f"{key}=none" if not value else f"{key}={'/'.join(map(str, value))}"
+    return f"{key}={value}"

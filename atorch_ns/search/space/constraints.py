@@ -1,0 +1,255 @@
+"""Constraints: the methods that a strategy must and must not contain, as the user gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import AtorchError, InputError, StrategyError
+from atorch_ns.method import Chosen, Method, MethodConfig, Phase, Registry, clash
+from atorch_ns.method.method import fit_config
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Step, Strategy
+from atorch_ns.text import did_you_mean
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One entry of ``included`` or ``excluded``.
+
+    Attributes:
+        written: the entry as the user wrote it, for messages.
+        methods: names of its methods: one, or those of a group.
+        config: the validated config; ``None`` if none was given.
+    """
+
+    written: str
+    methods: tuple[str, ...]
+    config: MethodConfig | None = None
+
+    def matches(self, method: str, config: MethodConfig) -> bool:
+        """Whether it covers this method with this config: the keys that were written are equal."""
+        if method not in self.methods:
+            return False
+        wanted = self.config
+        return wanted is None or all(
+            getattr(config, key) == getattr(wanted, key) for key in wanted.model_fields_set
+        )
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """All constraints of a search.
+
+    Attributes:
+        included: constraints of each of which a strategy must contain one method.
+        excluded: constraints of which it may contain none.
+    """
+
+    included: tuple[Constraint, ...] = ()
+    excluded: tuple[Constraint, ...] = ()
+    _fixed: dict[str, MethodConfig] = field(default_factory=dict, repr=False)
+
+    def fixed(self, method: str) -> MethodConfig | None:
+        """The config that the user gave the method; ``None`` if it is free."""
+        return self._fixed.get(method)
+
+    def requires(self, method: str) -> bool:
+        """Whether this very method was asked for."""
+        return any(constraint.methods == (method,) for constraint in self.included)
+
+    def forbids(self, method: str, config: MethodConfig) -> bool:
+        """Whether the method with this config is excluded."""
+        return any(constraint.matches(method, config) for constraint in self.excluded)
+
+    def violation(self, chosen: Iterable[Chosen], *, to_come: Iterable[str] = ()) -> str | None:
+        """The constraint that a strategy of these methods violates, as a clause; ``None`` if none.
+
+        Args:
+            chosen: the methods of the strategy.
+            to_come: names of methods that may still be added.
+        """
+        items = list(chosen)
+        for item in items:
+            if self.forbids(item.method.name, item.config):
+                return f"{item.method.name} is excluded"
+        for constraint in self.included:
+            present = {*to_come, *(item.method.name for item in items)}
+            if not present & set(constraint.methods):
+                return f"{constraint.written} is included and absent"
+        return None
+
+    def without_exclusions(self) -> Constraints:
+        """The same constraints with nothing excluded."""
+        return Constraints(self.included, (), self._fixed)
+
+
+def read_constraints(
+    registry: Registry,
+    *,
+    included: Sequence[Any] | None,
+    excluded: Sequence[Any] | None,
+    cluster: Cluster,
+    profile: Profile | None = None,
+) -> Constraints:
+    """Reads and checks both lists: on every rank before the model is profiled, and with the profile for the search.
+
+    Entries are names or aliases of methods, ``(name, config)`` pairs, or groups: roles (``"precision"``) and
+    phases (``"recompute"``). An excluded pair forbids only configs in which the written keys are equal.
+
+    Raises:
+        InputError: with all problems: unknown names, invalid configs, contradictions, and methods that cannot
+            be used here.
+    """
+    problems: list[str] = []
+    wanted = _entries("included", included, registry, problems)
+    banned = _entries("excluded", excluded, registry, problems)
+    if not problems:
+        problems += _contradictions(wanted, banned, registry)
+        problems += _impossible(wanted, registry, cluster, profile)
+    if problems:
+        lines = problems if len(problems) == 1 else ["", *(f"  {n}. {p}" for n, p in enumerate(problems, 1))]
+        raise InputError("the strategy cannot be searched for as asked: " + "\n".join(lines))
+    fixed = {
+        constraint.methods[0]: constraint.config for constraint in wanted if constraint.config is not None
+    }
+    return Constraints(tuple(wanted), tuple(banned), fixed)
+
+
+def _entries(
+    argument: str, entries: Sequence[Any] | None, registry: Registry, problems: list[str]
+) -> list[Constraint]:
+    if isinstance(entries, str):
+        problems.append(f"{argument} is a list of method names; write [{entries!r}].")
+        return []
+    found: list[Constraint] = []
+    for entry in entries or ():
+        try:
+            (step,) = Strategy([entry]).steps
+        except StrategyError as error:
+            problems.append(f"{argument}: {error}")
+            continue
+        constraint = _constraint(step, registry)
+        if isinstance(constraint, str):
+            problems.append(f"{argument}: {constraint}")
+        else:
+            found.append(constraint)
+    return found
+
+
+def _constraint(step: Step, registry: Registry) -> Constraint | str:
+    if step.name in registry:
+        method = registry.get(step.name)
+        if step.config is None:
+            return Constraint(step.name, (method.name,))
+        try:
+            return Constraint(str(step), (method.name,), method.Config.model_validate(step.config))
+        except ValidationError as error:
+            return f"{step.name}: " + "; ".join(_issue(issue) for issue in error.errors())
+    groups = _groups(registry)
+    if step.name not in groups:
+        return _unknown(step.name, registry, groups)
+    if step.config is not None:
+        return f"{step.name} is a group of methods and takes no config; name one of {', '.join(groups[step.name])}."
+    return Constraint(step.name, groups[step.name])
+
+
+def _groups(registry: Registry) -> dict[str, tuple[str, ...]]:
+    """Method names by role and by phase."""
+    groups: dict[str, list[str]] = {phase.name.lower(): [] for phase in Phase}
+    for method in registry:
+        for name in (method.phase.name.lower(), *method.provides):
+            groups.setdefault(name, []).append(method.name)
+    return {name: tuple(dict.fromkeys(methods)) for name, methods in groups.items() if methods}
+
+
+def _unknown(name: str, registry: Registry, groups: dict[str, tuple[str, ...]]) -> str:
+    known = [method.name for method in registry]
+    aliases = [alias for method in registry for alias in method.aliases]
+    names = f"Methods: {', '.join(known)}; groups: {', '.join(groups)}."
+    hint = did_you_mean(name, [*known, *aliases, *groups], otherwise=names)
+    return f"unknown method or group {name!r}.{hint}"
+
+
+def _issue(issue: Any) -> str:
+    key = ".".join(str(part) for part in issue["loc"])
+    message = issue["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _contradictions(wanted: list[Constraint], banned: list[Constraint], registry: Registry) -> list[str]:
+    problems = []
+    for constraint in wanted:
+        left = [name for name in constraint.methods if not _banned(name, constraint.config, banned)]
+        if not left:
+            problems.append(f"{constraint.written} is both included and excluded.")
+    items = [
+        (
+            constraint,
+            Chosen(
+                registry.get(constraint.methods[0]),
+                constraint.config or registry.get(constraint.methods[0]).Config(),
+            ),
+        )
+        for constraint in wanted
+        if len(constraint.methods) == 1
+    ]
+    for position, (first, one) in enumerate(items):
+        for second, other in items[position + 1 :]:
+            if one.method is other.method:
+                problems.append(
+                    f"{first.written} and {second.written} are the same method; keep one of them."
+                )
+            elif (reason := clash(one, other)) is not None:
+                problems.append(f"{first.written} and {second.written} cannot stand together: {reason}")
+    return problems
+
+
+def _banned(method: str, config: MethodConfig | None, banned: list[Constraint]) -> bool:
+    if config is not None:
+        return any(constraint.matches(method, config) for constraint in banned)
+    return any(method in constraint.methods and constraint.config is None for constraint in banned)
+
+
+def _impossible(
+    wanted: list[Constraint], registry: Registry, cluster: Cluster, profile: Profile | None
+) -> list[str]:
+    """Problems of methods that were asked for by name and cannot be used here."""
+    problems = []
+    for constraint in wanted:
+        if len(constraint.methods) > 1:
+            continue
+        method = registry.get(constraint.methods[0])
+        reasons = [
+            why_not(method, constraint.config or config, cluster, profile)
+            for config in _tries(method, cluster, profile)
+        ]
+        if all(reason is not None for reason in reasons):
+            problems.append(f"{constraint.written} is included and cannot be used here: {reasons[0]}")
+    return problems
+
+
+def _tries(method: Method[Any], cluster: Cluster, profile: Profile | None) -> list[MethodConfig]:
+    options = list(method.options(profile, cluster)) if profile is not None else []
+    return options or [method.Config()]
+
+
+def why_not(
+    method: Method[Any], config: MethodConfig, cluster: Cluster, profile: Profile | None
+) -> str | None:
+    """Why a method with this config does nothing or is refused on this cluster; ``None`` if it can be used."""
+    if method.needs_process_group and not cluster.distributed:
+        return "there is one process and no process group; start it with torchrun to use it."
+    reason = method.unavailable(config, cluster)
+    if reason is not None:
+        return reason
+    try:
+        here = fit_config(method, config, cluster)
+    except AtorchError as error:
+        return str(error)
+    problems = method.check(here, cluster, profile)
+    return " ".join(str(problem) for problem in problems) or None

@@ -1,0 +1,73 @@
+"""Plans that amount to the same: settings that change nothing on this cluster are taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from atorch_ns.strategy import MODEL_AXES, Plan
+
+
+def effective(plan: Plan) -> Plan:
+    """The plan with everything taken out that changes nothing; equal for plans that run alike.
+
+    Axes of size 1 shard nothing. An axis ``zero`` that nothing is sharded over is more of ``data``, and one
+    without a ``data`` is what ``data`` would be. Without ranks that see different data there is nothing to
+    synchronise. Settings of sharding, recomputation, buckets and axes mean nothing where nothing is sharded,
+    recomputed, reduced or divided: the fields of a plan name the condition they stand under.
+    """
+    sharding = plan.sharding
+    over = {name: _dividing(plan, getattr(sharding, name)) for name in _SHARDED}
+    *model, optimizer = over.values()
+    conditions = {
+        "shards_model": any(model),
+        "shards": any(model) or bool(optimizer),
+        "reduces": plan.num_data_ranks > 1 and plan.gradient_sync != "none",
+        "recomputes": plan.recomputation.kind != "none",
+    }
+    changes: dict[str, Any] = {
+        "axes": _axes(plan, {axis for axes in over.values() for axis in axes}),
+        "extras": tuple(sorted(plan.extras, key=lambda extra: extra.method)),
+        **{axis: getattr(_DEFAULT, axis) for axis in MODEL_AXES if plan.size(axis) == 1},
+        "sharding": {**over, **_idle(sharding, conditions)},
+        "recomputation": _idle(plan.recomputation, conditions),
+    }
+    if plan.rank_order == tuple(sorted(plan.rank_order or ())):
+        changes["rank_order"] = None
+    if plan.num_data_ranks == 1:
+        changes["gradient_sync"] = "none"
+    sizes = dict(changes["axes"])
+    if sizes.get("data", 1) == 1 and sizes.get("zero", 1) > 1:
+        changes["axes"] = tuple((_data(name), size) for name, size in changes["axes"])
+        changes["sharding"] |= {name: tuple(map(_data, axes)) for name, axes in over.items()}
+    return plan.changed(**changes)
+
+
+_DEFAULT = Plan()
+_SHARDED = ("parameters_over", "gradients_over", "optimizer_over")
+
+
+def _idle(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]:
+    """The defaults of a group's fields that change nothing, since their condition does not hold."""
+    return {
+        one.name: one.default
+        for one in fields(group)
+        if "only_where" in one.metadata and not conditions[one.metadata["only_where"]]
+    }
+
+
+def _dividing(plan: Plan, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in axes if plan.size(name) > 1)
+
+
+def _axes(plan: Plan, used: set[str]) -> tuple[tuple[str, int], ...]:
+    axes = tuple((name, size) for name, size in plan.axes if size > 1)
+    if "zero" in used or plan.size("zero") == 1:
+        return axes
+    others = tuple((name, size) for name, size in axes if name not in ("data", "zero"))
+    return (*others, ("data", plan.num_data_ranks))
+
+
+def _data(axis: str) -> str:
+    return "data" if axis == "zero" else axis

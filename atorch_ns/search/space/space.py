@@ -1,0 +1,257 @@
+"""Search space: all strategies that the methods span, priced, and the best of them as candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.estimate import Workload
+from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.pipeline import train_step_only
+from atorch_ns.profile import Profile
+from atorch_ns.search.objective import SearchSettings
+from atorch_ns.search.space.candidate import Candidate
+from atorch_ns.search.space.constraints import Constraints, read_constraints
+from atorch_ns.search.space.priced import PricedRows, price_rows
+from atorch_ns.search.space.templates import Choices, Templates, axes_of, find_choices, find_templates
+from atorch_ns.search.space.write_out import (
+    CandidateWriter,
+    Limits,
+    SearchContext,
+    Selection,
+    batch_refusal,
+    indivisible,
+    memory_limit,
+    select_rows,
+)
+from atorch_ns.strategy import MODEL_AXES, Strategy
+from atorch_ns.text import bytes_text, seconds_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The strategies that a search may choose from.
+
+    Attributes:
+        candidates: those that are worth knowing, best first; pruned ones last, each with its reason.
+        num_priced: strategies that were priced.
+        notes: what was left out and why, as sentences.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_priced: int
+    notes: tuple[str, ...] = ()
+
+
+def explore(
+    profile: Profile,
+    cluster: Cluster,
+    workload: Workload,
+    registry: Registry,
+    settings: SearchSettings,
+    *,
+    excluded: Sequence[Any] | None = None,
+    included: Sequence[Any] | None = None,
+    base: Any = None,
+    finetune: bool = False,
+    on_meta: bool = False,
+) -> Space:
+    """All strategies that the methods' ``options`` span, priced; the best as candidates.
+
+    At most one method fills each role; what methods declare to be impossible together or here is left out.
+    Precision is part of the space where the device multiplies 16-bit numbers in hardware, as long as fp32
+    weights are kept: autocast, or half precision with master weights. Training with 16-bit weights alone
+    converges differently and must be asked for: ``included=[("half", "bf16")]``.
+
+    Args:
+        profile: profile of the model with a trace; without one, candidates have no estimate and no order.
+        cluster: the cluster with hardware figures.
+        workload: samples and tokens of one step.
+        registry: the methods.
+        settings: limits and objective.
+        excluded: names, aliases, ``(name, config)`` pairs or groups (roles, phases) that no strategy may contain.
+        included: names, pairs or groups, each of which every strategy must contain.
+        base: a strategy in any form. With ``finetune``, its methods are kept and their configs reopened;
+            without, it is the only candidate.
+        finetune: whether ``base`` is varied.
+        on_meta: whether the model is on the meta device, wherever the profile was made.
+
+    Raises:
+        InputError: if the constraints contradict each other or leave nothing.
+        StrategyError: if ``base`` cannot be used.
+    """
+    profile = replace(profile, on_meta=profile.on_meta or on_meta)
+    constraints = read_constraints(
+        registry, included=included, excluded=excluded, cluster=cluster, profile=profile
+    )
+    explorer = _Explorer(SearchContext(profile, cluster, workload, registry, settings))
+    if base is None:
+        return explorer.space(constraints, None)
+    resolved = resolve(Strategy.load(base), cluster, registry, profile=profile)
+    return explorer.space(constraints, resolved) if finetune else explorer.only(resolved)
+
+
+class _Explorer:
+    """Makes the space from choices, templates and priced rows.
+
+    Args:
+        context: model, cluster, workload, methods and settings of the search.
+    """
+
+    def __init__(self, context: SearchContext) -> None:
+        self._context = context
+        self._writer = CandidateWriter(context)
+
+    def only(self, resolved: Resolved) -> Space:
+        """The space of one strategy.
+
+        Raises:
+            InputError: if its ranks and micro-batches cannot divide the batch.
+        """
+        if (problem := indivisible(resolved.plan, self._context.workload)) is not None:
+            raise InputError(problem)
+        (estimated,) = self._context.estimates([resolved])
+        return Space(
+            candidates=(self._writer.candidate(resolved, estimated, is_baseline=True),), num_priced=1
+        )
+
+    def space(self, constraints: Constraints, base: Resolved | None) -> Space:
+        """The whole space, around a strategy if one is given."""
+        kept = None if base is None else base.strategy
+        if base is not None and (against := constraints.violation(base.chosen)) is not None:
+            raise InputError(
+                f"to finetune a strategy is to keep its methods, and {against}. Leave that out, or search without finetune_strategy."
+            )
+        choices = find_choices(
+            self._context.registry, self._context.profile, self._context.cluster, constraints, kept
+        )
+        only = None if base is None else {item.method.name for item in base.chosen}
+        templates = find_templates(
+            choices, self._context.cluster, self._context.registry, constraints, only=only
+        )
+        if not templates.distinct:
+            raise InputError(_nothing_left(templates, choices))
+        limit = memory_limit(self._context.cluster, self._context.settings)
+        rows, selected = self._priced(templates, choices, limit)
+        baseline = (
+            self._context.resolve(base.strategy, check_model=True)
+            if base is not None
+            else self._plain(constraints)
+        )
+        if baseline is not None and indivisible(baseline.plan, self._context.workload) is not None:
+            baseline = None
+        candidates = self._writer.write_out(selected, rows, limit, baseline, constraints)
+        if (
+            all(candidate.pruned is not None for candidate in candidates)
+            and constraints.excluded
+            and base is None
+        ):
+            candidates = self._with_hint(candidates, constraints, limit)
+        known = {candidate.key for candidate in candidates}
+        candidates += [one for one in self._writer.duplicates(templates) if one.key not in known]
+        notes = (*_notes(rows, selected, templates, choices), *self._advice(candidates))
+        return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
+
+    def _priced(self, templates: Templates, choices: Choices, limit: Limits) -> tuple[PricedRows, Selection]:
+        """The rows and the best of them; where nothing fits in few micro-batches, with as many as there can be.
+
+        Raises:
+            InputError: if no row can divide the batch.
+        """
+        settings, most = self._context.settings, max(choices.micro_batches)
+
+        def priced(max_micro_batches: int) -> PricedRows:
+            context = self._context
+            return price_rows(
+                templates, choices, context.profile, context.cluster, context.workload, max_micro_batches
+            )
+
+        rows = priced(settings.max_micro_batches)
+        if not len(rows):
+            raise InputError(self._nothing_divides(templates, choices))
+        selected = select_rows(rows, limit)
+        given = "max_micro_batches" in settings.model_fields_set
+        if selected.fitting or given or most <= settings.max_micro_batches:
+            return rows, selected
+        rows = priced(most)
+        return rows, select_rows(rows, limit)
+
+    def _advice(self, candidates: list[Candidate]) -> list[str]:
+        """Notes for the user about candidates that may win."""
+        cuts = {method.name for method in self._context.registry if "axis:pipeline" in method.provides}
+        used = {name for one in candidates if one.pruned is None for name, _ in one.steps if name in cuts}
+        return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(used)]
+
+    def _plain(self, constraints: Constraints) -> Resolved | None:
+        """The strategy of the required methods alone; ``None`` if the constraints forbid it."""
+        fixed = [constraint for constraint in constraints.included if len(constraint.methods) == 1]
+        steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
+        try:
+            resolved = self._context.resolve(Strategy(steps), check_model=True)
+        except StrategyError:
+            return None
+        axes = [axis for item in resolved.chosen for axis in axes_of(item)]
+        if any(resolved.plan.size(axis) == 1 for axis in axes):
+            return None
+        return resolved if constraints.violation(resolved.chosen) is None else None
+
+    def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
+        """The message that no strategy can divide the batch evenly, for the one with the fewest data ranks."""
+        expert = 2 + MODEL_AXES.index("expert")
+        ranks = min(
+            shape[0] * shape[1] * shape[expert] for one in templates.distinct for shape in one.group.meshes
+        )
+        return batch_refusal(self._context.workload.global_batch, ranks, min(choices.micro_batches))
+
+    def _with_hint(
+        self, candidates: list[Candidate], constraints: Constraints, limit: Limits
+    ) -> list[Candidate]:
+        """The candidates, with a hint at the nearest miss: the excluded method with which it would fit."""
+        fitting = [
+            c for c in self.space(constraints.without_exclusions(), None).candidates if c.pruned is None
+        ]
+        nearest = min(
+            (one for one in candidates if one.estimate is not None),
+            key=lambda one: one.predicted_bytes or 0.0,
+            default=None,
+        )
+        if not fitting or nearest is None or nearest.pruned is None or fitting[0].estimate is None:
+            return candidates
+        has = {name for name, _ in nearest.steps}
+        best = min(fitting, key=lambda one: len({name for name, _ in one.steps} - has))
+        new = [name for name, _ in best.steps if name not in has]
+        assert best.estimate is not None
+        what = f"{' and '.join(new)}, excluded here," if new else f"the excluded {best.label}"
+        hint = f"{what} would bring it to {bytes_text(best.estimate.peak_bytes)}"
+        pruned = replace(nearest.pruned, hint=hint)
+        return [replace(one, pruned=pruned) if one is nearest else one for one in candidates]
+
+
+def _nothing_left(templates: Templates, choices: Choices) -> str:
+    reasons = sorted(templates.refused, key=lambda reason: -templates.refused[reason])[:3]
+    reasons += [f"{name}: {reason}" for name, reason in choices.refused.items()]
+    why = " ".join(reasons) or "what must be there and what is excluded leave nothing over."
+    return f"no strategy is left to search: {why} Ask for less in included and excluded."
+
+
+def _notes(rows: PricedRows, selected: Selection, templates: Templates, choices: Choices) -> tuple[str, ...]:
+    notes = [f"{name} is not searched: {reason}" for name, reason in choices.refused.items()]
+    written = len(selected.fitting) + len(selected.too_large)
+    if len(rows) > written:
+        slower = (
+            f"; the {selected.num_slower} others that fit were predicted slower before any trial"
+            if selected.num_slower
+            else ""
+        )
+        if selected.slowest_kept is not None and selected.num_slower:
+            slower += f" than {seconds_text(selected.slowest_kept)}"
+        large = f", {selected.num_too_large} do not fit" if selected.num_too_large else ""
+        notes.append(f"{len(rows)} strategies were priced and the best {written} written out{slower}{large}.")
+    if templates.num_left_out:
+        notes.append(
+            f"{templates.num_left_out} combinations of methods were beyond the limit and not priced."
+        )
+    return tuple(notes)

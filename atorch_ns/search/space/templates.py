@@ -1,0 +1,365 @@
+"""Templates: the legal combinations of methods, each once, before meshes and micro-batches multiply them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import StrategyError
+from atorch_ns.method import (
+    Chosen,
+    Method,
+    MethodConfig,
+    Registry,
+    Resolved,
+    clash,
+    fold_plan,
+    ordered,
+    resolve,
+)
+from atorch_ns.method.method import fit_config
+from atorch_ns.profile import Profile
+from atorch_ns.search.space.constraints import Constraints, why_not
+from atorch_ns.search.space.equivalence import effective
+from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
+
+EXCLUDED = "it is excluded."
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The alternatives from which strategies are combined.
+
+    Attributes:
+        kinds: alternatives of each method that changes what is done; ``None`` stands for its absence.
+        meshes: alternatives of the method that arranges the ranks; ``(None,)`` where nothing is arranged.
+        micro_batches: alternatives by number of micro-batches, ``None`` for one without a method.
+        refused: methods that are left out, each with the reason.
+        options: options for each axis that divides the model; ``None`` for the method that is added by default.
+    """
+
+    kinds: tuple[tuple[Chosen | None, ...], ...]
+    meshes: tuple[Chosen | None, ...]
+    micro_batches: dict[int, Chosen | None]
+    refused: dict[str, str]
+    options: dict[str, tuple[Chosen | None, ...]] = field(default_factory=dict)
+
+
+def find_choices(
+    registry: Registry, profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
+) -> Choices:
+    """The alternatives of every method.
+
+    They are the method's ``options``. A config given by the user replaces them; one of the base strategy is added
+    to them. The methods that arrange the ranks and split the batch are recognised by what they change in a plan.
+
+    Args:
+        registry: the methods.
+        profile: profile of the model.
+        cluster: the cluster to run on.
+        constraints: the methods that are required and excluded.
+        base: a strategy whose methods are kept, all of them and no other; ``None`` for any.
+    """
+    kinds: list[tuple[Chosen | None, ...]] = []
+    meshes: tuple[Chosen | None, ...] = (None,)
+    micro_batches: dict[int, Chosen | None] = {1: None}
+    refused: dict[str, str] = {}
+    options: dict[str, tuple[Chosen | None, ...]] = {}
+    for method in registry:
+        if base is not None and not _named(method, base):
+            continue
+        configs, reason = _configs(method, profile, cluster, constraints, base)
+        if reason is not None and (not configs or reason != EXCLUDED):
+            refused[method.name] = reason
+        if not configs:
+            continue
+        chosen = tuple(Chosen(method, config) for config in configs)
+        must = constraints.requires(method.name) or base is not None
+        changed = set().union(*(_changed(item) for item in chosen))
+        if changed and changed <= {"axes", "rank_order"}:
+            meshes = chosen
+        elif changed <= {*MODEL_AXES} and not must and len(axes := _axes(chosen)) == 1:
+            options[axes.pop()] = (None, *chosen)
+        elif changed == {"num_micro_batches"}:
+            micro_batches = {item.method.plan(Plan(), item.config).num_micro_batches: item for item in chosen}
+            if not must:
+                micro_batches = {1: None, **micro_batches}
+        else:
+            kinds.append(chosen if must else (None, *chosen))
+    return Choices(tuple(kinds), meshes, micro_batches, refused, options)
+
+
+def _axes(chosen: Sequence[Chosen]) -> set[str]:
+    """The axes that divide the model and for which a method is added by default."""
+    return {axis for item in chosen if item.method.default_for is not None for axis in axes_of(item)}
+
+
+def _named(method: Method[Any], strategy: Strategy) -> bool:
+    return any(name in strategy for name in (method.name, *method.aliases))
+
+
+def _configs(
+    method: Method[Any], profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
+) -> tuple[list[MethodConfig], str | None]:
+    """The configs to choose from, and why one was left out; ``None`` if none was."""
+    fixed = constraints.fixed(method.name)
+    if fixed is not None:
+        offered: Sequence[MethodConfig] = [fixed]
+    else:
+        offered = [*_base_configs(method, base), *method.options(profile, cluster)]
+        if not offered and constraints.requires(method.name):
+            offered = [method.Config()]
+    kept: list[MethodConfig] = []
+    reason = None
+    for config in offered:
+        if constraints.forbids(method.name, config):
+            reason = EXCLUDED
+            continue
+        if (
+            _is_default(method, config)
+            and fixed is None
+            and not constraints.requires(method.name)
+            and base is None
+        ):
+            continue  # `resolve` adds it wherever it is needed
+        problem = why_not(method, config, cluster, profile)
+        if problem is not None:
+            reason = problem
+        elif (here := fit_config(method, config, cluster)) not in kept:
+            kept.append(here)
+    return kept, reason
+
+
+def _base_configs(method: Method[Any], base: Strategy | None) -> list[MethodConfig]:
+    if base is None:
+        return []
+    return [
+        method.Config.model_validate(base[name]) for name in (method.name, *method.aliases) if name in base
+    ]
+
+
+def _is_default(method: Method[Any], config: MethodConfig) -> bool:
+    """Whether ``resolve`` adds just this where its role is needed."""
+    return method.default_for is not None and config == method.Config()
+
+
+def axes_of(item: Chosen) -> tuple[str, ...]:
+    """The axes that a method divides the model along; empty for most."""
+    roles = (role for role in item.method.roles(item.config) if role.startswith("axis:"))
+    axes = (role.removeprefix("axis:") for role in roles)
+    return tuple(axis for axis in axes if axis in MODEL_AXES)
+
+
+def _changed(item: Chosen) -> set[str]:
+    """The fields of a plan that a method changes."""
+    before = Plan()
+    after = item.method.plan(before, item.config)
+    return {field.name for field in fields(Plan) if getattr(after, field.name) != getattr(before, field.name)}
+
+
+MAX_COMBINATIONS = 4096
+"""Most combinations of methods, however many plug-ins there are."""
+
+
+Shape = tuple[int, ...]
+"""Sizes of the axes ``data`` and ``zero``, then of those that divide the model, as
+:data:`~atorch_ns.strategy.MODEL_AXES` has them."""
+
+
+@dataclass(frozen=True)
+class MeshGroup:
+    """Meshes that differ only in the sizes of their axes, each larger than 1 in all or in none.
+
+    Attributes:
+        meshes: the choice of mesh by :data:`Shape`.
+    """
+
+    meshes: dict[Shape, Chosen | None]
+
+    @property
+    def first(self) -> Chosen | None:
+        """The first mesh, to resolve with."""
+        return next(iter(self.meshes.values()))
+
+    def has(self, axis: str) -> bool:
+        """Whether an axis that divides the model is larger than 1."""
+        return next(iter(self.meshes))[2 + MODEL_AXES.index(axis)] > 1
+
+
+@dataclass(frozen=True)
+class Template:
+    """A combination of methods on one kind of mesh.
+
+    Attributes:
+        chosen: the methods, without mesh and micro-batches.
+        plan: the plan on one mesh of the group, with one micro-batch.
+        group: the meshes on which it is tried.
+    """
+
+    chosen: tuple[Chosen, ...]
+    plan: Plan
+    group: MeshGroup
+
+
+@dataclass(frozen=True)
+class Templates:
+    """All templates of a search.
+
+    Attributes:
+        distinct: templates of which no two have the same effect.
+        same: strategies with the effect of a simpler one: the resolved strategy, and the template it equals.
+        refused: reasons for which ``resolve`` refused combinations, and the number of each.
+        num_left_out: number of combinations beyond the limit.
+    """
+
+    distinct: tuple[Template, ...]
+    same: tuple[tuple[Resolved, Template], ...]
+    refused: dict[str, int]
+    num_left_out: int
+
+
+def find_templates(
+    choices: Choices,
+    cluster: Cluster,
+    registry: Registry,
+    constraints: Constraints,
+    *,
+    only: Collection[str] | None = None,
+) -> Templates:
+    """Every legal combination; of those with the same effect the simplest.
+
+    Args:
+        choices: the alternatives of every method.
+        cluster: the cluster to run on.
+        registry: the methods.
+        constraints: the methods that are required and excluded.
+        only: names of the only methods that are allowed; ``None`` for all.
+    """
+    combinations, left_out = _combinations(choices.kinds)
+    combinations.sort(key=len)
+    distinct: dict[Plan, Template] = {}
+    same: list[tuple[Resolved, Template]] = []
+    refused: dict[str, int] = {}
+    to_come = {item.method.name for item in choices.micro_batches.values() if item is not None}
+    for number, group in enumerate(mesh_groups(choices.meshes)):
+        try:
+            completion = None if number == 0 else _Completion.of(group, cluster, registry)
+        except StrategyError as error:
+            refused[str(error)] = refused.get(str(error), 0) + len(combinations)
+            continue
+        for chosen in combinations:
+            if not all(group.has(axis) for item in chosen for axis in axes_of(item)):
+                continue
+            resolved = None
+            try:
+                if completion is None:
+                    resolved = resolve(Strategy(steps_of(chosen, group.first)), cluster, registry)
+                    complete = resolved.chosen
+                else:
+                    complete = completion.complete(chosen)
+            except StrategyError as error:
+                refused[str(error)] = refused.get(str(error), 0) + 1
+                continue
+            if constraints.violation(complete, to_come=to_come) is not None:
+                continue
+            if only is not None and any(item.method.name not in only for item in complete):
+                continue
+            plan = fold_plan(complete) if resolved is None else resolved.plan
+            kind = _kind(effective(plan))
+            if kind not in distinct:
+                distinct[kind] = Template(chosen, plan, group)
+            elif (
+                resolved is not None
+            ):  # no row to say that an axis over which nothing is sharded changes nothing
+                same.append((resolved, distinct[kind]))
+    return Templates(tuple(distinct.values()), tuple(same), refused, left_out)
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """The methods that ``resolve`` adds on one kind of mesh, found once for all combinations there.
+
+    Strategies that become candidates are resolved in the end.
+
+    Attributes:
+        mesh: the methods that arrange the ranks.
+        added: the methods that fill the roles which the mesh leaves empty.
+    """
+
+    mesh: tuple[Chosen, ...]
+    added: tuple[Chosen, ...]
+
+    @classmethod
+    def of(cls, group: MeshGroup, cluster: Cluster, registry: Registry) -> _Completion:
+        """The completion on a group of meshes.
+
+        Raises:
+            StrategyError: if such a mesh cannot be used at all.
+        """
+        alone = resolve(Strategy(steps_of((), group.first)), cluster, registry).chosen
+        names = {group.first.method.name} if group.first is not None else set()
+        return cls(
+            tuple(item for item in alone if item.method.name in names),
+            tuple(item for item in alone if item.method.name not in names),
+        )
+
+    def complete(self, chosen: tuple[Chosen, ...]) -> tuple[Chosen, ...]:
+        """The methods of a strategy, in order.
+
+        Raises:
+            StrategyError: if two of them cannot stand together.
+        """
+        filled = {role for item in chosen for role in item.method.roles(item.config)}
+        missing = tuple(
+            item for item in self.added if not filled.intersection(item.method.roles(item.config))
+        )
+        for item in chosen:
+            for other in (*self.mesh, *missing):
+                reason = clash(item, other)
+                if reason is not None:
+                    names = f"{item.method.name} and {other.method.name}"
+                    raise StrategyError(f"{names} cannot stand together: {reason}")
+        return ordered((*self.mesh, *missing, *chosen))
+
+
+def _combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tuple[Chosen, ...]], int]:
+    found: list[tuple[Chosen, ...]] = [()]
+    left_out = 0
+    for alternatives in kinds:
+        grown = [
+            chosen if item is None else (*chosen, item)
+            for chosen in found
+            for item in alternatives
+            if item is None or all(clash(item, other) is None for other in chosen)
+        ]
+        grown.sort(key=len)
+        left_out += max(0, len(grown) - MAX_COMBINATIONS)
+        found = grown[:MAX_COMBINATIONS]
+    return found, left_out
+
+
+def mesh_groups(meshes: Iterable[Chosen | None]) -> list[MeshGroup]:
+    """The meshes by kind, in the order in which they were offered."""
+    groups: dict[object, dict[Shape, Chosen | None]] = {}
+    for item in meshes:
+        plan = Plan() if item is None else item.method.plan(Plan(), item.config)
+        data, zero = plan.size("data"), plan.size("zero")
+        model = tuple(plan.size(name) for name in MODEL_AXES)
+        others = tuple(name for name, size in plan.axes if size > 1 and name not in ("data", "zero"))
+        key = (others, plan.rank_order, zero > 1, data > 1 and zero > 1, data * zero > 1 or not others)
+        groups.setdefault(key, {}).setdefault((data, zero, *model), item)
+    return [MeshGroup(meshes) for meshes in groups.values()]
+
+
+def steps_of(chosen: Iterable[Chosen], *more: Chosen | None) -> list[tuple[str, object]]:
+    """The entries of a strategy of these methods."""
+    items = [item for item in (*more, *chosen) if item is not None]
+    return [(item.method.name, item.config.as_json() or None) for item in items]
+
+
+def _kind(plan: Plan) -> Plan:
+    """The plan without what differs between the rows of a table."""
+    axes = tuple((name, 0) for name, _ in plan.axes)
+    return replace(plan, axes=tuple(sorted(axes)), num_micro_batches=1)

@@ -1,0 +1,354 @@
+"""Candidates from priced rows: the best rows, resolved, labelled and ordered, each strategy once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import StrategyError
+from atorch_ns.estimate import Estimate, PlanTable, Workload, price
+from atorch_ns.method import Registry, Resolved, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.search.objective import SearchSettings
+from atorch_ns.search.space.candidate import (
+    Candidate,
+    Pruned,
+    key_of,
+    label_of,
+    largest_part,
+    refusal_keys,
+)
+from atorch_ns.search.space.constraints import Constraints
+from atorch_ns.search.space.equivalence import effective
+from atorch_ns.search.space.priced import PricedRows
+from atorch_ns.search.space.templates import Templates, steps_of
+from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.text import bytes_text
+
+
+def indivisible(plan: Plan, workload: Workload) -> str | None:
+    """Why this plan cannot divide the samples of a step evenly; ``None`` if it can."""
+    ranks, micro_batches = plan.num_data_ranks, plan.num_micro_batches
+    if workload.global_batch % (ranks * micro_batches) == 0:
+        return None
+    return batch_refusal(workload.global_batch, ranks, micro_batches)
+
+
+def batch_refusal(batch: int, num_ranks: int, num_micro_batches: int) -> str:
+    """The message for a batch that cannot be divided evenly: the sizes, and the nearest batches that can."""
+    divisor = num_ranks * num_micro_batches
+    below = batch // divisor * divisor
+    above = below + divisor
+    near = f"sizes that divide are {below} and {above}" if below else f"size that divides is {above}"
+    parts = f" in {num_micro_batches} micro-batches each" if num_micro_batches > 1 else ""
+    return (
+        f"a step has a global batch of {batch} samples, which {num_ranks} data-parallel "
+        f"rank{'s' if num_ranks > 1 else ''} cannot share "
+        f"evenly{parts}. The nearest {near}. Change the batch size or the number of "
+        f"{'micro-batches' if parts else 'ranks'}."
+    )
+
+
+@dataclass(frozen=True)
+class SearchContext:
+    """Model, cluster, workload, methods and settings of a search."""
+
+    profile: Profile
+    cluster: Cluster
+    workload: Workload
+    registry: Registry
+    settings: SearchSettings
+
+    def resolve(self, strategy: Strategy, *, check_model: bool = False) -> Resolved:
+        """A strategy resolved, with the methods of a phase in the registry's order, as in every candidate.
+
+        Raises:
+            StrategyError: if it cannot be used here or, where that is checked, on this model.
+        """
+        order = {method.name: index for index, method in enumerate(self.registry)}
+        in_order = Strategy(sorted(strategy.steps, key=lambda step: order[step.name]))
+        return resolve(in_order, self.cluster, self.registry, profile=self.profile if check_model else None)
+
+    def estimates(self, resolved: list[Resolved]) -> list[Estimate | None]:
+        """The price of each strategy; ``None`` without a trace or hardware figures."""
+        if self.profile.trace is None or self.cluster.hardware is None:
+            return [None] * len(resolved)
+        table = PlanTable.of([one.plan for one in resolved])
+        prices = price(table, self.profile, self.cluster, self.workload)
+        return [prices.estimate(row) for row in range(len(resolved))]
+
+
+MEMORY_ERROR = 0.05
+"""Relative error of the predicted peak: candidates over the limit by less are tried."""
+
+MAX_FITTING = 160
+MAX_TOO_LARGE = 40
+MAX_PER_TEMPLATE = 6
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The memory limit of one rank.
+
+    Attributes:
+        num_bytes: the limit; 0 where the device's memory is unknown, which admits everything.
+    """
+
+    num_bytes: int
+
+    def admits(self, peak_bytes: float) -> bool:
+        """Whether a predicted peak fits, or may fit within the estimate's error."""
+        return bool(self.admit(np.asarray([peak_bytes]))[0])
+
+    def admit(self, peak_bytes: np.ndarray) -> np.ndarray:
+        """:meth:`admits` for an array."""
+        if not self.num_bytes:
+            return np.ones(len(peak_bytes), dtype=bool)
+        return peak_bytes <= self.num_bytes * (1 + MEMORY_ERROR)
+
+    def refusal(self, estimate: Estimate) -> str:
+        """The message for an estimate that does not fit."""
+        needed, limit = bytes_text(estimate.peak_bytes), bytes_text(self.num_bytes)
+        return f"needs {needed} of {limit} (predicted; {largest_part(estimate)})"
+
+
+def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
+    """The memory limit of one rank: as set, or the device's memory less the reserve."""
+    if settings.memory_limit_gib is not None:
+        return Limits(int(settings.memory_limit_gib * 2**30))
+    if cluster.hardware is not None:
+        memory = cluster.hardware.device.memory_bytes
+    else:
+        memory = cluster.device_memory_bytes
+        if cluster.device_type == "cpu":  # one machine's memory, which its processes share
+            memory //= max(1, cluster.local_world_size)
+    return Limits(int(memory * (1 - settings.memory_reserve)))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that become candidates.
+
+    Attributes:
+        fitting: rows that fit, best first.
+        too_large: rows that do not fit, the nearest first.
+        num_slower: number of rows that fit and are left out.
+        num_too_large: number of all rows that do not fit.
+        slowest_kept: seconds of the slowest row that fits and is kept.
+    """
+
+    fitting: tuple[int, ...]
+    too_large: tuple[int, ...]
+    num_slower: int
+    num_too_large: int
+    slowest_kept: float | None
+
+
+def select_rows(rows: PricedRows, limit: Limits) -> Selection:
+    """The best rows: of every combination its fastest and its smallest, then the fastest of all.
+
+    Of combinations that fit nowhere, the row that comes nearest.
+    """
+    fits = limit.admit(rows.peak_bytes) if rows.prices is not None else np.ones(len(rows), dtype=bool)
+    by_time = np.lexsort((rows.micro_batches, rows.step_seconds))
+    by_memory = np.lexsort((rows.step_seconds, rows.peak_bytes))
+    fastest = _first_of_each(rows, by_time[fits[by_time]])
+    smallest = _first_of_each(rows, by_memory[fits[by_memory]])
+    order = dict.fromkeys([*fastest, *smallest])
+    seen: dict[int, int] = {}
+    for row in by_time[fits[by_time]][: 20 * MAX_FITTING].tolist():
+        index = int(rows.template[row])
+        seen[index] = seen.get(index, 0) + 1
+        if seen[index] <= MAX_PER_TEMPLATE:
+            order.setdefault(row)
+    kept = list(order)[:MAX_FITTING]
+    placed = {int(rows.template[row]) for row in fastest}
+    nearest = [
+        row
+        for row in _first_of_each(rows, by_memory[~fits[by_memory]])
+        if int(rows.template[row]) not in placed
+    ]
+    num_fitting = int(fits.sum())
+    return Selection(
+        fitting=tuple(kept),
+        too_large=tuple(nearest[:MAX_TOO_LARGE]),
+        num_slower=num_fitting - len(kept),
+        num_too_large=len(rows) - num_fitting,
+        slowest_kept=float(rows.step_seconds[kept].max()) if kept else None,
+    )
+
+
+def _first_of_each(rows: PricedRows, order: np.ndarray) -> list[int]:
+    """The first row of every template in this order, in this order."""
+    _, first = np.unique(rows.template[order], return_index=True)
+    return [int(order[position]) for position in np.sort(first)]
+
+
+MAX_SAME = 20
+"""Most strategies that are reported as amounting to another."""
+
+
+class CandidateWriter:
+    """Makes candidates from strategies.
+
+    Args:
+        context: model, cluster, workload, methods and settings of the search.
+    """
+
+    def __init__(self, context: SearchContext) -> None:
+        self._context = context
+
+    def write_out(
+        self,
+        selected: Selection,
+        rows: PricedRows,
+        limit: Limits,
+        baseline: Resolved | None,
+        constraints: Constraints,
+    ) -> list[Candidate]:
+        """The selected rows as candidates, each of them once, the baseline among them."""
+        resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
+        for row in (*selected.fitting, *selected.too_large):
+            try:
+                one = self._context.resolve(Strategy(rows.steps(row)))
+            except StrategyError:  # a size that a method refuses on this mesh
+                continue
+            if constraints.violation(one.chosen) is None:
+                resolved.setdefault(key_of(one.strategy.steps), (one, rows.estimate(row)))
+        key = None
+        if baseline is not None:
+            key = key_of(baseline.strategy.steps)
+            if key not in resolved:
+                resolved[key] = (baseline, self._context.estimates([baseline])[0])
+        twins = _twins({name: one for name, (one, _) in resolved.items()}, key)
+        candidates = []
+        for name, (one, estimated) in resolved.items():
+            candidate = self.candidate(one, estimated, is_baseline=name == key, limit=limit)
+            if name in twins:
+                candidate = self._same_as(candidate, resolved[twins[name]][0])
+            candidates.append(candidate)
+        plans = [one.plan for one, _ in resolved.values()]
+        candidates = self._ordered(self._with_batches(candidates, plans, limit))
+        return candidates if key is not None else _mark_simplest(candidates)
+
+    def duplicates(self, templates: Templates) -> list[Candidate]:
+        """Candidates that amount to another, for the report."""
+        found = []
+        for resolved, twin in templates.same[:MAX_SAME]:
+            chosen = resolve(
+                Strategy(steps_of(twin.chosen, twin.group.first)),
+                self._context.cluster,
+                self._context.registry,
+            )
+            found.append(self._same_as(self.candidate(resolved, None), chosen))
+        return found
+
+    def _same_as(self, candidate: Candidate, other: Resolved) -> Candidate:
+        """The candidate, pruned because it amounts to another."""
+        label = label_of(other.strategy.steps, leave_out=self._implied(other))
+        return replace(candidate, pruned=Pruned(kind="same", reason=f"amounts to {label} on this cluster"))
+
+    def candidate(
+        self,
+        resolved: Resolved,
+        estimated: Estimate | None,
+        *,
+        is_baseline: bool = False,
+        limit: Limits | None = None,
+    ) -> Candidate:
+        """One strategy as a candidate, pruned if its predicted peak is beyond the limit."""
+        steps = resolved.strategy.steps
+        limit = limit or memory_limit(self._context.cluster, self._context.settings)
+        pruned = None
+        if estimated is not None and not limit.admits(estimated.peak_bytes):
+            pruned = Pruned(kind="memory", reason=limit.refusal(estimated))
+        return Candidate(
+            key=key_of(steps),
+            steps=tuple((step.name, step.config) for step in steps),
+            label=label_of(steps, leave_out=self._implied(resolved)),
+            estimate=estimated,
+            is_baseline=is_baseline,
+            pruned=pruned,
+            setup_seconds=_setup_seconds(resolved, self._context.cluster),
+            refusal_keys=refusal_keys(resolved),
+        )
+
+    def _implied(self, resolved: Resolved) -> list[str]:
+        """Methods that labels leave out, since every strategy has them in this form."""
+        left = [item for item in resolved.chosen if item.method.default_for is None]
+        plain_mesh = resolved.plan.size("data") == self._context.cluster.world_size
+        return [
+            item.method.name
+            for item in resolved.chosen
+            if item.method.default_for == "mesh" and plain_mesh and (left or len(resolved.chosen) > 1)
+        ]
+
+    def _with_batches(self, candidates: list[Candidate], plans: list[Plan], limit: Limits) -> list[Candidate]:
+        """The candidates with their largest batches, where that is the objective."""
+        if self._context.settings.objective != "batch" or any(one.estimate is None for one in candidates):
+            return candidates
+        table = PlanTable.of(plans)
+        largest = np.zeros(len(table), dtype=np.int64)
+        peaks = np.zeros(len(table))
+        for power in range(16):
+            batch = self._context.workload.global_batch << power
+            prices = price(
+                table,
+                self._context.profile,
+                self._context.cluster,
+                replace(self._context.workload, global_batch=batch),
+            )
+            fits = limit.admit(prices.peak_bytes)
+            if power and limit.num_bytes:  # the given batch is tried where it may just fit; others must fit
+                fits = prices.peak_bytes <= limit.num_bytes
+            largest[fits] = batch
+            peaks[fits] = prices.peak_bytes[fits]
+            if not fits.any():
+                break
+        given = self._context.workload.global_batch
+        return [
+            replace(one, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=given)
+            for one, size, peak in zip(candidates, largest, peaks, strict=True)
+        ]
+
+    def _ordered(self, candidates: list[Candidate]) -> list[Candidate]:
+        def order(one: Candidate) -> tuple[Any, ...]:
+            if one.estimate is None:
+                return (one.pruned is not None, 0.0, len(one.steps), one.key)
+            first = {
+                "memory": one.estimate.peak_bytes,
+                "batch": -float(one.largest_batch or 0),
+            }.get(self._context.settings.objective, one.estimate.step_seconds)
+            return (one.pruned is not None, first, one.estimate.step_seconds, len(one.steps), one.key)
+
+        return sorted(candidates, key=order)
+
+
+def _twins(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
+    """Keys of strategies that run like another, with that other's; the baseline is kept, else the first."""
+    first: dict[Plan, str] = {}
+    if baseline is not None:
+        first[effective(resolved[baseline].plan)] = baseline
+    found = {}
+    for name, one in resolved.items():
+        kept = first.setdefault(effective(one.plan), name)
+        if kept != name:
+            found[name] = kept
+    return found
+
+
+def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates with the simplest one as the baseline, where the plain strategy may not be used."""
+    free = [one for one in candidates if one.pruned is None] or candidates
+    simplest = min(free, key=lambda one: len(one.steps))
+    return [replace(one, is_baseline=one is simplest) for one in candidates]
+
+
+def _setup_seconds(resolved: Resolved, cluster: Cluster) -> float:
+    """Seconds that compilation adds to a trial: inductor took 20 to 60 for a block on 2 CPU cores, about 20 on GPUs."""
+    if not resolved.plan.compiled:
+        return 0.0
+    return 40.0 if cluster.device_type == "cpu" else 20.0

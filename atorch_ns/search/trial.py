@@ -1,0 +1,224 @@
+"""Trials: tasks, outcomes, and the ledger of all outcomes of a search by candidate."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+TrialStatus = Literal[
+    "ok",
+    "stopped early",
+    "out of memory",
+    "raised",
+    "hung",
+    "died",
+    "non-finite",
+    "wrong",
+    "refused",
+    "cancelled",
+]
+"""Ends of a trial. ``wrong``: the check of numerics found values that differ from one process's. ``refused``: the
+strategy cannot be applied. ``cancelled``: another rank failed, or the search ended before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """Trial stop rule. All ranks decide alike, from times that are the maximum over ranks.
+
+    Attributes:
+        warmup_steps: steps that are not timed (compilation, allocator, first collectives).
+        block_steps: steps between two decisions.
+        min_steps, max_steps: limits of the number of timed steps.
+        max_seconds: limit of the time of all timed steps.
+        best_seconds: median step of the best trial so far; ``None`` for the first.
+        best_noise: its standard error in seconds.
+        confidence: a trial stops once its interval at this confidence lies wholly above the best's.
+        precision: a trial stops once the half-width of its interval is this share of its median.
+    """
+
+    warmup_steps: int = 1
+    block_steps: int = 2
+    min_steps: int = 4
+    max_steps: int = 20
+    max_seconds: float = 20.0
+    best_seconds: float | None = None
+    best_noise: float = 0.0
+    confidence: float = 0.95
+    precision: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTask:
+    """One trial, as the coordinator hands it to every rank.
+
+    Attributes:
+        id: counts up; a report of an older id is ignored.
+        key: the candidate's key.
+        steps: the steps of its strategy.
+        rule: when the trial stops.
+        deadline_s: seconds after which a rank that has not reported is taken to hang, set-up included.
+        attempt: number of earlier attempts that ended through no fault of the candidate.
+        kind: ``"trial"``, or ``"probe"`` for a comparison of numerics with one process.
+    """
+
+    id: int
+    key: str
+    steps: tuple[tuple[str, Any], ...]
+    rule: StopRule
+    deadline_s: float = 120.0
+    attempt: int = 0
+    kind: Literal["trial", "probe"] = "trial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialOutcome:
+    """The measured outcome of a trial over all ranks.
+
+    Attributes:
+        status: how the trial ended.
+        step_seconds: each timed step, the maximum over ranks.
+        peak_bytes: by rank, the most that tensors (CPU) or the allocator (GPU) held at once, beyond what the
+            process held before the trial; empty where it was not measured.
+        state_bytes: by rank, parameters, gradients and optimizer states after the last step.
+        collectives: by kind, calls and bytes in one step, as ``{"all_reduce": (3, 4096)}``.
+        loss: mean over ranks of the last step's loss.
+        setup_seconds: from the task's arrival to the first timed step.
+        total_seconds: from the task's arrival to the report.
+        reason: why it failed, in the failing rank's words.
+        rank: the failing rank.
+        log: path of the log file with its output and traceback, on that rank's machine.
+        refused_by: the method that refused to be applied, where one did.
+    """
+
+    status: TrialStatus
+    step_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    collectives: dict[str, tuple[int, int]] | None = None
+    loss: float | None = None
+    setup_seconds: float = 0.0
+    total_seconds: float = 0.0
+    reason: str = ""
+    rank: int | None = None
+    log: str = ""
+    refused_by: str | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it gave a step time."""
+        return self.status in ("ok", "stopped early") and bool(self.step_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        """Median step; NaN without one."""
+        return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
+
+    @property
+    def noise_seconds(self) -> float:
+        """Standard error of the median, from the median absolute deviation: 1.2533 × 1.4826 MAD / √n."""
+        if len(self.step_seconds) < 2:
+            return float("inf")
+        middle = self.median_seconds
+        mad = statistics.median(abs(value - middle) for value in self.step_seconds)
+        return float(1.2533 * 1.4826 * mad / len(self.step_seconds) ** 0.5)
+
+
+NOT_ITS_FAULT = ("died", "cancelled")
+"""Ends that are held against a candidate only when they come twice."""
+
+
+@dataclass
+class Entry:
+    """The trials of one candidate.
+
+    Attributes:
+        number: the number of its first trial in the search.
+        outcomes: outcomes in their order, without those that were no fault of the candidate.
+        lost: outcomes that were no fault of the candidate.
+        resumed: trials among the outcomes that an earlier search ran.
+    """
+
+    number: int
+    outcomes: list[TrialOutcome] = field(default_factory=list)
+    lost: list[TrialOutcome] = field(default_factory=list)
+    resumed: int = 0
+
+    @property
+    def merged(self) -> TrialOutcome:
+        """All its trials as one: steps of all, the largest peaks; a failure counts above a success."""
+        if not self.outcomes:
+            return self.lost[-1]
+        failed = [one for one in self.outcomes if not one.succeeded]
+        if failed or len(self.outcomes) == 1:
+            return (failed or self.outcomes)[-1]
+        last = self.outcomes[-1]
+        peaks = [one.peak_bytes for one in self.outcomes if len(one.peak_bytes) == len(last.peak_bytes)]
+        return replace(
+            last,
+            status="ok" if any(one.status == "ok" for one in self.outcomes) else last.status,
+            step_seconds=tuple(step for one in self.outcomes for step in one.step_seconds),
+            peak_bytes=tuple(max(ranks) for ranks in zip(*peaks, strict=True)),
+            setup_seconds=max(one.setup_seconds for one in self.outcomes),
+            total_seconds=sum(one.total_seconds for one in self.outcomes),
+        )
+
+    @property
+    def judged(self) -> bool:
+        """Whether it needs no further attempt."""
+        return bool(self.outcomes) or len(self.lost) > 1
+
+
+class Ledger:
+    """The trials of a search by candidate.
+
+    Attributes:
+        num_run, num_resumed: trials that this search ran, and that it read from a history.
+        probes: outcomes of the checks of numerics, by the key of the candidate.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self.num_run = 0
+        self.num_resumed = 0
+        self.probes: dict[str, TrialOutcome] = {}
+
+    def add(self, key: str, outcome: TrialOutcome, *, resumed: bool = False) -> None:
+        """Adds the outcome of a trial."""
+        if resumed:
+            self.num_resumed += 1
+        else:
+            self.num_run += 1
+        entry = self._entries.setdefault(key, Entry(self.num_run + self.num_resumed))
+        entry.resumed += resumed
+        (entry.lost if outcome.status in NOT_ITS_FAULT else entry.outcomes).append(outcome)
+
+    def get(self, key: str) -> Entry | None:
+        """The trials of a candidate; ``None`` before its first."""
+        return self._entries.get(key)
+
+    def judged(self, key: str) -> bool:
+        """Whether a candidate needs no trial, or no further one."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.judged
+
+    def attempts(self, key: str) -> int:
+        """Trials of a candidate that ended through no fault of its own."""
+        entry = self._entries.get(key)
+        return len(entry.lost) if entry is not None else 0
+
+    @property
+    def rejected(self) -> dict[str, str]:
+        """Candidates whose numerics are wrong, each with what was found."""
+        return {
+            key: f"wrong: {outcome.reason or 'its numbers differ from those of one process'}"
+            for key, outcome in self.probes.items()
+            if outcome.status == "wrong"
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, Entry]]:
+        return iter(self._entries.items())
+
+    def __len__(self) -> int:
+        return len(self._entries)

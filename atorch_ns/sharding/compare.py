@@ -1,0 +1,41 @@
+"""Comparison of what is computed divided with what is computed whole: gradients of a test loss, relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def weighted_sum(tensors: Iterable[torch.Tensor], *, seed: int) -> torch.Tensor | None:
+    """The sum of all elements with random weights, equal on every rank; ``None`` for no tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    total: torch.Tensor | None = None
+    for tensor in tensors:
+        summand = (tensor * torch.randn(tensor.shape, generator=generator).to(tensor)).sum()
+        total = summand if total is None else total + summand
+    return total
+
+
+def gradients_of(total: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of ``total`` for each target; zeros where it does not depend on it."""
+    if not total.requires_grad:
+        return [torch.zeros_like(target) for target in targets]
+    found = torch.autograd.grad(total, targets, allow_unused=True)
+    pairs = zip(targets, found, strict=True)
+    return [torch.zeros_like(target) if grad is None else grad for target, grad in pairs]
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """max|tensor|; 0 for no elements."""
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: float = 0.0) -> float:
+    """max|found - wanted| / max(max|wanted|, floor); infinite for what is not finite or of another shape."""
+    if found is None or found.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    error = largest(found - wanted) / max(largest(wanted), floor, 1e-30)
+    return error if error == error else float("inf")

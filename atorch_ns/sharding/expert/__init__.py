@@ -1,0 +1,1 @@
+"""Expert parallelism: experts of mixture-of-experts layers divided over ranks."""

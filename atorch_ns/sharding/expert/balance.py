@@ -1,0 +1,143 @@
+"""Balance of a router: its auxiliary loss, computed over the tokens of all ranks.
+
+The loss of the Switch Transformer (https://arxiv.org/abs/2101.03961, equations 4 to 6) and of the models of
+transformers is, over the tokens of a batch,
+
+    E * sum over experts e of  f_e * P_e
+
+with ``f_e`` the share of the choices that fall on expert ``e`` and ``P_e`` the mean probability the router gives it.
+It is a product of two means: the mean of what ranks compute from their own tokens is not what one process
+computes. But only ``P`` has a gradient. With ``f`` taken over all ranks, each rank's ``E * sum of f_e * P_e`` is linear
+in what it has seen, and the mean over ranks, value and gradient, is the loss of the whole batch.
+
+The effect, measured: a Qwen-MoE of two layers and six experts on two ranks of four samples, five steps with a coefficient
+of 0.5. Balanced over each rank's tokens, the loss is off from one process by 4e-2 and the router by its whole
+update; balanced over all ranks, by 1e-6 and 1e-5 of the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns.errors import StepError
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_k")
+_COEFFICIENT = "router_aux_loss_coef"
+_TOLERANCE = 1e-3
+
+
+class GlobalBalance:
+    """Replaces ``aux_loss`` in the output of a model, and its part in ``loss``, by this rank's part of the global one.
+
+    It works for outputs that hold ``router_logits`` as well, if the model's own loss is the one above: that is
+    computed alongside and compared. Otherwise the loss stays that of each rank's tokens.
+
+    Args:
+        model: the model; all ranks of the group run the same forward passes.
+        group: the ranks that see different data.
+        demanded: whether a loss that cannot be computed over all ranks is an error; else it is a warning.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, demanded: bool) -> None:
+        self._model = model
+        self._group = group
+        self._demanded = demanded
+        self._signature = inspect.signature(model.forward)
+        self._given_up = False
+
+    def attach(self) -> None:
+        """Adds the hook."""
+        self._model.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True)
+
+    def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        loss, logits = getattr(output, "aux_loss", None), getattr(output, "router_logits", None)
+        if self._given_up or not isinstance(loss, torch.Tensor) or not isinstance(output, Mapping):
+            return None
+        mask = self._signature.bind(*args, **kwargs).arguments.get("attention_mask")
+        coefficient = _setting(model, (_COEFFICIENT,))
+        seen = _Seen.of(logits, _setting(model, _TOP_K), mask)
+        counts = None if seen is None or coefficient is None else self._over_ranks(seen, loss)
+        if seen is None or counts is None:
+            self._give_up(model)
+            return None
+        total = counts[-1]
+        balanced = (counts[:-1] * seen.probabilities).sum() / total**2 * len(seen.counts) * self._group.size()
+        changed = {**output, "aux_loss": balanced.to(loss)}
+        if output.get("loss") is not None:
+            changed["loss"] = output["loss"] + coefficient * (balanced - loss)
+        return type(output)(**changed)
+
+    @torch.no_grad()
+    def _over_ranks(self, seen: _Seen, loss: torch.Tensor) -> torch.Tensor | None:
+        """Choices by expert and rows over all ranks, ``[E + 1]``; ``None`` if the loss of some rank is a different one."""
+        unknown = seen.rows.new_full((1,), float(not seen.explains(loss)))
+        sent = torch.cat([seen.counts, seen.rows.reshape(1), unknown])
+        dist.all_reduce(sent, group=self._group)
+        return None if bool(sent[-1]) else sent[:-1]
+
+    def _give_up(self, model: nn.Module) -> None:
+        self._given_up = True
+        reason = (
+            f"the auxiliary loss of {type(model).__name__} is not the one that can be computed over all ranks "
+            "(the Switch Transformer's, from router_logits in the output), so each rank balances its own tokens"
+        )
+        if self._demanded:
+            raise StepError(f"{reason}, and balance='global' asks for more. Use balance='auto'.")
+        warnings.warn(f"expert_parallel: {reason}.", stacklevel=2)
+
+
+class _Seen:
+    """The terms of the loss, over this rank's tokens and all layers.
+
+    Attributes:
+        counts: ``[E]``, choices by expert.
+        probabilities: ``[E]``, sums of the router's probabilities; has a gradient.
+        rows: 0-d, tokens times layers.
+    """
+
+    def __init__(self, counts: torch.Tensor, probabilities: torch.Tensor, rows: torch.Tensor) -> None:
+        self.counts = counts
+        self.probabilities = probabilities
+        self.rows = rows
+
+    @classmethod
+    def of(cls, logits: Any, top_k: Any, mask: Any) -> _Seen | None:
+        """The terms from the logits of each layer, ``[tokens, E]``, and the mask ``[B, T]``; ``None`` for other shapes."""
+        if not isinstance(logits, (tuple, list)) or not logits or not isinstance(top_k, int):
+            return None
+        if any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in logits):
+            return None
+        weight = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
+        if isinstance(mask, torch.Tensor):
+            if mask.numel() != len(weight):
+                return None
+            weight = mask.reshape(-1).to(weight)
+        counts = probabilities = weight.new_zeros(logits[0].size(-1))
+        for layer in logits:
+            shares = layer.softmax(-1)
+            chosen = shares.topk(top_k, dim=-1).indices
+            counts = counts.scatter_add(0, chosen.reshape(-1), weight.repeat_interleave(top_k))
+            probabilities = probabilities + (shares.float() * weight[:, None]).sum(0)
+        return cls(counts, probabilities, weight.sum() * len(logits))
+
+    def explains(self, loss: torch.Tensor) -> bool:
+        """Whether the model has computed its loss from these terms."""
+        mine = (self.counts * self.probabilities).sum() / self.rows**2 * len(self.counts)
+        return bool((mine - loss).abs() <= _TOLERANCE * loss.abs())
+
+
+def _setting(model: nn.Module, names: tuple[str, ...]) -> Any:
+    """The first of ``names`` that the model or its config has."""
+    config = getattr(model, "config", None)
+    for holder in (model, config, getattr(config, "text_config", None)):
+        for name in names:
+            if isinstance(getattr(holder, name, None), (int, float)):
+                return getattr(holder, name)
+    return None

@@ -1,0 +1,251 @@
+"""Tests of experts before they are divided: on a few tokens, the divided computation must give what the layer gives.
+
+A fused module may mix its experts, or read their number from an unexpected place. The code that calls a list of experts
+may look at the results of one before it calls the next, or read their weights itself. Either gives wrong numbers and
+no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.capture.random_states import buffers_and_generators_kept, modes_kept
+from atorch_ns.errors import StepError
+from atorch_ns.sharding.compare import gradients_of, largest, relative_error, weighted_sum
+from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts
+from atorch_ns.sharding.expert.list import ExpertCalls, Rows, intercept, release
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+_LOW_PRECISION_TOLERANCE = 5e-2
+_FLOOR = 1e-2
+"""Gradients smaller than this share of the largest are compared on its scale."""
+
+_ROWS, _TOKENS = 2, 9
+
+
+@torch.no_grad()
+def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
+    """The reason why dividing the experts would change what the module computes; ``None`` if it would not.
+
+    The module is called with two choices for each of a few tokens, then with one choice at a time on the share of
+    experts that each rank would hold; the results must add up. Nothing is communicated.
+
+    Args:
+        experts: the module, whole and with values.
+        ranks: the number of shares; it divides the number of experts.
+    """
+    first = experts.module._parameters[experts.divided[0]]
+    assert first is not None
+    with _evaluating(experts.module):
+        try:
+            tokens, index, weights = _sample(experts, first)
+            whole = _call(experts, tokens, index, weights)
+        except Exception as error:
+            return f"calling it with a few tokens fails: {type(error).__name__}: {error}"
+        if not bool(torch.isfinite(whole).all()):  # values that were never set: nothing can be compared
+            return None
+        try:
+            parts = sum(
+                _by_shares(experts, ranks, tokens, index[:, k : k + 1], weights[:, k : k + 1])
+                for k in range(index.size(1))
+            )
+        except Exception as error:
+            return f"with 1/{ranks} of the experts it fails: {type(error).__name__}: {error}"
+    assert isinstance(parts, torch.Tensor)
+    off = relative_error(parts, whole)
+    if off <= _TOLERANCE.get(whole.dtype, _LOW_PRECISION_TOLERANCE):
+        return None
+    return (
+        f"shares of 1/{ranks} of the experts, one choice at a time, add up to something else than the module "
+        f"computes (off by {off:.1e} of the largest value). It must return the sum over choices of weight times "
+        "expert, and keep the number of experts in an attribute whose name ends in 'experts'"
+    )
+
+
+def why_not_answerable(listed: ListedExperts) -> str | None:
+    """The reason why a layer's experts cannot be computed together; ``None`` if they can. Nothing is communicated."""
+    device = next(listed.layer.parameters()).device
+    with torch.enable_grad(), _evaluating(listed.layer), buffers_and_generators_kept(listed.layer, device):
+        try:
+            tokens, whole = _whole(listed)
+        except Exception as error:  # the user's code, on an input of a guessed shape
+            return f"calling it with a few tokens fails: {type(error).__name__}: {error}"
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in whole):
+            return None  # values that were never set: nothing can be compared
+        calls = ExpertCalls(str(listed))
+        intercept(listed.experts, calls)
+        try:
+            found = _twice(listed, calls, tokens)
+        except StepError as error:
+            return str(error)
+        except Exception as error:  # as above: on what experts have not computed
+            return f"it fails when its experts are computed together: {type(error).__name__}: {error}"
+        finally:
+            calls.end()
+            release(listed.experts)
+    if found is None:
+        return "its code does not call them on a few tokens"
+    floor = _FLOOR * max(map(largest, whole))
+    off = max(relative_error(mine, theirs, floor=floor) for mine, theirs in zip(found, whole, strict=True))
+    if off <= _TOLERANCE.get(tokens.dtype, _LOW_PRECISION_TOLERANCE):
+        return None
+    return (
+        f"with its experts computed together it gives something else (off by {off:.1e} of the largest value): it may "
+        "use what experts return to choose the next ones, or read their weights outside their calls"
+    )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Turns dropout off, so that two calls can be compared."""
+    with modes_kept(module):
+        module.eval()
+        yield
+
+
+def _first_accepted(inputs: Iterable[T], call: Callable[[T], R]) -> tuple[T, R]:
+    """The first input that ``call`` accepts, with its result; else the last error is raised."""
+    last: Exception | None = None
+    for given in inputs:
+        try:
+            return given, call(given)
+        except Exception as refused:  # the user's code, on an input of a guessed shape
+            last = refused
+    assert last is not None
+    raise last
+
+
+def _by_frequency(sizes: list[int]) -> list[int]:
+    """The distinct sizes, the most frequent first."""
+    return sorted(set(sizes), key=lambda size: -sizes.count(size))
+
+
+def _sample(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A few tokens with two choices each, such that every share is chosen; of the first width that fits."""
+    generator = torch.Generator().manual_seed(0)
+    count = experts.num_experts
+    step = max(1, count // 8)  # of many experts only some
+    one = torch.arange(0, count, step)
+    index = torch.stack([one, (one + 1 + step // 2) % count], dim=1).to(like.device)
+    weights = torch.rand(len(one), 2, generator=generator).to(like)
+    widths = _by_frequency(
+        [size for name in experts.divided for size in experts.module.get_parameter(name).shape[1:]]
+    )
+    inputs = (torch.randn(len(one), width, generator=generator).to(like) for width in widths)
+    tokens, _ = _first_accepted(inputs, lambda given: _call(experts, given, index, weights))
+    return tokens, index, weights
+
+
+def _call(
+    experts: FoundExperts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    result = experts.module(tokens.clone(), index, weights)
+    if not isinstance(result, torch.Tensor) or result.numel() != tokens.numel():
+        raise TypeError(f"it returns {type(result).__name__}, not a tensor like its tokens")
+    return result.reshape(tokens.shape)
+
+
+def _by_shares(
+    experts: FoundExperts, ranks: int, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    out, per_rank = torch.zeros_like(tokens), experts.num_experts // ranks
+    for rank in range(ranks):
+        rows = (index[:, 0] // per_rank == rank).nonzero()[:, 0]
+        if len(rows):
+            with _share(experts, slice(rank * per_rank, (rank + 1) * per_rank)):
+                out[rows] = _call(experts, tokens[rows], index[rows] - rank * per_rank, weights[rows])
+    return out
+
+
+@contextmanager
+def _share(experts: FoundExperts, chosen: slice) -> Iterator[None]:
+    """Leaves the module only the ``chosen`` experts inside the block."""
+    module = experts.module
+    parameters = {name: module._parameters[name] for name in experts.divided}
+    try:
+        for name, parameter in parameters.items():
+            assert parameter is not None
+            module._parameters[name] = parameter[chosen]  # type: ignore[assignment]  # it need not be trained
+        for name in experts.counts:
+            setattr(module, name, chosen.stop - chosen.start)
+        yield
+    finally:
+        module._parameters.update(parameters)
+        for name in experts.counts:
+            setattr(module, name, experts.num_experts)
+
+
+def _whole(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Tokens that the layer accepts, and its results and gradients for them."""
+    like = next(listed.experts[0].parameters())
+    widths = _by_frequency([size for parameter in listed.experts[0].parameters() for size in parameter.shape])
+    generator = torch.Generator().manual_seed(0)
+    shapes = (shape for width in widths for shape in ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width)))
+    inputs = (torch.randn(shape, generator=generator).to(like).requires_grad_() for shape in shapes)
+    return _first_accepted(inputs, lambda given: _results(_targets(listed, given), listed.layer(given)))
+
+
+def _twice(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> list[torch.Tensor] | None:
+    """The results of the two passes; ``None`` if the layer calls no expert."""
+    targets = _targets(listed, tokens)
+    calls.begin()
+    with buffers_and_generators_kept(listed.layer, tokens.device), _hidden(listed):
+        listed.layer.forward(tokens)
+    rows = calls.rows()
+    if rows is None:
+        return None
+    calls.answer(_computed(listed, rows))
+    with _hidden(listed):
+        output = listed.layer(tokens)
+    return _results(targets, output)
+
+
+def _computed(listed: ListedExperts, rows: Rows) -> torch.Tensor:
+    """All experts on their rows, in the order of the rows."""
+    order = rows.experts.argsort(stable=True)
+    counts = torch.bincount(rows.experts, minlength=listed.num_experts).tolist()
+    pieces = rows.features[order].split(counts)
+    results = [
+        expert(*piece.split(rows.widths, -1))
+        for expert, piece in zip(listed.experts, pieces, strict=True)
+        if len(piece)
+    ]
+    return torch.cat(results)[order.argsort()]
+
+
+def _targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch.Tensor]:
+    return [tokens, *(parameter for parameter in listed.layer.parameters() if parameter.requires_grad)]
+
+
+def _results(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
+    """The floating results, and the gradients of their weighted sum."""
+    found = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    total = weighted_sum(found, seed=1)
+    if total is None or not total.requires_grad:
+        raise TypeError("it returns no tensor of floats with a gradient")
+    return [*(tensor.detach() for tensor in found), *gradients_of(total, targets)]
+
+
+@contextmanager
+def _hidden(listed: ListedExperts) -> Iterator[None]:
+    """Fills the experts' parameters with NaN: code that reads them would get those of a part."""
+    modules = [module for expert in listed.experts for module in expert.modules()]
+    kept = [(module, dict(module._parameters)) for module in modules]
+    try:
+        for module, parameters in kept:
+            for key, parameter in parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = nn.Parameter(torch.full_like(parameter, float("nan")))
+        yield
+    finally:
+        for module, parameters in kept:
+            module._parameters.update(parameters)

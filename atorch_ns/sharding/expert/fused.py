@@ -1,0 +1,241 @@
+"""Fused experts divided over ranks, and the route of tokens to the ranks that hold their experts and back.
+
+Each rank holds a share of the experts and computes it for the tokens of all ranks. A token goes once to each rank that holds one of its experts, whatever number of them that rank holds. No token is
+dropped, so the numbers of rows that ranks exchange differ from step to step: they are exchanged first.
+
+Legend: N tokens of this rank, D model, K choices a token, E experts, S ranks, R rows (a token for one rank),
+P pairs (a token and one expert).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from atorch_ns.sharding.collectives import exchange, scale_gradient
+from atorch_ns.sharding.expert.find import FoundExperts
+from atorch_ns.sharding.rank_context import local_part
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The P pairs that the experts of this rank compute.
+
+    Attributes:
+        tokens: ``[P, D]``.
+        index: ``[P, 1]``, counted from this rank's first expert.
+        weights: ``[P, 1]``.
+    """
+
+    tokens: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """The destinations of rows in one forward pass.
+
+    Attributes:
+        group: the ranks that divide the experts.
+        num_tokens: N.
+        row_tokens: ``[R]``, the token of each row sent, sorted by the rank it goes to.
+        choices: ``[P]``, the indices among the ``N * K`` choices of the weights sent, sorted likewise.
+        sent_rows: rows to each rank.
+        received_rows: rows from each rank.
+        sent_pairs: pairs to each rank.
+        received_pairs: pairs from each rank.
+        pair_rows: ``[P']``, for each pair that arrives the row that is its token.
+        pair_experts: ``[P']``, for each pair that arrives this rank's expert.
+    """
+
+    group: dist.ProcessGroup
+    num_tokens: int
+    row_tokens: torch.Tensor
+    choices: torch.Tensor
+    sent_rows: list[int]
+    received_rows: list[int]
+    sent_pairs: list[int]
+    received_pairs: list[int]
+    pair_rows: torch.Tensor
+    pair_experts: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def find(cls, index: torch.Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
+        """The route of tokens to the experts chosen for them; collective.
+
+        Args:
+            index: ``[N, K]``, the choices; ``num_experts`` stands for none.
+            num_experts: E; rank ``r`` of the group holds those from ``r * E / S`` on.
+            group: the ranks.
+        """
+        ranks, per_rank = group.size(), num_experts // group.size()
+        num_tokens, num_choices = index.shape
+        chosen = index.reshape(-1).long()
+        target = torch.div(chosen, per_rank, rounding_mode="floor").clamp(max=ranks)
+        order = torch.argsort(target, stable=True)
+        target = target[order]
+        tokens = torch.div(order, num_choices, rounding_mode="floor")
+        goes = torch.zeros(ranks + 1, num_tokens, dtype=torch.bool, device=index.device)
+        goes[target, tokens] = True
+        place = goes.long().cumsum(1) - 1  # of a token among those that go to one rank
+        pairs_to = target.new_zeros(ranks + 1).scatter_add(0, target, torch.ones_like(target))
+        counts = torch.stack([goes[:ranks].sum(1), pairs_to[:ranks]], dim=1)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=group)
+        (sent_rows, sent_pairs), (received_rows, received_pairs) = torch.stack([counts, arriving]).mT.tolist()
+        kept = slice(0, sum(sent_pairs))
+        pairs = torch.stack([place[target, tokens], chosen[order] - target * per_rank], dim=1)[kept]
+        pairs = exchange(pairs, sent_pairs, received_pairs, group)
+        arrived = torch.tensor(received_rows, device=index.device)
+        first_rows = (arrived.cumsum(0) - arrived).repeat_interleave(
+            torch.tensor(received_pairs, device=index.device), output_size=sum(received_pairs)
+        )
+        return cls(
+            group=group,
+            num_tokens=num_tokens,
+            row_tokens=goes[:ranks].nonzero()[:, 1],
+            choices=order[kept],
+            sent_rows=sent_rows,
+            received_rows=received_rows,
+            sent_pairs=sent_pairs,
+            received_pairs=received_pairs,
+            pair_rows=first_rows + pairs[:, 0],
+            pair_experts=pairs[:, 1],
+        )
+
+    def send(self, hidden: torch.Tensor, weights: torch.Tensor) -> Arrived:
+        """Sends tokens ``[N, D]`` and weights ``[N, K]`` to the experts; collective.
+
+        On a rank to which nothing comes there is one pair of zeros, so that its experts get gradients (zeros) and
+        its part of the backward pass exists.
+        """
+        rows = exchange(hidden[self.row_tokens], self.sent_rows, self.received_rows, self.group)
+        given = weights.reshape(-1, 1)[self.choices]
+        given = exchange(given, self.sent_pairs, self.received_pairs, self.group)
+        tokens, index = rows[self.pair_rows], self.pair_experts[:, None]
+        if len(index) == 0:
+            tokens = torch.cat([tokens, tokens.new_zeros(1, hidden.size(1))])
+            given = torch.cat([given, given.new_zeros(1, 1)])
+            index = index.new_zeros(1, 1)
+        return Arrived(tokens, index, given)
+
+    def bring_back(self, results: torch.Tensor) -> torch.Tensor:
+        """Sends the experts' results ``[P, D]`` back and adds up those of each token; collective.
+
+        Returns:
+            ``[N, D]``.
+        """
+        mine = results[: len(self.pair_rows)]
+        rows = mine.new_zeros(sum(self.received_rows), mine.size(1)).index_add(0, self.pair_rows, mine)
+        rows = exchange(rows, self.received_rows, self.sent_rows, self.group)
+        # The addition saves its indices for the backward pass. As the last operator that saves anything, it makes
+        # a recomputation, which stops there, communicate on every rank as often as the forward pass did.
+        return rows.new_zeros(self.num_tokens, rows.size(1)).index_add(0, self.row_tokens, rows)
+
+
+def divide_experts(experts: FoundExperts, mesh: DeviceMesh, *, equal: bool) -> None:
+    """Leaves each rank its share of the experts of a module, which is called as before; collective.
+
+    Every forward pass of the module is collective from now on, and so is its backward pass. The gradients of the
+    experts are those of the mean of the ranks' losses.
+
+    Args:
+        experts: the module; the number of ranks divides that of its experts.
+        mesh: a one-dimensional one; its first rank's values are taken.
+        equal: whether all ranks hold the same values, so that none need to be sent.
+    """
+    module = experts.module
+    for name in experts.divided:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        module._parameters[name] = shard_parameter(parameter, mesh, 0, equal=equal)
+    if not equal:
+        group = mesh.get_group()
+        for name in experts.whole:
+            whole = module.get_parameter(name)
+            dist.broadcast(whole.data, src=dist.get_process_group_ranks(group)[0], group=group)
+    for name in experts.counts:
+        setattr(module, name, experts.num_experts // mesh.size())
+    _DividedForward(experts, mesh).attach()
+
+
+def shard_parameter(parameter: torch.Tensor, mesh: DeviceMesh, dim: int, *, equal: bool) -> nn.Parameter:
+    """A parameter divided along ``dim`` over ``mesh``; collective.
+
+    ``equal``: whether all ranks hold the same values, so that those of the first need not be sent.
+    """
+    share = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None if equal else 0)
+    local = share.to_local().clone()  # not a view of the whole
+    share = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+    return nn.Parameter(share, requires_grad=parameter.requires_grad)
+
+
+class _DividedForward:
+    """Hooks that exchange tokens before and after the forward passes of a module."""
+
+    def __init__(self, experts: FoundExperts, mesh: DeviceMesh) -> None:
+        self._num_experts = experts.num_experts
+        self._names = (*experts.divided, *experts.whole)
+        self._arguments = experts.arguments
+        self._signature = inspect.signature(experts.module.forward)
+        self._module = experts.module
+        self._group = mesh.get_group()
+        self._under_way: list[tuple[Route, torch.Size, list[_Place]]] = []
+
+    def attach(self) -> None:
+        """Adds the hooks."""
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        self._module.register_forward_pre_hook(before, with_kwargs=True)
+        self._module.register_forward_hook(after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        bound = self._signature.bind(*args, **kwargs)
+        hidden, index, weights = (bound.arguments[name] for name in self._arguments)
+        num_choices = index.size(-1)
+        route = Route.find(index.reshape(-1, num_choices), self._num_experts, self._group)
+        arrived = route.send(hidden.reshape(-1, hidden.size(-1)), weights.reshape(-1, num_choices))
+        places = list(self._places(module))
+        self._under_way.append((route, hidden.shape, places))
+        for place in places:
+            place.put(scale_gradient(local_part(place.parameter), 1 / self._group.size()))
+        given = (arrived.tokens, arrived.index, arrived.weights)
+        bound.arguments.update(zip(self._arguments, given, strict=True))
+        return bound.args, bound.kwargs
+
+    def _after(self, module: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._under_way:  # the pass failed before it began
+            return None
+        route, shape, places = self._under_way.pop()
+        for place in places:
+            place.put(place.parameter)
+        return None if output is None else route.bring_back(output).view(shape)
+
+    def _places(self, module: nn.Module) -> Iterator[_Place]:
+        for name in self._names:
+            owner, _, key = name.rpartition(".")
+            yield _Place(module.get_submodule(owner), key)
+
+
+class _Place:
+    """Where a module keeps a parameter."""
+
+    def __init__(self, owner: nn.Module, key: str) -> None:
+        parameter = owner._parameters[key]
+        assert parameter is not None
+        self.parameter: torch.Tensor = parameter
+        self._owner = owner
+        self._key = key
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Shows the module ``tensor``, in its dictionary, which unlike assignment takes any tensor."""
+        self._owner._parameters[self._key] = tensor  # type: ignore[assignment]

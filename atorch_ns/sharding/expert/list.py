@@ -1,0 +1,250 @@
+"""Lists of experts that are modules of their own, divided over ranks; each rank computes a share for all.
+
+Every rank keeps 1/n of every parameter of every expert, so that names, optimizer states and checkpoints are the same
+everywhere. Before a rank computes its share of the experts, it receives the parts of their parameters by one
+all-to-all a parameter, of which each rank sends and receives 1/n of the bytes that all experts have.
+
+A layer calls its experts one after the other, each on the rows that are routed to it. Rows must travel to the ranks
+that hold the experts, and one exchange an expert would make all ranks wait for one. So the layer's code runs twice: in
+the first pass the calls of its experts are recorded and return zeros; then all rows travel at once and every rank
+computes its experts; in the second pass the calls return the results. The second pass makes the same calls, since
+routing does not depend on the experts' results; gradients of rows go through the first pass, all others through the
+second.
+
+Legend: E experts, n ranks, D features of a row, R rows of this rank, P rows that arrive at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from atorch_ns.capture.random_states import buffers_and_generators_kept
+from atorch_ns.errors import StepError
+from atorch_ns.sharding.collectives import all_to_all, scale_gradient
+from atorch_ns.sharding.expert.find import ListedExperts
+from atorch_ns.sharding.expert.fused import Arrived, Route, shard_parameter
+
+_SETTING = "_expert_calls"
+"""The attribute of an expert that holds its calls and its number."""
+
+
+def divide_expert_list(listed: ListedExperts, mesh: DeviceMesh, *, equal: bool) -> None:
+    """Leaves each rank its part of the experts' parameters; the layer is called as before; collective.
+
+    Every forward pass of the layer is collective from now on, and so is its backward pass. The gradients of the
+    experts are those of the mean of the ranks' losses; of parameters that no dimension divides, each rank has a
+    summand.
+
+    Args:
+        listed: the experts; the number of ranks divides their number.
+        mesh: a one-dimensional mesh; its first rank's values are taken.
+        equal: whether all ranks hold the same values, so that none need to be sent.
+    """
+    first = dist.get_process_group_ranks(mesh.get_group())[0]
+    for expert in listed.experts:
+        for name, parameter in list(expert.named_parameters()):
+            dim = listed.dim_of(name, mesh.size())
+            if dim is None:
+                if not equal:
+                    dist.broadcast(parameter.data, src=first, group=mesh.get_group())
+                continue
+            owner, _, key = name.rpartition(".")
+            share = shard_parameter(parameter, mesh, dim, equal=equal)
+            expert.get_submodule(owner)._parameters[key] = share
+    _DividedLayer(listed, mesh).attach()
+
+
+class _DividedLayer:
+    """Hooks that run the first of the two passes before each forward pass of a layer."""
+
+    def __init__(self, listed: ListedExperts, mesh: DeviceMesh) -> None:
+        self._listed = listed
+        self._group = mesh.get_group()
+        self._calls = ExpertCalls(str(listed))
+
+    def attach(self) -> None:
+        """Adds the hooks."""
+        intercept(self._listed.experts, self._calls)
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        self._listed.layer.register_forward_pre_hook(before, with_kwargs=True)
+        self._listed.layer.register_forward_hook(after, always_call=True)
+
+    def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls.begin()
+        device = next(self._listed.experts[0].parameters()).device
+        with buffers_and_generators_kept(layer, device):
+            layer.forward(*args, **kwargs)
+        rows = self._calls.rows()
+        if rows is None:
+            raise StepError(
+                f"no token of this rank's batch reached {self._listed}, and the other ranks wait for some. Give every "
+                "rank at least one token."
+            )
+        self._calls.answer(self._answers(rows))
+
+    def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._calls.end()
+
+    def _answers(self, rows: Rows) -> torch.Tensor:
+        """The experts' results for the rows, [R, D]; collective."""
+        route = Route.find(rows.experts[:, None], len(self._listed.experts), self._group)
+        arrived = route.send(rows.features, rows.features.new_ones(len(rows.features), 1))
+        return route.bring_back(self._computed(arrived, rows.widths))
+
+    def _computed(self, arrived: Arrived, widths: tuple[int, ...]) -> torch.Tensor:
+        """The results of this rank's experts for the P rows that arrived."""
+        experts = self._listed.experts
+        per_rank = len(experts) // self._group.size()
+        first = self._group.rank() * per_rank
+        parameters = self._parameters(per_rank)
+        index = arrived.index[:, 0]
+        order = index.argsort(stable=True)
+        counts = torch.bincount(index, minlength=per_rank).tolist()
+        results = []
+        for place, piece in enumerate(arrived.tokens[order].split(counts)):
+            if len(piece):
+                given = piece.split(widths, -1)
+                results.append(functional_call(experts[first + place], parameters[place], given))
+        return torch.cat(results)[order.argsort()]
+
+    def _parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
+        """The parameters of this rank's experts, whole; collective."""
+        ranks, first = self._group.size(), self._group.rank() * per_rank
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(per_rank)]
+        every = [dict(expert.named_parameters()) for expert in self._listed.experts]
+        for name, like in every[0].items():
+            if isinstance(like, DTensor):
+                parts = torch.stack([of[name].to_local() for of in every])  # type: ignore[attr-defined]
+                dim = 1 + like.placements[0].dim  # type: ignore[attr-defined]
+                mine = list(all_to_all(parts, 0, dim, self._group).unbind(0))
+            else:
+                mine = [of[name] for of in every[first : first + per_rank]]
+            for place, tensor in enumerate(mine):
+                found[place][name] = scale_gradient(tensor, 1 / ranks)
+        return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The arguments of all calls of a layer's experts.
+
+    Attributes:
+        features: [R, D], the arguments of each row side by side.
+        experts: int64 [R], the expert of each row.
+        widths: the width of each argument.
+    """
+
+    features: torch.Tensor
+    experts: torch.Tensor
+    widths: tuple[int, ...]
+
+
+class ExpertCalls:
+    """The calls of the experts of one layer.
+
+    Args:
+        name: the experts' name, for messages.
+
+    Attributes:
+        state: whether calls are recorded, answered, or computed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.state: Literal["compute", "record", "answer"] = "compute"
+        self._name = name
+        self._recorded: list[tuple[int, torch.Size, tuple[torch.Tensor, ...]]] = []
+        self._answers: list[torch.Tensor] = []
+        self._next = 0
+
+    def begin(self) -> None:
+        """Starts recording calls."""
+        self.state, self._recorded, self._next = "record", [], 0
+
+    def rows(self) -> Rows | None:
+        """The recorded rows, in the order of calls; ``None`` if no expert was called."""
+        self.state = "compute"
+        if not self._recorded:
+            return None
+        widths = {tuple(one.size(-1) for one in given) for _, _, given in self._recorded}
+        if len(widths) > 1:
+            raise self._error(f"its experts are called with arguments of different widths: {sorted(widths)}")
+        features = torch.cat([torch.cat(given, -1) for _, _, given in self._recorded])
+        experts = [torch.full((len(given[0]),), number) for number, _, given in self._recorded]
+        return Rows(features, torch.cat(experts).to(features.device), widths.pop())
+
+    def answer(self, results: torch.Tensor) -> None:
+        """Starts answering calls with ``results`` [R, D'], in the order in which they were recorded."""
+        self.state = "answer"
+        self._answers = list(results.split([len(given[0]) for _, _, given in self._recorded]))
+
+    def end(self) -> None:
+        """Forgets the calls; from here on calls are computed."""
+        self.state, self._recorded, self._answers = "compute", [], []
+
+    def call(self, number: int, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
+        """Records or answers a call of one expert."""
+        if kwargs or not args or not all(isinstance(one, torch.Tensor) and one.dim() for one in args):
+            raise self._error("its experts are called with more than tensors of rows")
+        lead = args[0].shape[:-1]
+        if self.state == "record":
+            given = tuple(one.reshape(lead.numel(), -1) for one in args)
+            self._recorded.append((number, lead, given))
+            return torch.zeros_like(args[0])
+        place, self._next = self._next, self._next + 1
+        if place >= len(self._recorded) or self._recorded[place][:2] != (number, lead):
+            raise self._error(
+                f"call {place + 1} of its experts is another one when its code runs again: it may depend on what "
+                "experts return"
+            )
+        return self._answers[place].reshape(*lead, -1)
+
+    def _error(self, reason: str) -> StepError:
+        return StepError(
+            f"expert_parallel cannot follow the calls of {self._name}: {reason}. Stack the experts' parameters in one "
+            "module with forward(hidden_states, top_k_index, top_k_weights), or leave the axis out."
+        )
+
+
+class _Intercepted:
+    """An expert whose calls are recorded and answered while its layer runs."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes, records or answers the call."""
+        calls, number = vars(self)[_SETTING]
+        if calls.state == "compute":
+            return type(self).whole_forward(self, *args, **kwargs)
+        return calls.call(number, args, kwargs)
+
+
+def intercept(experts: Sequence[nn.Module], calls: ExpertCalls) -> None:
+    """Makes ``calls`` record and answer the calls of ``experts``."""
+    for number, expert in enumerate(experts):
+        vars(expert)[_SETTING] = (calls, number)
+        whole: Any = type(expert)
+        expert.__class__ = _class(whole)
+
+
+def release(experts: Sequence[nn.Module]) -> None:
+    """The inverse of :func:`intercept`."""
+    for expert in experts:
+        answered: Any = type(expert)
+        expert.__class__ = answered.whole_class
+        del vars(expert)[_SETTING]
+
+
+@cache
+def _class(whole: Any) -> Any:
+    """The subclass of ``whole``, shared by all experts, so that their classes are equal."""
+    body = {"whole_forward": whole.forward, "whole_class": whole, "__doc__": whole.__doc__}
+    return type(f"Intercepted{whole.__name__}", (_Intercepted, whole), body)

@@ -1,0 +1,233 @@
+"""Rank context of divided layers: the tensor group, its regions, and random numbers of each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.random_states import random_states_kept, save_generators
+from atorch_ns.sharding.collectives import (
+    all_gather,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter,
+    scatter_to,
+)
+
+T = TypeVar("T")
+
+
+_REGION_STRIDE = 7_919
+"""Between the seeds of two ranks in a region."""
+
+_SEEDS = 2**62
+"""Seeds of :class:`RankRandomness` are below this."""
+
+
+def local_part(parameter: Any) -> torch.Tensor:
+    """This rank's part of a divided parameter, through which gradients flow; a plain tensor is returned as it is."""
+    local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
+
+
+def isolated(action: Callable[[], T], device: torch.device) -> T:
+    """Runs ``action()`` in a thread of its own, outside autocast, modes and the hooks of a recomputation.
+
+    Those count what a forward pass does and expect the same again. Random states, which all threads share, are
+    afterwards as before.
+    """
+
+    def run() -> T:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with random_states_kept():
+            return action()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+class TensorGroup:
+    """The ranks that layers are divided over, and this rank's place among them.
+
+    Args:
+        mesh: the tensor axis; ``None`` to compute shapes without other ranks: nothing is communicated.
+        size: the number of ranks; needed without a mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, *, size: int = 0) -> None:
+        self.mesh = mesh
+        self.size = size or (mesh.size() if mesh is not None else 1)
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.process_group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
+
+    def __deepcopy__(self, memo: Any) -> TensorGroup:
+        return self
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor that is equal on all ranks, as the input of divided layers; its gradient is summed."""
+        return x if self.process_group is None else copy_to(x, self.process_group)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of partial results, whole on every rank."""
+        return x if self.process_group is None else reduce_from(x, self.process_group)
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The pieces of all ranks joined along ``dim``, for a computation that is the same on all ranks."""
+        if self.process_group is None:
+            return torch.cat([x] * self.size, dim)
+        return gather_from(x, dim, self.process_group)
+
+    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's piece along ``dim`` of a tensor that is equal on all ranks."""
+        if self.process_group is None:
+            return x.chunk(self.size, dim)[0]
+        return scatter_to(x, dim, self.process_group)
+
+    def enter_whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The pieces of all ranks joined along ``dim``, as the input of divided layers; gradients are summed."""
+        if self.process_group is None:
+            return torch.cat([x] * self.size, dim)
+        return all_gather(x, dim, self.process_group)
+
+    def leave_in_pieces(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's piece along ``dim`` of the sum of partial results."""
+        if self.process_group is None:
+            return x.chunk(self.size, dim)[0]
+        return reduce_scatter(x, dim, self.process_group)
+
+
+class Region:
+    """The part of a forward pass between column-parallel layers and the row-parallel ones that sum their results.
+
+    Column-parallel layers that take one tensor share the communication at its entry, so that its gradient is summed
+    once. Inside a region in training, each rank draws random numbers of its own, since it holds other features;
+    outside, all draw the same. The state at the beginning is a function of the default generator's, so recomputation
+    draws the same again.
+
+    Args:
+        group: the ranks.
+        num_rows: row-parallel layers that end the region.
+        random: whether random numbers are drawn inside.
+        sequence_dim: the dimension along which each rank holds a piece of the sequence outside the region;
+            ``None`` where all hold the whole.
+    """
+
+    def __init__(
+        self, group: TensorGroup, *, num_rows: int, random: bool, sequence_dim: int | None = None
+    ) -> None:
+        self.random = random
+        self.sequence_dim = sequence_dim
+        self.gathers = sequence_dim is not None
+        """Whether column-parallel layers gather their input; else a module around them has done it."""
+        self._group = group
+        self._num_rows = num_rows
+        self._rows_left = 0
+        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        self._restore: Callable[[], None] | None = None
+
+    def __deepcopy__(self, memo: Any) -> Region:
+        made = Region(
+            self._group, num_rows=self._num_rows, random=self.random, sequence_dim=self.sequence_dim
+        )
+        made.gathers = self.gathers
+        memo[id(self)] = made
+        return made
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of a column-parallel layer, communicated once for each tensor."""
+        if not torch.is_grad_enabled():
+            return self._enter(x)
+        if self._entered is not None and self._entered[0] is x and self._entered[1] == x._version:
+            return self._entered[2]
+        entered = self._enter(x)
+        self._entered = (x, x._version, entered)
+        return entered
+
+    def entered(self, x: torch.Tensor) -> None:
+        """Marks ``x`` as communicated: :meth:`enter` returns it as it is."""
+        self._entered = (x, x._version, x)
+
+    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gathers and self.sequence_dim is not None:
+            return self._group.enter_whole(x, self.sequence_dim)
+        return self._group.enter(x)
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of a row-parallel layer's partial results, whole or this rank's piece of the sequence."""
+        if self.sequence_dim is None:
+            return self._group.leave(partial)
+        return self._group.leave_in_pieces(partial, self.sequence_dim)
+
+    def inside(self, training: bool, device: torch.device) -> None:
+        """Called after a column-parallel layer: from here on ranks hold different features."""
+        if self.random and training and self._restore is None:
+            self._rows_left = self._num_rows
+            self._seed_this_rank(device)
+
+    def outside(self) -> None:
+        """Called before a row-parallel layer: its results are equal on all ranks again."""
+        self._entered = None
+        if self._restore is not None:
+            self._restore_shared()
+            self._rows_left -= 1
+
+    def after_row(self, device: torch.device) -> None:
+        """Called after a row-parallel layer; others of the region may follow."""
+        if self._rows_left > 0 and self._restore is None:
+            self._seed_this_rank(device)
+
+    def watch(self, module: nn.Module) -> None:
+        """Ends the region with ``module``, which holds it, however its forward pass ends."""
+        module.register_forward_hook(self._end, always_call=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._entered = None
+        self._rows_left = 0
+        self._restore_shared()
+
+    def _seed_this_rank(self, device: torch.device) -> None:
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        self._restore = save_generators(device)
+        torch.manual_seed((seed + (self._group.rank + 1) * _REGION_STRIDE) % 2**63)
+
+    def _restore_shared(self) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+
+class RankRandomness:
+    """Random numbers of each rank's own, from generator states made of the state that ranks share.
+
+    Between :meth:`enter` and :meth:`leave` each rank draws different numbers. Afterwards all ranks continue from the
+    state they shared, one draw later. Recomputation that begins with the state of :meth:`enter` draws the same.
+
+    Args:
+        rank: this rank's place in its group.
+        device: where the model computes.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._device = device
+        self._restore: list[Callable[[], None]] = []
+
+    def enter(self) -> None:
+        """Seeds the generators for this rank."""
+        seed = int(torch.randint(_SEEDS, ()))
+        self._restore.append(save_generators(self._device))
+        torch.manual_seed(seed + self._rank)
+
+    def leave(self) -> None:
+        """Restores the shared state."""
+        self._restore.pop()()

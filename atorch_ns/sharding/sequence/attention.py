@@ -1,0 +1,283 @@
+"""Attention on a part of the sequence: one attention call, ``nn.MultiheadAttention`` in its terms, and Ulysses.
+
+In Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses) the division by positions becomes one by heads and back again. Each
+rank has all heads of its positions before, and all positions of its heads in between, where the ordinary kernel runs.
+That takes four all-to-alls a call, each of 1/n of the bytes of a query.
+
+Legend: B batch, H query heads, K key/value heads, T queries, S keys, D width, E head width, n ranks, L = T/n positions
+of one rank. Leading dimensions may be missing: tensors are [..., H, T, E] or [T, E].
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.collectives import all_gather, all_to_all
+from atorch_ns.sharding.sequence.plan import SequenceLayout
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of ``F.scaled_dot_product_attention``.
+
+    Attributes:
+        query: [..., H, T, E].
+        key: [..., K, S, E].
+        value: [..., K, S, E'].
+        mask: broadcast to [..., H, T, S]; bool (True for what is attended to) or added to the scores.
+        dropout: the share of weights dropped.
+        causal: whether a query attends to keys up to its own place only.
+        scale: of the scores; ``None`` for 1/sqrt(E).
+        grouped: whether H / K query heads share a key head; else H = K.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None
+    grouped: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        """H; 1 where there is no such dimension."""
+        return self.query.size(-3) if self.query.dim() > 2 else 1
+
+    @property
+    def num_key_heads(self) -> int:
+        """K; 1 where there is no such dimension."""
+        return self.key.size(-3) if self.key.dim() > 2 else 1
+
+    def cast(self) -> AttentionCall:
+        """The call in the dtypes that autocast would give it."""
+        device = self.query.device.type
+        if not torch.is_autocast_enabled(device):
+            return self
+        dtype = torch.get_autocast_dtype(device)
+        mask = self.mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(dtype)
+        return replace(
+            self,
+            query=self.query.to(dtype),
+            key=self.key.to(dtype),
+            value=self.value.to(dtype),
+            mask=mask,
+        )
+
+    def with_mask(self, mask: torch.Tensor | None) -> AttentionCall:
+        """The same call with another mask."""
+        return replace(self, mask=mask)
+
+    def run(self) -> torch.Tensor:
+        """The ordinary result, [..., H, T, E']."""
+        # A keyword that is not needed is left out: kernels differ in what they accept.
+        more: dict[str, Any] = {"enable_gqa": True} if self.grouped else {}
+        return F.scaled_dot_product_attention(
+            self.query,
+            self.key,
+            self.value,
+            attn_mask=self.mask,
+            dropout_p=self.dropout,
+            is_causal=self.causal,
+            scale=self.scale,
+            **more,
+        )
+
+
+def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
+    """The call with the arguments of ``F.scaled_dot_product_attention``."""
+    return _bind(*args, **kwargs)
+
+
+def _bind(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+Attend = Callable[[AttentionCall], torch.Tensor]
+Widen = Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+def multi_head_attention(
+    attend: Attend, widen: Widen, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """The result [T, B, D] (or [T, D]) with attention as ``attend`` computes it, and no attention weights.
+
+    Args:
+        attend: computes an attention call.
+        widen: ``(mask, whether the keys are another sequence's) -> mask of the whole sequence``.
+        args: arguments of ``F.multi_head_attention_forward``.
+        kwargs: its keyword arguments.
+
+    Raises:
+        InputError: for key biases and static keys, which belong to no position.
+    """
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    given.apply_defaults()
+    it = given.arguments
+    if it["bias_k"] is not None or it["add_zero_attn"] or it["static_k"] is not None:
+        raise InputError(
+            "attention with bias_k, add_zero_attn or static keys cannot be divided over positions."
+        )
+    is_batched = it["query"].dim() == 3
+    query, key, value = (
+        it[name] if is_batched else it[name].unsqueeze(1) for name in ("query", "key", "value")
+    )
+    crossed = it["key"] is not it["query"] and it["key"].size(0) != it["query"].size(0)
+    heads = it["num_heads"]
+    q, k, v = (_split(x, heads) for x in _projected(it, query, key, value))
+    causal, mask = _mask(it, heads, crossed, widen)
+    mixed = attend(
+        AttentionCall(q, k, v, mask, it["dropout_p"] if it["training"] else 0.0, causal)
+    )  # [B, H, T, E]
+    joined = mixed.permute(2, 0, 1, 3).flatten(2)
+    out = F.linear(joined, it["out_proj_weight"], it["out_proj_bias"])
+    return (out if is_batched else out.squeeze(1)), None
+
+
+def _projected(
+    it: dict[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[torch.Tensor]:
+    if it["use_separate_proj_weight"]:
+        weights = [it[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = list(it["in_proj_weight"].chunk(3))
+    bias = it["in_proj_bias"]
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+
+
+def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[T, B, D] to [B, H, T, E]."""
+    divided: torch.Tensor = x.unflatten(-1, (heads, -1))
+    return divided.permute(1, 2, 0, 3)
+
+
+def _mask(it: dict[str, Any], heads: int, crossed: bool, widen: Widen) -> tuple[bool, torch.Tensor | None]:
+    """Whether the call is causal, and the mask that is added to [B, H, T, S]."""
+    attention, padding = it["attn_mask"], it["key_padding_mask"]
+    if it["is_causal"] and padding is None:
+        return True, None
+    dtype = it["query"].dtype
+    summands = []
+    if attention is not None:
+        added = widen(additive_mask(attention, dtype), crossed)
+        summands.append(added.unflatten(0, (-1, heads)) if added.dim() == 3 else added)
+    if padding is not None:
+        rows = padding if padding.dim() == 2 else padding.unsqueeze(0)
+        summands.append(widen(additive_mask(rows, dtype)[:, None, None, :], crossed))
+    if not summands:
+        return False, None
+    return False, summands[0] if len(summands) == 1 else summands[0] + summands[1]
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as a summand of scores. True in a Boolean mask hides, as everywhere in ``nn.MultiheadAttention``."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
+
+
+_HEADS = -3
+_POSITIONS = -2
+
+
+def heads_divide(call: AttentionCall, ranks: int) -> bool:
+    """Whether the heads of a call can be divided over ``ranks``."""
+    return call.query.dim() > 2 and call.num_heads % ranks == 0
+
+
+def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """Attention of this rank's queries [..., H, L, E] to the keys of all ranks; [..., H, L, E'].
+
+    The mask is that of the whole sequence or of this rank's positions, in either dimension.
+
+    Raises:
+        InputError: if the heads do not divide.
+    """
+    ranks = group.size()
+    if not heads_divide(call, ranks):
+        raise InputError(
+            f"Ulysses divides {call.num_heads} attention heads over sequence={ranks} ranks, but it does not divide them. "
+            f"Use a divisor of {call.num_heads} for sequence, or kind='ring'."
+        )
+    key, value, grouped = _enough_heads(call, ranks)
+    whole = replace(
+        call,
+        query=_to_heads(call.query, layout, group),
+        key=_to_heads(key, layout, group),
+        value=_to_heads(value, layout, group),
+        mask=None if call.mask is None else _mask_of_heads(call.mask, call.num_heads, layout, group),
+        grouped=grouped,
+    )
+    return _to_positions(whole.run(), layout, group)
+
+
+def _enough_heads(call: AttentionCall, ranks: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Keys and values with heads that the ranks divide, shared heads repeated, and whether heads are still shared."""
+    heads, key_heads = call.num_heads, call.num_key_heads
+    times = ranks // math.gcd(key_heads, ranks)
+    if times == 1:
+        return call.key, call.value, call.grouped
+    if (heads // key_heads) % times:
+        times = heads // key_heads
+    key = call.key.repeat_interleave(times, _HEADS)
+    value = call.value.repeat_interleave(times, _HEADS)
+    return key, value, key_heads * times < heads
+
+
+def _to_heads(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """All positions, in order and without padding, of this rank's heads."""
+    return layout.in_order(all_to_all(x, _HEADS, _POSITIONS, group), _POSITIONS)
+
+
+def _to_positions(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """All heads of this rank's positions."""
+    return all_to_all(layout.by_rank(x, _POSITIONS), _POSITIONS, _HEADS, group)
+
+
+def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mask for all queries and keys, from one that may cover this rank's positions only."""
+    for dim in (-1, -2):
+        if mask.dim() >= -dim and mask.size(dim) == layout.local and layout.local != layout.length:
+            mask = layout.in_order(all_gather(mask, dim, group), dim)
+    return mask
+
+
+def own_rows(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mask for this rank's queries and all keys; its gradient is that of these rows."""
+    if mask.dim() > 1 and mask.size(_POSITIONS) == layout.local and mask.size(-1) == layout.length:
+        return mask
+    mask = whole_mask(mask, layout, group)
+    return layout.select(mask, _POSITIONS) if mask.dim() > 1 and mask.size(_POSITIONS) > 1 else mask
+
+
+def _mask_of_heads(
+    mask: torch.Tensor, num_heads: int, layout: SequenceLayout, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The mask for all queries and keys of this rank's heads."""
+    if mask.dim() < 3 or mask.size(_HEADS) == 1:
+        return whole_mask(mask, layout, group)
+    if mask.size(_HEADS) == num_heads and mask.shape[-2:] == (layout.local, layout.length):
+        return _to_heads(mask, layout, group)
+    return whole_mask(mask, layout, group).chunk(group.size(), _HEADS)[group.rank()]

@@ -1,0 +1,258 @@
+"""Calls inside a block that runs on a part of the sequence: attention, and position numbers that it makes itself.
+
+Position numbers are calls such as ``arange(T)``, ``table[:T]`` and ``ones(T, T)``.
+
+Legend: T positions of the whole sequence, L positions of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.sequence.attention import (
+    AttentionCall,
+    multi_head_attention,
+    read_call,
+    ulysses_attention,
+    whole_mask,
+)
+from atorch_ns.sharding.sequence.plan import BlockPlan, Numbers, SequenceLayout
+from atorch_ns.sharding.sequence.ring import ring_attention
+
+Function = Callable[..., Any]
+
+_FILLED: Final[frozenset[Function]] = frozenset({torch.ones, torch.zeros, torch.full, torch.empty})
+_FILLED_LIKE: Final[frozenset[Function]] = frozenset(
+    {torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full, torch.Tensor.new_empty}
+)
+_VIEWS: Final[frozenset[Function]] = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.expand})
+_OTHER = -1
+
+
+class SeenCalls(TorchFunctionMode):
+    """Records the calls of a block that runs whole.
+
+    Args:
+        length: T, which differs from other sizes in the block.
+
+    Attributes:
+        attentions: the attention calls in order.
+        sites: indices of the position numbers, tables and square masks that are T long.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.attentions: list[AttentionCall] = []
+        self.sites: set[int] = set()
+        self._length = length
+        self._count = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.attentions.append(read_call(args, kwargs))
+        elif func is F.multi_head_attention_forward:
+            multi_head_attention(self._note, lambda mask, _: mask, *args, **kwargs)
+        elif (count := position_count(func, args, kwargs)) is not None:
+            if count == self._length:
+                self.sites.add(self._count)
+            self._count += 1
+        return func(*args, **kwargs)
+
+    def _note(self, call: AttentionCall) -> torch.Tensor:
+        self.attentions.append(call)
+        return call.run()
+
+
+class DividedCalls(TorchFunctionMode):
+    """Makes a block that sees L of T positions compute for them what it computes when it sees all.
+
+    Attention sees the keys of all ranks. Numbers from 0 to L-1 become this rank's positions or those of all ranks,
+    and the first L rows of a table become the rows of these, where the plan says that they mean the sequence.
+
+    Args:
+        plan: the block's plan.
+        layout: the positions of each rank.
+        group: the ranks.
+
+    Attributes:
+        crossed: indices of the attention calls so far whose keys are not those of the sequence.
+    """
+
+    def __init__(self, plan: BlockPlan, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.crossed: set[int] = set()
+        self._plan = plan
+        self._layout = layout
+        self._group = group
+        self._num_attentions = 0
+        self._num_sites = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(read_call(args, kwargs))
+        if func is F.multi_head_attention_forward:
+            return multi_head_attention(self._attention, self._whole, *args, **kwargs)
+        if self._plan.sites and (count := position_count(func, args, kwargs)) is not None:
+            self._num_sites += 1
+            numbers = self._plan.sites.get(self._num_sites - 1)
+            if numbers is not None:
+                self._expect(count)
+                return with_positions(func, args, kwargs, self._layout, numbers)
+        view = square_view(func, args, kwargs, self._layout)
+        return func(*args, **kwargs) if view is None else view
+
+    def enter(self) -> None:
+        """Turns the mode on in this thread."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Turns the mode off."""
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _attention(self, call: AttentionCall) -> torch.Tensor:
+        place = self._num_attentions
+        self._num_attentions += 1
+        call = call.cast()
+        if call.query.size(-2) != self._layout.local:
+            raise InputError(
+                f"an attention call has {call.query.size(-2)} queries where this rank holds "
+                f"{self._layout.local} positions: only queries that are the sequence's can be divided."
+            )
+        if place in self._plan.crossed or call.key.size(-2) != self._layout.local:
+            self.crossed.add(place)
+            return self._cross(call)
+        if self._plan.kind == "ring":
+            return ring_attention(call, self._layout, self._group)
+        return ulysses_attention(call, self._layout, self._group)
+
+    def _cross(self, call: AttentionCall) -> torch.Tensor:
+        """Attention of this rank's queries to keys that every rank has whole."""
+        if call.causal:
+            raise InputError("a causal attention call sees keys that are not divided as its queries are.")
+        mask = call.mask
+        if mask is not None and mask.dim() > 1 and mask.size(-2) == self._layout.length:
+            mask = self._layout.select(mask, -2)
+        return call.with_mask(mask).run()
+
+    def _whole(self, mask: torch.Tensor, crossed: bool) -> torch.Tensor:
+        return mask if crossed else whole_mask(mask, self._layout, self._group)
+
+    def _expect(self, count: int) -> None:
+        if count != self._layout.local:
+            raise InputError(
+                f"a block made {count} position numbers where this rank holds {self._layout.local} positions. "
+                "Its code takes another branch than when it was tested; pass position ids into it instead."
+            )
+
+
+def position_count(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The number of positions that a call may number; ``None`` for calls that number none.
+
+    Other calls of the same functions have the count -1, so that such calls are counted alike in every run.
+    """
+    if func is torch.arange:
+        start, end, step = _range_of(*args, **kwargs)
+        return end if isinstance(end, int) and start == 0 and step == 1 else _OTHER
+    if func is torch.Tensor.__getitem__:
+        return next((int(item.stop) for item in _indices(args[1]) if _is_prefix(item)), None)
+    if func in _FILLED or func in _FILLED_LIKE:
+        size = _size_of(func, args, kwargs)
+        if size is None or len(size) < 2 or not all(isinstance(number, int) for number in size):
+            return _OTHER
+        return int(size[-1]) if size[-1] == size[-2] else _OTHER
+    return None
+
+
+def with_positions(
+    func: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: SequenceLayout,
+    numbers: Numbers,
+) -> Any:
+    """The result of a call that numbers L positions, for this rank's positions or for all T.
+
+    A square is always that of all positions: a mask has a row and a column for each.
+    """
+    if func is torch.arange:
+        found = func(*args, **kwargs)
+        own = layout.own.to(found)
+        return own if numbers == "own" else torch.arange(layout.length, device=own.device).to(found)
+    if func is torch.Tensor.__getitem__:
+        table, index = args
+        indices = _indices(index)
+        is_square = sum(_is_prefix(item) for item in indices) > 1
+        rows: Any = slice(0, layout.length)
+        if numbers == "own" and not is_square:
+            rows = layout.own.to(table.device)
+        return table[tuple(rows if _is_prefix(item) else item for item in indices)]
+    size = _size_of(func, args, kwargs)
+    assert size is not None
+    larger = (*size[:-2], layout.length, layout.length)
+    return _with_size(func, args, kwargs, larger)
+
+
+def square_view(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], layout: SequenceLayout
+) -> torch.Tensor | None:
+    """A view of a mask [..., L, T] that code takes for a square one, [..., L, L]; ``None`` for any other call."""
+    if func not in _VIEWS or kwargs or len(args) < 2:
+        return None
+    size = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+    own, whole = layout.local, layout.length
+    if own == whole or size[-2:] != (own, own) or args[0].shape[-2:] != (own, whole):
+        return None
+    view: torch.Tensor = func(args[0], (*size[:-1], whole))
+    return view
+
+
+def _range_of(*bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any) -> tuple[Any, Any, Any]:
+    if len(bounds) == 1:
+        return start, bounds[0], step
+    if bounds:
+        start, end, step = (*bounds, step)[:3]
+    return start, end, step
+
+
+def _indices(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_prefix(index: Any) -> bool:
+    return (
+        isinstance(index, slice)
+        and index.start in (None, 0)
+        and isinstance(index.stop, int)
+        and index.stop > 0
+        and index.step in (None, 1)
+    )
+
+
+def _size_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
+    own = args[1:] if func in _FILLED_LIKE else args
+    if not own:
+        size = kwargs.get("size")
+        return size if isinstance(size, (tuple, list)) else None
+    return own[0] if isinstance(own[0], (tuple, list)) else own
+
+
+def _with_size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], size: Sequence[int]) -> Any:
+    first = args[:1] if func in _FILLED_LIKE else ()
+    own = args[len(first) :]
+    if not own:
+        return func(*first, **{**kwargs, "size": size})
+    rest = own[1:] if isinstance(own[0], (tuple, list)) else ()
+    return func(*first, size, *rest, **kwargs)

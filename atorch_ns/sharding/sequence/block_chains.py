@@ -1,0 +1,327 @@
+"""Chains of blocks that may hand divided hidden states to each other, found in a pass in which none does.
+
+Each block is a chain of its own at first: it gathers its results, so that the code between blocks sees them whole. Such
+a pass shows between which blocks that code does nothing, and there hidden states may stay divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.capture.nests import Path, leaves, tensors_of
+from atorch_ns.capture.random_states import buffers_and_generators_kept, modes_kept
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.sequence.chain import BlockChain, SequenceSettings
+from atorch_ns.sharding.sequence.plan import find_hidden
+
+_METADATA = (
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_cuda",
+    "is_leaf",
+    "layout",
+    "grad_fn",
+    "is_meta",
+    "is_sparse",
+)
+
+
+def find_chains(
+    blocks: Sequence[nn.Module], forward: Callable[[], object], *, shared_parameters: bool = False
+) -> list[list[int]]:
+    """Chains of blocks that hand their output to the next one untouched.
+
+    Inside a chain hidden states may stay divided. Code between two blocks that reads them, changes them or adds a
+    parameter (a mean over the sequence, a learned scale, ``.item()``) must see them whole, so a chain ends there.
+
+    Args:
+        blocks: the blocks, in any order.
+        forward: runs the model once, undivided; with the loss, where there is one.
+        shared_parameters: whether parameters of blocks may be used outside of them, because the reduction of their
+            gradients leaves unchanged what each rank computes whole, as a mean over ranks does.
+
+    Returns:
+        Indices of ``blocks`` in the order of their calls, chain by chain. A block that is called twice is a chain of
+        its own each time; blocks that are not called are missing.
+
+    Raises:
+        InputError: if something outside of a block uses a value that it keeps, of which each rank would see its own
+            part; or one of its parameters, whose two gradients a sum over ranks could not tell apart, unless
+            ``shared_parameters``.
+    """
+    watch = _Watch(blocks, shared_parameters)
+    handles = []
+    for index, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(watch.enter(index), with_kwargs=True, prepend=True))
+        handles.append(block.register_forward_hook(watch.leave(index), always_call=True))
+    try:
+        with watch:
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.chains()
+
+
+class _Watch(TorchFunctionMode):
+    """Follows the outputs of blocks through the code between them."""
+
+    def __init__(self, blocks: Sequence[nn.Module], shared_parameters: bool) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._shared_parameters = shared_parameters
+        self._parameters = {
+            id(parameter): (index, name)
+            for index, block in enumerate(blocks)
+            for name, parameter in block.named_parameters()
+        }
+        self._kept = _Seen()
+        self._given: set[int] = set()
+        self._depth = 0
+        self._calls: list[int] = []
+        self._continues: list[bool] = []
+        self._outputs = _Seen()
+        self._last: set[int] = set()
+        self._read: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._depth > 0:
+            self._keep(result)
+        elif not _reads_metadata(func):
+            self._note((args, kwargs))
+            self._refuse((args, kwargs), result)
+        return result
+
+    def enter(self, index: int) -> Callable[..., None]:
+        """The hook before a block: notes whether it takes the previous block's output, and who else has read that."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            given = {id(tensor) for tensor in tensors_of((args, kwargs))}
+            self._given = given
+            self._calls.append(index)
+            self._continues.append(bool(self._last & given))
+            self._note((args, kwargs), but=self._last)
+
+        return hook
+
+    def leave(self, index: int) -> Callable[..., None]:
+        """The hook after a block: its output is followed from here on."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._depth -= 1
+            if self._depth:
+                return
+            tensors = tensors_of(output)
+            self._last = {id(tensor) for tensor in tensors}
+            place = len(self._calls) - 1
+            for tensor in tensors:
+                self._outputs.add(tensor, place)
+                self._kept.drop(tensor)
+
+        return hook
+
+    def chains(self) -> list[list[int]]:
+        """The calls, separated where hidden states are not handed on untouched, or a block is called again."""
+        found: list[list[int]] = []
+        repeated = {index for index in self._calls if self._calls.count(index) > 1}
+        for place, (index, continues) in enumerate(zip(self._calls, self._continues, strict=True)):
+            untouched = continues and place - 1 not in self._read
+            if found and untouched and index not in repeated and found[-1][-1] not in repeated:
+                found[-1].append(index)
+            else:
+                found.append([index])
+        return found
+
+    def _note(self, values: Any, but: Collection[int] = ()) -> None:
+        """Marks the calls whose outputs are among ``values`` as read by something other than the next block."""
+        for leaf in tensors_of(values):
+            place = self._outputs.get(leaf)
+            if place is not None and id(leaf) not in but:
+                self._read.add(place)
+
+    def _keep(self, result: Any) -> None:
+        """Remembers tensors that a block computes inside."""
+        for leaf in tensors_of(result):
+            if id(leaf) not in self._given | self._parameters.keys():
+                self._kept.add(leaf, self._calls[-1])
+
+    def _refuse(self, values: Any, result: Any) -> None:
+        for leaf in tensors_of(values):
+            index = self._kept.get(leaf)
+            if index is not None:
+                raise InputError(
+                    f"the model uses a value that {self._block(index)} computes and does not return, as an attribute "
+                    "of the block or by a hook. With the sequence divided each rank would see its own part of it. "
+                    "Return it from the block, or do not divide the sequence."
+                )
+            if self._shared_parameters or id(leaf) not in self._parameters:
+                continue
+            if tensors_of(result):
+                owner, name = self._parameters[id(leaf)]
+                raise InputError(
+                    f"{name} of {self._block(owner)} is used outside of that block, in the model's own code or in the "
+                    "loss. With the sequence divided its gradient there cannot be told from that of its own part. Use the "
+                    "optimizer's weight_decay for penalties, or do not divide the sequence."
+                )
+
+    def _block(self, index: int) -> str:
+        return f"block {index} ({type(self._blocks[index]).__qualname__})"
+
+
+class _Seen:
+    """Numbers of tensors, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def add(self, tensor: torch.Tensor, number: int) -> None:
+        self._entries[id(tensor)] = (weakref.ref(tensor), number)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self._entries.pop(id(tensor), None)
+
+    def get(self, value: Any) -> int | None:
+        """The number of a tensor; ``None`` for any other value, since ids are reused."""
+        tensor, number = self._entries.get(id(value), (None, 0))
+        return number if tensor is not None and tensor() is value else None
+
+
+def _reads_metadata(func: Any) -> bool:
+    """Whether a call only reads a tensor's dtype, device and the like, which are the same for a part of it."""
+    return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
+
+
+Pair = tuple[int, int]
+Links = tuple[tuple[Path, Path], ...]
+"""Paths of the same tensors in a block's results and in the next one's arguments."""
+
+
+def join_blocks(
+    module: nn.Module, chains: Sequence[BlockChain], settings: SequenceSettings, forward: Callable[[], object]
+) -> None:
+    """Joins blocks that take the very tensor that the block before returned; collective.
+
+    ``forward`` runs in training and in evaluation, without gradients. Modes, buffers and random states are afterwards
+    as before.
+
+    Args:
+        module: the model that ``forward`` calls.
+        chains: attached chains whose blocks are not joined.
+        settings: the settings of the chains.
+        forward: runs the model on the same data on all ranks of the group.
+    """
+    blocks = [block.module for chain in chains for block in chain.blocks]
+    separate: set[Pair] = set()
+    joined: set[Pair] = set()
+    handed: dict[Pair, Links] = {}
+    for training in (True, False):
+        with _unchanged(module, settings.device), torch.no_grad():
+            module.train(training)
+            found, seen = _observe(blocks, settings.dim, forward)
+        handed.update(seen)
+        called = {index for chain in found for index in chain}
+        pairs = {pair for chain in found for pair in itertools.pairwise(chain)} & seen.keys()
+        joined |= pairs
+        separate |= {
+            (index, index + 1)
+            for index in range(len(blocks) - 1)
+            if {index, index + 1} & called and (index, index + 1) not in pairs
+        }
+    agreed = _agreed(joined - separate, len(blocks), settings)
+    first = 0
+    for chain in chains:
+        last = first + len(chain.blocks) - 1
+        chain.join(
+            {index - first: handed.get((index, index + 1), ()) for index in agreed if first <= index < last}
+        )
+        first = last + 1
+
+
+def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings: SequenceSettings) -> None:
+    """Runs :func:`join_blocks` with the first batch that ``module`` is called with."""
+
+    def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if called is not module:  # a copy
+            return
+        handle.remove()
+        with torch.compiler.set_stance("force_eager"):
+            join_blocks(module, chains, settings, lambda: module(*args, **kwargs))
+        if isinstance(module, FSDPModule):
+            module.unshard()  # as it was before this hook
+
+    handle = module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
+
+
+def _observe(
+    blocks: Sequence[nn.Module], dim: int, forward: Callable[[], object]
+) -> tuple[list[list[int]], dict[Pair, Links]]:
+    """The chains of a pass, and for blocks that handed hidden states to others the links between them."""
+    handed: dict[Pair, Links] = {}
+    last: tuple[int, list[tuple[Path, Any]]] = (-1, [])
+
+    def entering(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            hidden = find_hidden((args, kwargs), dim)
+            if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
+                given = [
+                    (path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+                ]
+                handed[last[0], index] = tuple(
+                    (source, path) for path, leaf in given for source, made in last[1] if made is leaf
+                )
+
+        return hook
+
+    def leaving(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal last
+            last = (index, list(leaves(output)))
+
+        return hook
+
+    handles = []
+    for index, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(entering(index), with_kwargs=True, prepend=True))
+        handles.append(block.register_forward_hook(leaving(index)))
+    try:
+        return find_chains(blocks, forward, shared_parameters=True), handed
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _agreed(pairs: set[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
+    """The first blocks of the pairs that all ranks of the group have found; collective."""
+    joined = torch.zeros(max(num_blocks, 1), dtype=torch.int32, device=settings.device)
+    for index, following in pairs:
+        joined[index] = int(following == index + 1)
+    dist.all_reduce(joined, op=dist.ReduceOp.MIN, group=settings.group)
+    return [index for index, value in enumerate(joined.tolist()) if value]
+
+
+@contextmanager
+def _unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Modes, buffers and random states are afterwards as before; inside, random states are equal on all ranks."""
+    with modes_kept(module), buffers_and_generators_kept(module, device):
+        torch.default_generator.manual_seed(0)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(0)
+        yield

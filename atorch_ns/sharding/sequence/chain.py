@@ -1,0 +1,288 @@
+"""Block chain: neighbouring blocks that run on parts of the sequence; between joined ones it stays divided.
+
+A block takes this rank's positions out of its whole input and gathers the result, so that embeddings, heads,
+losses and the code between blocks see whole sequences. Between joined blocks neither happens. All that a block
+needs in a recomputation is in its arguments, or was remembered in the forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import Path, map_leaves
+from atorch_ns.errors import InputError
+from atorch_ns.profile import NamedModule
+from atorch_ns.sharding.rank_context import RankRandomness, isolated
+from atorch_ns.sharding.sequence.block_calls import DividedCalls
+from atorch_ns.sharding.sequence.plan import (
+    BlockPlan,
+    SequenceLayout,
+    divide_arguments,
+    find_hidden,
+    gather_results,
+)
+from atorch_ns.sharding.sequence.selftest import Subject, find_block_plan
+from atorch_ns.torch_compat import in_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSettings:
+    """How sequences are divided.
+
+    Attributes:
+        group: the ranks of the sequence axis.
+        device: where the model computes.
+        dim: the hidden states' dimension of positions.
+        kind: how attention sees the keys of other ranks.
+        balanced: whether causal ring attention divides the sequence in zigzag.
+        head_share: the number of ranks that the heads of the blocks are still to be divided over.
+        restore_precision: makes all layers of a block's copy compute in the dtype of their weights, for tests; ``None``
+            where they already do.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    dim: int = 1
+    kind: Literal["auto", "ulysses", "ring"] = "auto"
+    balanced: bool = True
+    head_share: int = 1
+    restore_precision: Callable[[nn.Module], None] | None = None
+
+
+@dataclass
+class _Call:
+    """A running call of a block."""
+
+    calls: DividedCalls
+    plan: BlockPlan
+    layout: SequenceLayout
+    is_random: bool
+
+
+@dataclass
+class _Known:
+    """The plan of equal blocks, or a copy to test until there is one."""
+
+    copy: nn.Module | None
+    plan: BlockPlan | None = None
+
+
+class BlockChain:
+    """Neighbouring blocks of a model; none is joined to the next at first.
+
+    Args:
+        blocks: in the order of their calls.
+        kinds: a text for each block that is equal for equal blocks.
+        settings: how sequences are divided.
+
+    Attributes:
+        blocks: the blocks.
+    """
+
+    def __init__(
+        self, blocks: Sequence[NamedModule], kinds: Sequence[str], settings: SequenceSettings
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self._kinds = tuple(kinds)
+        self._settings = settings
+        self._known: dict[str, _Known] = {}
+        self._zigzag: bool | None = None
+        self._joined: dict[int, frozenset[Path]] = {}
+        self._due: int | None = None
+        self._lengths = _Lengths()
+        self._running: list[_Call] = []
+        self._randomness = RankRandomness(settings.group.rank(), settings.device)
+
+    def attach(self) -> None:
+        """Surrounds the forward passes of the blocks."""
+        for place, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
+            if kind not in self._known:
+                copied = _test_copy(block.module)
+                if self._settings.restore_precision is not None:
+                    self._settings.restore_precision(copied)
+                self._known[kind] = _Known(copied)
+            block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
+            block.module.register_forward_hook(self._leaving(place), always_call=True)
+
+    def join(self, places: Mapping[int, Iterable[tuple[Path, Path]]]) -> None:
+        """Makes blocks hand their results on divided; must not be called between a forward pass and its backward.
+
+        Args:
+            places: blocks whose result the next one takes and nothing else sees, by index; for each, the paths of the
+                same tensors in its result and in the next one's arguments. What is a part in the one and whole in
+                the other is gathered.
+        """
+        self._joined = {place: self._whole_after(place, links) for place, links in places.items()}
+        self._due = None
+
+    def _whole_after(self, place: int, links: Iterable[tuple[Path, Path]]) -> frozenset[Path]:
+        following = self._known[self._kinds[place + 1]].plan
+        divided: Container[Path] = () if following is None else following.divided
+        return frozenset(source for source, path in links if path not in divided)
+
+    @property
+    def num_joined(self) -> int:
+        """The number of blocks that hand their result on divided."""
+        return len(self._joined)
+
+    def plans(self) -> dict[str, BlockPlan]:
+        """The plans found so far, by the name of the first block of each kind."""
+        found: dict[str, BlockPlan] = {}
+        for kind, known in self._known.items():
+            if known.plan is not None:
+                found[self.blocks[self._kinds.index(kind)].name] = known.plan
+        return found
+
+    def _entering(self, place: int) -> Any:
+        def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if module is not self.blocks[place].module:  # a copy under test
+                return None
+            arguments = (args, kwargs)
+            length = self._length_of(place, arguments)
+            plan = self._plan(place, arguments, length)
+            layout = self._layout(length)
+            arguments = divide_arguments(arguments, plan, layout, self._settings.group)
+            calls = DividedCalls(plan, layout, self._settings.group)
+            calls.enter()
+            if module.training:
+                self._randomness.enter()
+            self._running.append(_Call(calls, plan, layout, module.training))
+            return arguments
+
+        return _uncompiled(entering)
+
+    def _leaving(self, place: int) -> Any:
+        def leaving(module: nn.Module, args: Any, output: Any) -> Any:
+            if module is not self.blocks[place].module or not self._running:  # or it failed before it began
+                return None
+            call = self._running.pop()
+            if call.is_random:
+                self._randomness.leave()
+            call.calls.leave()
+            if output is None:  # the call failed
+                return None
+            plan, wanted = call.plan, self._joined.get(place)
+            if wanted is not None:
+                self._lengths.remember_results(output, plan, call.layout.length)
+                if wanted.isdisjoint(plan.outputs):
+                    return None
+                plan = replace(
+                    plan, outputs={path: plan.outputs[path] for path in wanted & plan.outputs.keys()}
+                )
+            return gather_results(output, plan, call.layout, self._settings.group)
+
+        return _uncompiled(leaving)
+
+    def _length_of(self, place: int, arguments: Any) -> int:
+        """The whole sequence's length, and a check that the blocks are called in their order."""
+        name = self.blocks[place].name
+        found = find_hidden(arguments, self._settings.dim)
+        if found is None:
+            raise InputError(
+                f"sequence_parallel: {name} is called with no floating tensor of more than "
+                f"{self._settings.dim} dimensions, so there are no hidden states to divide. Set sequence_dim, or "
+                "name other modules in blocks."
+            )
+        if not in_backward():
+            due = self._due if self._due is not None else None if self._is_first(place) else place - 1
+            if place != 0 and due is not None and place != self._due:
+                raise InputError(
+                    f"sequence_parallel: {name} is called where {self.blocks[due].name} should be. The "
+                    "blocks of a chain must be called one after another, none left out (set layer dropout to 0); "
+                    "name in blocks only those that are."
+                )
+            self._due = place + 1 if place in self._joined else None
+        hidden = found[1]
+        if self._is_first(place):
+            return hidden.size(self._settings.dim)
+        return self._lengths.of(hidden)
+
+    def _is_first(self, place: int) -> bool:
+        """Whether the block takes whole hidden states."""
+        return place == 0 or place - 1 not in self._joined
+
+    def _layout(self, length: int) -> SequenceLayout:
+        group = self._settings.group
+        return SequenceLayout(length, group.size(), group.rank(), bool(self._zigzag))
+
+    def _plan(self, place: int, arguments: Any, length: int) -> BlockPlan:
+        known = self._known[self._kinds[place]]
+        if known.plan is not None:
+            return known.plan
+        assert known.copy is not None
+        settings, copied = self._settings, known.copy
+        subject = Subject(
+            name=self.blocks[place].name,
+            # Outside of modes that follow the tensors of this pass: a tensor with references cannot be swapped.
+            block=isolated(lambda: copied.to(settings.device), settings.device),
+            arguments=arguments,
+            length=length,
+            dim=settings.dim,
+            kind=settings.kind,
+            balanced=settings.balanced,
+            zigzag=self._zigzag,
+            group=settings.group,
+            device=settings.device,
+            head_share=settings.head_share,
+        )
+        known.plan, self._zigzag = find_block_plan(subject)
+        known.copy = None
+        return known.plan
+
+
+def _uncompiled(hook: Any) -> Any:
+    return torch.compiler.disable(hook)
+
+
+class _Lengths:
+    """The lengths of the whole sequences that divided tensors are parts of."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._last = 0
+
+    def remember_results(self, output: Any, plan: BlockPlan, length: int) -> None:
+        """Records ``length`` for all parts in the result of a block."""
+        self._last = length
+        self._of = {key: entry for key, entry in self._of.items() if entry[0]() is not None}
+
+        def note(path: Any, leaf: Any) -> Any:
+            if path in plan.outputs:
+                self._of[id(leaf)] = (weakref.ref(leaf), length)
+            return leaf
+
+        map_leaves(note, output)
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The length recorded for ``tensor``; the last recorded one for any other tensor."""
+        reference, length = self._of.get(id(tensor), (None, self._last))
+        return length if reference is not None and reference() is tensor else self._last
+
+
+def _test_copy(block: nn.Module) -> nn.Module:
+    """A float32 copy with noise added to its weights: weights of zero would pass any test."""
+    generator = torch.Generator().manual_seed(2)
+    copied = copy.deepcopy(block)
+    if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
+        copied = copied.to_empty(device="cpu")
+        blank = True
+    else:
+        blank = False
+    copied = copied.float().eval()
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *(copied.buffers() if blank else ())):
+            if tensor.is_floating_point():
+                values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                spread = max(values.shape, default=1) ** -0.5
+                noise = torch.randn(values.shape, generator=generator).to(values) * spread
+                values.copy_(noise + float(values.dim() < 2) if blank else values + 0.2 * noise)
+    return copied

@@ -1,0 +1,190 @@
+"""Plan of a block on a part of the sequence: the positions of each rank, and divided arguments and results.
+
+Inside a block, gradients are as many times those of the whole as there are ranks. A weight's gradient is then the mean
+over the ranks, which leaves unchanged what each rank computes whole: uses of the same weight outside the blocks.
+
+Legend: T positions of the whole sequence, n ranks, L positions of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.capture.nests import Path, leaves, map_leaves
+from atorch_ns.sharding.collectives import copy_to, gather_from, scale_gradient, scatter_to
+
+_LEAST_LOCAL = 2
+"""Code that takes a single query for a decoding step must not do so on a part."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """A sequence of ``length`` positions on ``ranks`` ranks, in equal parts.
+
+    In order, rank r holds the r-th of n pieces. In zigzag, the sequence has 2n pieces and rank r holds the
+    pieces r and 2n-1-r: under a causal mask, where later positions attend to more, all ranks then have equal
+    work. A length that does not divide is padded by its last position; what is computed there is dropped.
+
+    Attributes:
+        length: T.
+        ranks: n.
+        rank: this rank's number in the group.
+        zigzag: whether each rank holds an early and a late piece.
+    """
+
+    length: int
+    ranks: int
+    rank: int
+    zigzag: bool = False
+
+    @property
+    def local(self) -> int:
+        """L, the same on every rank."""
+        pieces = self.ranks * (2 if self.zigzag else 1)
+        padded = max(math.ceil(self.length / pieces) * pieces, _LEAST_LOCAL * self.ranks)
+        return padded // self.ranks
+
+    @property
+    def padded(self) -> int:
+        """n L."""
+        return self.local * self.ranks
+
+    def positions(self, rank: int) -> list[int]:
+        """The L positions of a rank, ascending; padding has positions from T on."""
+        if not self.zigzag:
+            return list(range(rank * self.local, (rank + 1) * self.local))
+        half = self.local // 2
+        early, late = rank * half, (2 * self.ranks - 1 - rank) * half
+        return [*range(early, early + half), *range(late, late + half)]
+
+    def num_real(self, rank: int) -> int:
+        """The number of positions of a rank that are not padding; they come first."""
+        return sum(position < self.length for position in self.positions(rank))
+
+    @cached_property
+    def own(self) -> torch.Tensor:
+        """This rank's positions, int64 [L]; padding stands at the last position."""
+        return torch.tensor(self.positions(self.rank)).clamp_(max=self.length - 1)
+
+    def select(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's positions of a whole ``x``; gradients stay on this rank."""
+        return x.index_select(dim, self.own.to(x.device))
+
+    def divide(self, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """This rank's positions of a whole ``x``; the gradient is that of the whole."""
+        return scatter_to(self.by_rank(x, dim), dim, group)
+
+    def gather(self, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """The whole of a divided ``x``, for a computation that is the same on all ranks."""
+        return self.in_order(gather_from(x, dim, group), dim)
+
+    def in_order(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The parts of all ranks, joined along ``dim`` rank by rank, in the order of positions without padding."""
+        if self.zigzag:
+            chunks = x.chunk(2 * self.ranks, dim)
+            early, late = chunks[0::2], chunks[1::2]
+            x = torch.cat([*early, *reversed(late)], dim)
+        return x if self.padded == self.length else x.narrow(dim, 0, self.length)
+
+    def by_rank(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The inverse of :meth:`in_order`; the last position is repeated as padding."""
+        missing = self.padded - self.length
+        if missing:
+            last = x.narrow(dim, self.length - 1, 1)
+            x = torch.cat([x, *[last] * missing], dim)
+        if self.zigzag:
+            chunks = x.chunk(2 * self.ranks, dim)
+            order = [place for rank in range(self.ranks) for place in (rank, 2 * self.ranks - 1 - rank)]
+            x = torch.cat([chunks[place] for place in order], dim)
+        return x
+
+
+AttentionKind = Literal["ulysses", "ring"]
+
+Numbers = Literal["own", "whole"]
+"""Position numbers made inside a block become those of this rank's positions, or of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """The changes to the arguments, the inner calls and the results of a block.
+
+    Attributes:
+        kind: how attention sees the keys of other ranks.
+        divided: the dimension of each argument of which a rank gets its positions.
+        sites: the meaning of those position numbers, tables and square masks of the block that are the sequence's,
+            by their index in the order of the calls that make them.
+        crossed: indices of the attention calls that see keys that every rank has whole.
+        outputs: the dimension of each result that is a part.
+    """
+
+    kind: AttentionKind
+    divided: Mapping[Path, int]
+    sites: Mapping[int, Numbers] = field(default_factory=dict)
+    crossed: frozenset[int] = frozenset()
+    outputs: Mapping[Path, int] = field(default_factory=dict)
+
+
+def divide_arguments(
+    arguments: Any, plan: BlockPlan, layout: SequenceLayout, group: dist.ProcessGroup
+) -> Any:
+    """``(args, kwargs)`` with this rank's positions of the whole arguments that the plan divides.
+
+    Trained arguments that stay whole get the sum of the gradients of all ranks.
+    """
+
+    def divide(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dim = plan.divided.get(path)
+        if dim is not None:
+            is_whole = leaf.dim() > dim and leaf.size(dim) == layout.length
+            return scale_gradient(layout.divide(leaf, dim, group), 1 / layout.ranks) if is_whole else leaf
+        return scale_gradient(copy_to(leaf, group), 1 / layout.ranks) if leaf.requires_grad else leaf
+
+    return map_leaves(divide, arguments)
+
+
+def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: dist.ProcessGroup) -> Any:
+    """The results of a block, those gathered that are parts."""
+
+    def gather(path: Path, leaf: Any) -> Any:
+        dim = plan.outputs.get(path)
+        if dim is None or leaf is None:
+            return leaf
+        return layout.gather(scale_gradient(leaf, float(layout.ranks)), dim, group)
+
+    return map_leaves(gather, output)
+
+
+def find_hidden(arguments: Any, dim: int) -> tuple[Path, torch.Tensor] | None:
+    """The hidden states: the first floating tensor that has ``dim``, with its path in ``(args, kwargs)``."""
+    for path, leaf in leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > dim:
+            return path, leaf
+    return None
+
+
+def sequence_dims(tensor: torch.Tensor, length: int, dim: int, *, squares: bool = True) -> tuple[int, ...]:
+    """The dimensions of an argument that are the sequence's, judged by their size.
+
+    That is ``dim``, the first dimension of a table with a row for each position, or the last two of a mask. A square
+    is a mask, or without ``squares`` a table whose width happens to be the length.
+    """
+    sizes = tensor.shape
+    if not squares and tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
+        return (tensor.dim() - 2,)
+    if tensor.dim() >= 3 and sizes[-1] == length and sizes[-2] in (1, length):
+        return tuple(place for place in (tensor.dim() - 2, tensor.dim() - 1) if sizes[place] == length)
+    if tensor.dim() > dim and sizes[dim] == length:
+        return (dim,)
+    if 1 <= tensor.dim() <= 2 and sizes[0] == length:
+        return (0,)
+    return ()

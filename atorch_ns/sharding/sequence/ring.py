@@ -1,0 +1,441 @@
+"""Ring attention: keys and values travel from rank to rank, and each rank attends to those that it holds.
+
+Each rank keeps its queries. In n steps it sees the keys and values of all ranks, sends them on while it computes,
+and merges the results (Liu et al. 2023, Ring Attention). In the backward pass they travel once more, and their
+gradients with them.
+
+The softmax over all keys is a mean of the softmaxes over parts, weighted by the parts' sums of exponentials:
+with ``o_i`` and the logarithm of the sum ``l_i`` of part i, ``l = logsumexp_i l_i`` and
+``o = sum_i exp(l_i - l) o_i``. Given ``l`` and ``o``, the gradients of each part follow independently
+(Dao 2022, FlashAttention). Parts are computed by torch's fused kernels where one returns the logarithm of the sum; a
+kernel is used once it has agreed with the formula on this device, in this dtype and for this head width.
+
+Under a causal mask with the sequence in zigzag, a rank that holds the pieces r and 2n-1-r sees: of its own keys
+the lower triangle; of an earlier rank's keys the early half, with all its queries; of a later rank's keys both
+halves, with its late queries. So all ranks do the same work in every step, and no step needs a mask.
+
+Legend: B batch, H heads, T queries, S keys, E head width, n ranks, L positions of one rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.rank_context import isolated
+from atorch_ns.sharding.sequence.attention import AttentionCall, own_rows
+from atorch_ns.sharding.sequence.plan import SequenceLayout
+from atorch_ns.torch_compat import CpuFlashAttention, CudaFlashAttention
+
+_TOLERANCES: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+"""Rounding errors of values around 1; a wrong order of logarithms or a lost factor gives 1e-1 or more."""
+_LARGEST_WIDTH: Final = 256
+
+
+class Kernel(Protocol):
+    """Fused attention without dropout or mask, on [B, H, T, E] and [B, H, S, E]."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result [B, H, T, E] and the logarithm of the sum of exponentials, float32 [B, H, T]."""
+        ...
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        result: tuple[torch.Tensor, torch.Tensor],
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of queries, keys and values, given those three, and result and logarithm."""
+        ...
+
+
+def find_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
+    """A kernel that was verified for such tensors; ``None`` if there is none."""
+    width = query.size(-1)
+    alike = query.dtype == key.dtype == value.dtype and value.size(-1) == width
+    if not alike or query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:
+        return None
+    return _proved(query.device, query.dtype, width)
+
+
+@functools.cache
+def _proved(device: torch.device, dtype: torch.dtype, width: int) -> Kernel | None:
+    kernel: Kernel
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        kernel = CpuFlashAttention()
+    elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        kernel = CudaFlashAttention()
+    else:
+        return None
+    try:
+        errors = isolated(lambda: [_error(kernel, device, dtype, width, c) for c in (False, True)], device)
+    except (
+        RuntimeError,
+        TypeError,
+        AttributeError,
+    ):  # a build without it, a device too old, a changed signature
+        return None
+    return kernel if max(errors) < _TOLERANCES[dtype] else None
+
+
+def _error(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, causal: bool) -> float:
+    """The largest deviation of a kernel from the formula."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 2, 8, width, generator=generator).to(device, dtype) for _ in range(4)]
+    query, key, value, gradient = (tensor.float() for tensor in drawn)
+    scale = width**-0.5
+    scores = query @ key.transpose(-1, -2) * scale
+    if causal:
+        hidden = torch.ones(8, 8, dtype=torch.bool, device=device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    out = weights @ value
+    share = (gradient * out).sum(-1, keepdim=True)
+    of_scores = weights * (gradient @ value.transpose(-1, -2) - share) * scale
+    of_key, of_value = of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
+    tensors = (drawn[0], drawn[1], drawn[2])
+    found = kernel.forward(*tensors, causal, scale)
+    gradients = kernel.backward(drawn[3], tensors, (out.to(dtype), lse), causal, scale)
+    expected = (out, lse, of_scores @ key, of_key, of_value)
+    pairs = zip((*found, *gradients), expected, strict=True)
+    return max(float((mine.float() - theirs).abs().max()) for mine, theirs in pairs)
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_MOST_SCORES: Final = 2**22
+"""Scores that are alive at once where no kernel can be used: 16 MiB of float32."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The way in which queries see a part of the keys.
+
+    Attributes:
+        scale: the factor of the scores.
+        causal: whether query t sees key s only if s <= t, both counted within the part.
+        mask: broadcast to [..., H, T, S]; bool or added; ``None`` for none.
+    """
+
+    scale: float
+    causal: bool = False
+    mask: torch.Tensor | None = None
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor, rows: slice) -> torch.Tensor:
+        """[..., H, rows, S] of some queries, float32; -inf where nothing is seen."""
+        scores = query[..., rows, :].float() @ key.float().transpose(-1, -2) * self.scale
+        if self.causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill_(hidden.triu_(1 + rows.start), float("-inf"))
+        if self.mask is None:
+            return scores
+        mask = self.mask[..., rows, :] if self.mask.dim() > 1 and self.mask.size(-2) > 1 else self.mask
+        if mask.dtype == torch.bool:
+            return scores.masked_fill_(~mask, float("-inf"))
+        return scores.add_(mask)
+
+    def add_rows(self, of_mask: torch.Tensor, of_scores: torch.Tensor, rows: slice) -> None:
+        """Adds the gradient of some rows of scores [..., H, rows, S] to that of the mask, summed as it is broadcast."""
+        target = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
+        target += of_scores.sum_to_size(target.shape)
+
+    def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
+        """A fused kernel for this part, if there is one."""
+        square = query.size(-2) == key.size(-2)
+        return find_kernel(query, key, value) if self.mask is None and (square or not self.causal) else None
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [..., H, T, E] to [..., H, S, E].
+
+    Returns:
+        The result [..., H, T, E'] and the logarithm of the sum of exponentials [..., H, T], float32: 0 and -inf
+        where a query sees no key.
+    """
+    kernel = part.kernel(query, key, value)
+    if kernel is not None:
+        out, lse = kernel.forward(query, key, value, part.causal, part.scale)
+        return out.float(), lse
+    outs, logarithms = [], []
+    for rows in _chunks(query, key):
+        scores = part.scores(query, key, rows)
+        logarithms.append(torch.logsumexp(scores, -1))
+        weights = scores.sub_(_finite(logarithms[-1])[..., None]).exp_()
+        outs.append(weights @ value.float())
+    return torch.cat(outs, -2), torch.cat(logarithms, -1)
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result and the logarithm over the keys of both."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = _finite(total)
+    out = out * torch.exp(lse - safe)[..., None] + more * torch.exp(more_lse - safe)[..., None]
+    return out, total
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    tensors: Tensors,
+    result: tuple[torch.Tensor, torch.Tensor],
+    part: Part,
+    *,
+    trains_mask: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients that a part of the keys contributes and receives.
+
+    Args:
+        gradient: of the merged result, float32 [..., H, T, E'].
+        tensors: queries, and the part's keys and values.
+        result: the merged result, float32 [..., H, T, E'], and its logarithm [..., H, T].
+        part: the part.
+        trains_mask: whether the mask has a gradient.
+
+    Returns:
+        Of queries, keys, values, and the mask, float32 and of its shape.
+    """
+    query, key, value = tensors
+    out, lse = result
+    kernel = part.kernel(query, key, value)
+    if kernel is not None:
+        given = (out.to(query.dtype), _finite(lse))
+        return *kernel.backward(gradient.to(query.dtype), tensors, given, part.causal, part.scale), None
+    keys, values = key.float(), value.float()
+    of_query, of_key, of_value = [], torch.zeros_like(keys), torch.zeros_like(values)
+    of_mask = None
+    if trains_mask and part.mask is not None:
+        of_mask = torch.zeros_like(part.mask, dtype=torch.float32)
+    for rows in _chunks(query, key):
+        weights = part.scores(query, key, rows).sub_(_finite(lse[..., rows])[..., None]).exp_()
+        mine = gradient[..., rows, :]
+        of_value += weights.transpose(-1, -2) @ mine
+        share = (mine * out[..., rows, :]).sum(-1, keepdim=True)
+        of_scores = weights.mul_((mine @ values.transpose(-1, -2)).sub_(share))
+        if of_mask is not None:
+            part.add_rows(of_mask, of_scores, rows)
+        of_scores = of_scores.mul_(part.scale)
+        of_query.append(of_scores @ keys)
+        of_key += of_scores.transpose(-1, -2) @ query[..., rows, :].float()
+    return torch.cat(of_query, -2), of_key, of_value, of_mask
+
+
+def _chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
+    """Slices of queries with at most ``_MOST_SCORES`` scores."""
+    length = query.size(-2)
+    per_row = query[..., 0, 0].numel() * key.size(-2)
+    step = max(1, _MOST_SCORES // max(per_row, 1))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """The logarithms, zero where no key is seen, so that exp(-inf - lse) is zero and not NaN."""
+    return torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
+
+
+def ring_attention(call: AttentionCall, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+    """Attention of this rank's queries [..., H, L, E] to the keys of all ranks; [..., H, L, E'].
+
+    The mask is that of the whole sequence or of this rank's positions, in either dimension.
+
+    Raises:
+        InputError: for dropout of attention weights, which no rank could draw again alone.
+    """
+    if call.dropout > 0:
+        raise InputError(
+            f"ring attention cannot drop attention weights (dropout_p={call.dropout}): each block of them would "
+            "need a mask of its own, the same in forward and backward. Use kind='ulysses', or set the model's "
+            "attention dropout to 0."
+        )
+    mask = None if call.mask is None else own_rows(call.mask, layout, group)
+    scale = 1 / math.sqrt(call.query.size(-1)) if call.scale is None else call.scale
+    ring = _Ring(layout, group, scale, call.causal)
+    run: Any = _RingAttention.apply
+    out: torch.Tensor = run(call.query, call.key, call.value, mask, ring)
+    return out.to(call.query.dtype)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One rank's computation with the keys of another: slices of its queries and of the keys."""
+
+    queries: slice
+    keys: slice
+    part: Part
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The settings of one ring attention call.
+
+    Attributes:
+        layout: the positions of each rank.
+        group: the ranks.
+        scale: the factor of the scores.
+        causal: whether queries see earlier positions only.
+    """
+
+    layout: SequenceLayout
+    group: dist.ProcessGroup
+    scale: float
+    causal: bool
+
+    def step(self, sender: int, mask: torch.Tensor | None) -> _Step | None:
+        """The computation of this rank with the keys of ``sender``; ``None`` if it sees none of them.
+
+        ``mask`` is for this rank's queries and all keys.
+        """
+        layout, rank = self.layout, self.layout.rank
+        real = layout.num_real(sender)
+        if real == 0:
+            return None
+        everything = slice(0, layout.local)
+        if not self.causal or sender == rank:
+            part = Part(self.scale, self.causal, self._columns(mask, sender, real))
+            # Under a causal mask what is padding comes last and need not see anything here.
+            return _Step(slice(0, real) if self.causal else everything, slice(0, real), part)
+        part = Part(self.scale)
+        half = layout.local // 2
+        if sender < rank:
+            return _Step(everything, slice(0, min(real, half) if layout.zigzag else real), part)
+        return _Step(slice(half, layout.local), slice(0, real), part) if layout.zigzag else None
+
+    def _columns(self, mask: torch.Tensor | None, sender: int, real: int) -> torch.Tensor | None:
+        if mask is None or mask.size(-1) == 1:
+            return mask
+        return mask.index_select(-1, self.positions(sender, real, mask.device))
+
+    def positions(self, sender: int, real: int, device: torch.device) -> torch.Tensor:
+        """The first positions of a rank."""
+        return torch.tensor(self.layout.positions(sender)[:real], device=device)
+
+    def add_columns(self, of_mask: torch.Tensor, found: torch.Tensor, sender: int, rows: slice) -> None:
+        """Adds the gradient of the mask that the keys of ``sender`` give: [..., rows, S], or with size 1 for both."""
+        part = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
+        if of_mask.size(-1) == 1:
+            part += found
+        else:
+            part.index_add_(-1, self.positions(sender, found.size(-1), found.device), found)
+
+    def turns(self, *tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+        """The tensors of every rank in turn, with that rank's number, this rank's first.
+
+        The next ones travel while the caller computes with these.
+        """
+        size, rank = self.group.size(), self.group.rank()
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        lengths = [tensor.numel() for tensor in tensors]
+        for turn in range(size):
+            pending, following = ([], flat) if turn == size - 1 else self.send_on(flat)
+            pieces = flat.split(lengths)
+            yield (rank - turn) % size, tuple(p.view(t.shape) for p, t in zip(pieces, tensors, strict=True))
+            for work in pending:
+                work.wait()
+            flat = following
+
+    def send_on(self, flat: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
+        """Sends ``flat`` to the next rank; returns the works to wait for and the tensor that arrives from the previous one."""
+        size, rank = self.group.size(), self.group.rank()
+        arriving = torch.empty_like(flat)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, flat, group=self.group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=(rank - 1) % size),
+            ]
+        )
+        return works, arriving
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        ring: _Ring,
+    ) -> torch.Tensor:
+        out = torch.zeros((*query.shape[:-1], value.size(-1)), dtype=torch.float32, device=query.device)
+        lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        groups = _sharing(query, key)
+        for sender, (keys, values) in ring.turns(key, value):
+            step = ring.step(sender, mask)
+            if step is not None:
+                rows = step.queries
+                k, v = _spread(keys[..., step.keys, :], groups), _spread(values[..., step.keys, :], groups)
+                more, more_lse = attend(query[..., rows, :], k, v, step.part)
+                merged, total = merge(out[..., rows, :], lse[..., rows], more, more_lse)
+                out[..., rows, :], lse[..., rows] = merged, total
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.ring, ctx.groups = ring, groups
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        ring, groups = ctx.ring, ctx.groups
+        gradient = gradients[0].float()
+        of_query = torch.zeros_like(query, dtype=torch.float32)
+        of_mask = torch.zeros_like(mask, dtype=torch.float32) if ctx.needs_input_grad[3] else None
+        # The gradients of keys and values travel one step behind them, and one step more to get home.
+        travelling = torch.zeros(key.numel() + value.numel(), dtype=torch.float32, device=query.device)
+        for sender, (keys, values) in ring.turns(key, value):
+            step = ring.step(sender, mask)
+            if step is not None:
+                rows, columns = step.queries, step.keys
+                tensors = (
+                    query[..., rows, :],
+                    _spread(keys[..., columns, :], groups),
+                    _spread(values[..., columns, :], groups),
+                )
+                result = (out[..., rows, :], lse[..., rows])
+                found = attend_backward(
+                    gradient[..., rows, :], tensors, result, step.part, trains_mask=of_mask is not None
+                )
+                of_query[..., rows, :] += found[0]
+                of_key, of_value = _views(travelling, key, value)
+                of_key[..., columns, :] += _collect(found[1], groups)
+                of_value[..., columns, :] += _collect(found[2], groups)
+                if of_mask is not None and found[3] is not None:
+                    ring.add_columns(of_mask, found[3], sender, rows)
+            works, arriving = ring.send_on(travelling)
+            for work in works:
+                work.wait()
+            travelling = arriving
+        of_key, of_value = _views(travelling, key, value)
+        found_mask = None if of_mask is None else of_mask.to(mask.dtype)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), found_mask, None
+
+
+def _views(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
+
+
+def _sharing(query: torch.Tensor, key: torch.Tensor) -> int:
+    """The number of query heads that share a key head."""
+    return query.size(-3) // key.size(-3) if query.dim() > 2 and key.dim() > 2 else 1
+
+
+def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Shared heads [..., K, S, E] repeated for every query head, [..., H, S, E]."""
+    return x if times == 1 else x.repeat_interleave(times, -3)
+
+
+def _collect(x: torch.Tensor, times: int) -> torch.Tensor:
+    """The sum over the query heads that share a key head: the gradient of :func:`_spread`."""
+    return x if times == 1 else x.unflatten(-3, (-1, times)).sum(-3)

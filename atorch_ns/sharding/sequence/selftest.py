@@ -1,0 +1,398 @@
+"""Self-test of sequence parallelism: finds the plan by which a block computes on parts what it computes whole.
+
+A plan is a guess: which arguments are the sequence's, which numbers are positions. Each candidate runs a small
+input on the real group, and its results and gradients are compared with those of the whole block. The first
+that gives the same is used; a block for which none does cannot be divided.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.capture.nests import Path, leaves, map_leaves, path_text
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.compare import gradients_of, largest, relative_error, weighted_sum
+from atorch_ns.sharding.rank_context import isolated, local_part
+from atorch_ns.sharding.sequence.attention import heads_divide
+from atorch_ns.sharding.sequence.block_calls import DividedCalls, SeenCalls
+from atorch_ns.sharding.sequence.plan import (
+    AttentionKind,
+    BlockPlan,
+    Numbers,
+    SequenceLayout,
+    divide_arguments,
+    find_hidden,
+    gather_results,
+    sequence_dims,
+)
+
+T = TypeVar("T")
+
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TOLERANCE: Final = 1e-3
+"""In units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1."""
+
+_FLOOR: Final = 1e-2
+"""Gradients smaller than this share of the largest are compared on its scale."""
+
+_LOCAL_LENGTHS: Final = (22, 26, 14, 10, 6, 34, 38, 4, 2, 8)
+"""Numbers of positions of one rank in the test, preferred first: even, and unlike the sizes that models have."""
+_ROWS: Final = 2
+_MOST_SITES: Final = 5
+"""With more position numbers in a block than this, they are not guessed one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A block to be tested.
+
+    Attributes:
+        name: its path in the model.
+        block: a copy used for nothing else, with weights equal on all ranks of the group.
+        arguments: ``(args, kwargs)`` of a real call, whole; the hidden states may have any length.
+        length: the number of positions in the other arguments.
+        dim: the hidden states' dimension of positions.
+        kind: how attention may be computed.
+        balanced: whether zigzag may be chosen.
+        zigzag: whether the sequence is in zigzag; ``None`` while undecided.
+        group: the ranks.
+        device: where they compute.
+        head_share: the number of ranks that the copy's heads will be divided over.
+    """
+
+    name: str
+    block: nn.Module
+    arguments: Any
+    length: int
+    dim: int
+    kind: Literal["auto", "ulysses", "ring"]
+    balanced: bool
+    zigzag: bool | None
+    group: dist.ProcessGroup
+    device: torch.device
+    head_share: int = 1
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The results of a run on a whole sequence, and gradients by the name of their input or parameter."""
+
+    output: Any
+    gradients: Mapping[str, torch.Tensor]
+
+
+def find_block_plan(subject: Subject) -> tuple[BlockPlan, bool]:
+    """The plan by which a block gives on parts what it gives whole, and whether in zigzag; collective.
+
+    Raises:
+        InputError: if there is none; the message says what was tried and what to change.
+    """
+    return isolated(lambda: _try_all(subject), subject.device)
+
+
+def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
+    whole, seen, arguments, length = _run_whole(subject)
+    best: tuple[float, str] = (float("inf"), "")
+    for plan, zigzag in candidates(subject, seen, arguments, length):
+        layout = SequenceLayout(length, subject.group.size(), subject.group.rank(), zigzag)
+        error, found, why = _error_of(subject, plan, layout, arguments, whole)
+        if error <= _TOLERANCE:
+            return found, zigzag
+        if error < best[0] or not best[1]:
+            best = (error, why)
+    raise InputError(_refusal(subject, seen, *best))
+
+
+def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
+    """Runs the block whole, on the first of several small inputs that it accepts."""
+    failure: Exception | None = None
+    for length, squares in itertools.product(lengths_to_test(subject), (True, False)):
+        arguments = small_arguments(subject, length, squares=squares)
+        seen = SeenCalls(length)
+        try:
+            given = _for_one_run(arguments)
+            with seen:
+                output = subject.block(*given[0], **given[1])
+            return _outcome(subject, output, arguments), seen, arguments, length
+        except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
+            failure = error if failure is None or squares else failure
+    raise InputError(
+        f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
+        f"fails on it undivided: {type(failure).__name__}: {failure}"
+    ) from failure
+
+
+def _for_one_run(arguments: Any) -> Any:
+    """The same tensors, and copies of all other arguments, so that a run does not read a cache that another wrote."""
+    return map_leaves(lambda _, leaf: leaf if _is_tensor(leaf) else unshared(leaf), arguments)
+
+
+def _outcome(subject: Subject, output: Any, arguments: Any) -> _Outcome:
+    """The gradients of a weighted sum of the floating results."""
+    floats = (leaf for _, leaf in leaves(output) if _is_trained(leaf) and leaf.is_floating_point())
+    total = weighted_sum(floats, seed=1)
+    if total is None:
+        raise ValueError("the block returns no tensor that depends on its input")
+    targets = {path_text(path): leaf for path, leaf in leaves(arguments) if _is_trained(leaf)}
+    weights_of = {name: p for name, p in subject.block.named_parameters() if p.requires_grad}
+    named = {**{f"input {name}": leaf for name, leaf in targets.items()}, **weights_of}
+    found = map(local_part, gradients_of(total, list(named.values())))
+    detached = map_leaves(lambda _, leaf: leaf.detach() if _is_tensor(leaf) else leaf, output)
+    return _Outcome(detached, dict(zip(named, found, strict=True)))
+
+
+def _error_of(
+    subject: Subject, plan: BlockPlan, layout: SequenceLayout, arguments: Any, whole: _Outcome
+) -> tuple[float, BlockPlan, str]:
+    """The largest error of the block on parts, over all ranks, with the plan completed and the reason; collective."""
+    error, why = float("inf"), ""
+    try:
+        plan, outcome = _run_divided(subject, plan, layout, _for_one_run(arguments), whole)
+        error, why = _compare(whole, outcome)
+    except Exception as failure:  # a wrong guess fails in whatever way the block's code does
+        why = f"it raises {type(failure).__name__}: {failure}"
+    worst = torch.tensor(error, device=subject.device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=subject.group)
+    return float(worst), plan, why
+
+
+def _run_divided(
+    subject: Subject, plan: BlockPlan, layout: SequenceLayout, arguments: Any, whole: _Outcome
+) -> tuple[BlockPlan, _Outcome]:
+    group = subject.group
+    args, kwargs = divide_arguments(arguments, plan, layout, group)
+    with DividedCalls(plan, layout, group) as calls:
+        output = subject.block(*args, **kwargs)
+    plan = replace(
+        plan, crossed=frozenset(calls.crossed), outputs=_divided_outputs(output, whole.output, layout)
+    )
+    outcome = _outcome(subject, gather_results(output, plan, layout, group), arguments)
+    for name, gradient in outcome.gradients.items():
+        if not name.startswith("input "):
+            dist.all_reduce(gradient, group=group)
+            gradient /= group.size()
+    return plan, outcome
+
+
+def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Path, int]:
+    """The results that are parts, which are L long where the whole one is T, with their dimension."""
+    shapes = {path: leaf.shape for path, leaf in leaves(whole) if _is_tensor(leaf)}
+    found: dict[Path, int] = {}
+    for path, leaf in leaves(output):
+        if not _is_tensor(leaf) or path not in shapes:
+            continue
+        expected = shapes[path]
+        differing = [
+            dim for dim, size in enumerate(leaf.shape) if dim < len(expected) and size != expected[dim]
+        ]
+        if len(differing) == 1 and leaf.size(differing[0]) == layout.local:
+            found[path] = differing[0]
+    return found
+
+
+def _compare(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
+    """The largest error, relative to the largest value, and a clause that says where."""
+    worst, where = 0.0, ""
+    outputs = dict(leaves(found.output))
+    for path, leaf in leaves(whole.output):
+        if _is_tensor(leaf) and leaf.is_floating_point():
+            error = relative_error(outputs.get(path), leaf)
+            if error > worst:
+                worst, where = error, f"result {path or ''} is off by {error:.1e}"
+    floor = _FLOOR * max(map(largest, whole.gradients.values()), default=0.0)
+    for name, gradient in whole.gradients.items():
+        error = relative_error(found.gradients.get(name), gradient, floor=floor)
+        if error > worst:
+            worst, where = error, f"the gradient of {name} is off by {error:.1e}"
+    return worst, where
+
+
+def _refusal(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
+    kind = type(subject.block).__name__
+    head = (
+        f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.group.size()} ranks: on a small "
+        f"input it does not give on parts what it gives on the whole; {why}."
+    )
+    if not seen.attentions and any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules()):
+        return (
+            f"{head} It is made of convolutions, which mix neighbouring positions: there are no tokens that ranks could "
+            "share. Use the axes data, zero or pipeline. If only some modules attend, name those in blocks."
+        )
+    if not seen.attentions:
+        return (
+            f"{head} It makes no call of torch.nn.functional.scaled_dot_product_attention, the one attention that "
+            "can be divided: build transformers' models with attn_implementation='sdpa', or put another attention "
+            "in with module_replace. If it is no attention block, name those that are in blocks."
+        )
+    return (
+        f"{head} Its code may count positions from 0 in each part: pass position ids or rotary tables into the "
+        "block, put another module in with module_replace, or name other modules in blocks."
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def candidates(
+    subject: Subject, seen: SeenCalls, arguments: Any, length: int
+) -> Iterator[tuple[BlockPlan, bool]]:
+    """Plans to try for a block, likeliest first, each with whether the sequence is in zigzag."""
+    hidden = find_hidden(arguments, subject.dim)
+    assert hidden is not None
+    divisions = _divisions(arguments, hidden, length, subject.dim, squares=True)
+    divisions += _divisions(arguments, hidden, length, subject.dim, squares=False)
+    for kind in _kinds(subject, seen):
+        wants = kind == "ring" and subject.balanced and any(call.causal for call in seen.attentions)
+        zigzag = wants if subject.zigzag is None else subject.zigzag
+        for sites, divided in itertools.product(_numberings(seen), _distinct(divisions)):
+            yield BlockPlan(kind=kind, divided=divided, sites=sites), zigzag
+
+
+def _distinct(values: Sequence[T]) -> list[T]:
+    """The first of equal values each."""
+    return [value for place, value in enumerate(values) if value not in values[:place]]
+
+
+def _numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
+    """The possible meanings of numbers and tables of the sequence's length: none, a rank's positions, or all."""
+    sites = sorted(seen.sites)
+    if not sites:
+        return [{}]
+    same: list[Mapping[int, Numbers]] = [{}, dict.fromkeys(sites, "own"), dict.fromkeys(sites, "whole")]
+    if 1 < len(sites) <= _MOST_SITES:
+        choices: tuple[Numbers, ...] = ("own", "whole")
+        same += [
+            dict(zip(sites, chosen, strict=True)) for chosen in itertools.product(choices, repeat=len(sites))
+        ]
+    return _distinct(same)
+
+
+def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
+    if subject.kind != "auto":
+        return (subject.kind,)
+    ranks = subject.group.size()
+    own = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
+    return ("ulysses",) if all(heads_divide(call, ranks * subject.head_share) for call in own) else ("ring",)
+
+
+def _divisions(
+    arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int, *, squares: bool
+) -> list[dict[Path, int]]:
+    """Sets of arguments to divide, the likeliest first.
+
+    Arguments that look like hidden states of another sequence stay whole at first, then are divided. A trained bias
+    of attention has the rows of this rank's queries, so that each rank trains its own; other masks are whole at first.
+    """
+    path, states = hidden
+    others: dict[Path, int] = {}
+    streams: dict[Path, int] = {}
+    biases: dict[Path, int] = {}
+    masks: dict[Path, int] = {}
+    for place, leaf in leaves(arguments):
+        if place == path or not isinstance(leaf, torch.Tensor):
+            continue
+        dims = sequence_dims(leaf, length, dim, squares=squares)
+        if len(dims) == 1 and not (leaf.dim() >= 3 and dims[0] == leaf.dim() - 1):
+            is_stream = leaf.is_floating_point() and leaf.dim() == states.dim() and leaf.shape == states.shape
+            (streams if is_stream else others)[place] = dims[0]
+        elif leaf.dim() >= 3 and leaf.size(-2) == length:
+            (biases if leaf.requires_grad else masks)[place] = leaf.dim() - 2
+    found: list[dict[Path, int]] = []
+    for rows in (biases, {}, {**biases, **masks}):
+        found += [
+            {path: dim, **others, **rows},
+            {path: dim, **others, **streams, **rows},
+            {path: dim, **rows},
+        ]
+    return _distinct(found)
+
+
+def lengths_to_test(subject: Subject) -> list[int]:
+    """Lengths to test with: some whose parts differ from all sizes in the block, and the real one."""
+    ranks = subject.group.size()
+    sizes = {size for tensor in subject.block.parameters() for size in tensor.shape}
+    others = [
+        leaf
+        for path, leaf in leaves(subject.arguments)
+        if isinstance(leaf, torch.Tensor) and sequence_dims(leaf, subject.length, subject.dim)
+    ]
+    fixed = len(others) > 1  # besides the hidden states something has the length, and can only be shortened
+    chosen = [
+        local * ranks
+        for local in _LOCAL_LENGTHS
+        if not any(size % local == 0 for size in sizes) and not (fixed and local * ranks > subject.length)
+    ]
+    short = [length for length in chosen if length <= subject.length]
+    return list(dict.fromkeys([*chosen[:2], *short[:2], subject.length]))
+
+
+def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
+    """The arguments with ``length`` positions and few rows; hidden states are random, equal on all ranks.
+
+    ``squares``: whether a tensor with the sequence's length twice is a mask.
+    """
+    found = find_hidden(subject.arguments, subject.dim)
+    assert found is not None
+    hidden_path, hidden = found
+    rows = hidden.size(0) if subject.dim > 0 else 0
+    generator = torch.Generator().manual_seed(0)
+
+    def make(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return unshared(leaf)
+        if path == hidden_path:
+            shape = list(hidden.shape)
+            shape[subject.dim] = length
+            if rows:
+                shape[0] = min(rows, _ROWS)
+            random = torch.randn(shape, generator=generator)
+            return random.to(subject.device).requires_grad_()
+        small = leaf.detach()
+        for dim in sequence_dims(leaf, subject.length, subject.dim, squares=squares):
+            small = small.narrow(dim, 0, length)
+        if rows > _ROWS and small.dim() > 0 and small.size(0) == rows:
+            small = small.narrow(0, 0, _ROWS)
+        small = small.to(subject.device, copy=True)
+        if not small.is_floating_point():
+            return small
+        return small.float().requires_grad_(leaf.requires_grad)
+
+    return map_leaves(make, subject.arguments)
+
+
+class _GraphsDropped(TorchFunctionMode):
+    """Copies tensors without their graph, where ``copy.deepcopy`` would refuse them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            memo[id(tensor)] = copied = tensor.detach().clone()
+            return copied
+        return func(*args, **(kwargs or {}))
+
+
+def unshared(value: Any) -> Any:
+    """A copy of an argument, so that the test does not write into the caller's cache."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    try:
+        with _GraphsDropped():
+            return copy.deepcopy(value)
+    except Exception:  # a class may refuse to be copied: then the test uses the object itself
+        return value

@@ -1,0 +1,170 @@
+"""Applying a tensor-parallel layout: parameters, layers, attributes and inputs of a model are divided in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from atorch_ns.sharding.rank_context import Region, TensorGroup
+from atorch_ns.sharding.tensor.attention import without_fast_path
+from atorch_ns.sharding.tensor.divisibility import names_of, parameter_dims
+from atorch_ns.sharding.tensor.layers import as_divided, attention_by_heads
+from atorch_ns.sharding.tensor.narrow_inputs import narrow_inputs
+from atorch_ns.sharding.tensor.plan import Layout, Packing, RegionSpec, common_parent, kind_of
+from atorch_ns.sharding.tensor.sequence import StreamSpec, divide_stream, gather_into
+from atorch_ns.torch_compat import plain_name
+
+
+@dataclass
+class Divided:
+    """The parameters that have been divided.
+
+    Attributes:
+        names: their names, all of them for tied parameters.
+        packings: the element order of fused parameters, by name.
+    """
+
+    names: list[str] = field(default_factory=list)
+    packings: dict[str, Packing] = field(default_factory=dict)
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by path; of wrappers, the modules inside."""
+    return {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
+
+
+def divide(
+    model: nn.Module,
+    layout: Layout,
+    group: TensorGroup,
+    regions: Iterable[RegionSpec] = (),
+    stream: StreamSpec | None = None,
+) -> Divided:
+    """Divides the layers of ``model`` in place; collective where ``group`` has a mesh.
+
+    Every rank keeps its part of the values of the first rank. Parameters on the meta device stay there.
+    Tied parameters stay tied.
+
+    Args:
+        model: the whole model.
+        layout: must have no :func:`misfits`.
+        group: the ranks that share the layers.
+        regions: the regions that the layers form.
+        stream: the blocks between which the sequence is divided.
+    """
+    done = Divided()
+    names = names_of(model)
+    modules = _modules(model)
+    parts_made: dict[int, nn.Parameter] = {}
+    region_of = _regions(modules, regions, group, stream)
+    for path, layer in layout.layers.items():
+        module = modules[path]
+        kind = kind_of(module)
+        for name, (dim, parts) in parameter_dims(module, layer).items():
+            holder, _, own = f"{path}.{name}".rpartition(".")
+            parameter = modules[holder]._parameters.get(own)
+            if parameter is None or isinstance(parameter, DTensor) or id(parameter) in parts_made:
+                continue  # done under another of its names
+            packing = Packing(dim, parts, group.size) if parts else None
+            made = _part(parameter, dim, packing, group)
+            parts_made[id(made)] = made
+            _put(modules, names[id(parameter)], made, packing, done)
+        if kind is None:
+            attention_by_heads(module, group)
+        else:
+            as_divided(module, kind, layer.style, group, region_of.get(path))
+        without_fast_path(modules[path.rpartition(".")[0]])
+    for attribute in layout.attributes:
+        _divide_attribute(modules, attribute, group.size)
+    narrow_inputs(modules, layout, group.size)
+    if stream is not None:
+        divide_stream(modules, stream, group)
+    return done
+
+
+def _put(
+    modules: Mapping[str, nn.Module],
+    names: Sequence[str],
+    made: nn.Parameter,
+    packing: Packing | None,
+    done: Divided,
+) -> None:
+    """Puts a divided parameter in the place of the whole one, under all its names."""
+    for name in names:
+        holder, _, own = name.rpartition(".")
+        modules[holder]._parameters[own] = made
+        done.names.append(name)
+        if packing is not None:
+            done.packings[name] = packing
+
+
+@torch.no_grad()
+def _part(parameter: nn.Parameter, dim: int, packing: Packing | None, group: TensorGroup) -> nn.Parameter:
+    whole = parameter.detach()
+    if packing is not None:
+        whole = packing.pack(whole)
+    part: torch.Tensor
+    if group.mesh is None:
+        part = whole.chunk(group.size, dim)[group.rank].contiguous()
+    elif whole.is_meta:
+        part = on_meta(whole, dim, group.mesh)
+    else:
+        part = distribute_tensor(whole, group.mesh, [Shard(dim)])
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    made.__dict__.update(vars(parameter))
+    return made
+
+
+def on_meta(whole: torch.Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
+    """A divided tensor on the meta device."""
+    local = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _regions(
+    modules: Mapping[str, nn.Module],
+    specs: Iterable[RegionSpec],
+    group: TensorGroup,
+    stream: StreamSpec | None,
+) -> dict[str, Region]:
+    found: dict[str, Region] = {}
+    for spec in specs:
+        divided = stream is not None and stream.holds(spec.rows[0])
+        region = Region(
+            group,
+            num_rows=len(spec.rows),
+            random=spec.random and not divided,
+            sequence_dim=stream.dim if stream is not None and divided else None,
+        )
+        if region.random:
+            region.watch(modules[common_parent(spec.layers)])
+        if stream is not None and divided:
+            home = common_parent(spec.columns)
+            if not any(home == block for chain in stream.chains for block in chain):
+                gather_into(modules[home], region, group, stream)
+        found.update(dict.fromkeys(spec.layers, region))
+    return found
+
+
+def _divide_attribute(modules: Mapping[str, nn.Module], path: str, degree: int) -> None:
+    """Divides one attribute by the degree; a settings object that others share is copied first."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        holder: Any = modules.get(".".join(parts[:length]))
+        if holder is not None:
+            break
+    *settings, name = parts[length:]
+    for attribute in settings:
+        own = copy.copy(getattr(holder, attribute))
+        setattr(holder, attribute, own)
+        holder = own
+    object.__setattr__(holder, name, getattr(holder, name) // degree)

@@ -1,0 +1,328 @@
+"""Choice of a tensor-parallel plan: the user's, the model's own, or a found one, each tested before use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.rank_context import TensorGroup
+from atorch_ns.sharding.tensor.divisibility import (
+    check_degree,
+    check_heads,
+    degrees,
+    misfits,
+    no_layer_divides,
+)
+from atorch_ns.sharding.tensor.find import find_tensor_plan, grouped, open_ends, plan_from, with_vocabulary
+from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, TensorPlan, is_inside, model_plan
+from atorch_ns.sharding.tensor.regions import candidate_regions, layout_of, regions_in
+from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
+from atorch_ns.sharding.tensor.sequence import StreamSpec, stream_of
+from atorch_ns.sharding.tensor.trace import LayerGraph
+
+Source = Literal["auto", "model", "found"]
+
+Undivided = Literal["error", "keep"]
+
+_LARGEST_DEGREE = 64
+"""The largest degree that a message offers."""
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """A tested plan with all that is needed to apply it.
+
+    Attributes:
+        plan: the plan.
+        layout: the plan resolved for the model.
+        regions: the regions that its layers form.
+        stream: where the sequence is divided; ``None`` where it is not.
+        partial: names of whole parameters whose gradients are summed over the tensor group.
+        notes: decisions, as sentences for the report.
+    """
+
+    plan: TensorPlan
+    layout: Layout
+    regions: tuple[RegionSpec, ...]
+    stream: StreamSpec | None = None
+    partial: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = field(default=())
+
+
+def choose_plan(
+    model: nn.Module,
+    group: TensorGroup,
+    graph: LayerGraph,
+    *,
+    plan: TensorPlan | None = None,
+    source: Source = "auto",
+    sequence_dim: int | None = None,
+    run_numerics: bool = True,
+    undivided: Undivided = "error",
+) -> ChosenPlan:
+    """Chooses the plan to use; collective with ``run_numerics``.
+
+    Args:
+        model: the whole model, on any device; not changed.
+        group: the ranks to divide layers over.
+        graph: how the model's layers are connected.
+        plan: the user's plan; ``None`` without one.
+        source: where a plan comes from if the user gives none.
+        sequence_dim: the dimension of the sequence, to divide it between divided layers.
+        run_numerics: whether the self-test compares numbers, not shapes alone.
+        undivided: whether attention whose heads the degree does not divide is an error or is kept whole.
+
+    Raises:
+        InputError: if the user's plan does not fit or computes something else, or nothing can be divided, or heads
+            cannot.
+    """
+    if undivided == "error":
+        check_degree(model, group.size)
+    test = SelfTest(model, graph, group, run_numerics=run_numerics)
+    notes: list[str] = []
+    if plan is not None:
+        _check_users(model, plan, group.size, graph)
+    elif source != "found":
+        plan = _own_plan(model, group.size, graph, test, notes)
+        if plan is None and source == "model":
+            raise InputError(
+                f"source='model', and {type(model).__name__} has no plan that can be used"
+                f"{': ' + notes[0] if notes else ''}. Use source='auto' to have one found."
+            )
+    users = plan is not None and plan.where == "user"
+    if plan is None:
+        plan = find_tensor_plan(model, group.size, graph, test)
+    layout = plan.resolve(model)
+    if not users and undivided == "error":
+        check_heads(model, layout, graph, group.size)
+    regions = regions_in(graph, layout)
+    failure, partial = test.plan(layout, regions)
+    while failure is not None and not users:
+        plan = _without(model, plan, layout, failure, group.size)
+        layout = plan.resolve(model)
+        regions = regions_in(graph, layout)
+        failure, partial = test.plan(layout, regions)
+    plan = replace(plan, left=grouped(plan.left))
+    if not layout.layers:
+        raise _all_whole(model) if users else _nothing(model, group.size, plan, graph)
+    if failure is not None:
+        raise _failed(model, group, graph, test, plan, failure)
+    stream = None
+    if sequence_dim is not None:
+        stream, partial = _choose_stream(model, test, graph, layout, regions, sequence_dim)
+    partial |= _partial_by_flow(graph, regions)
+    _check_partial(graph, partial, stream)
+    return ChosenPlan(plan, layout, tuple(regions), stream, frozenset(partial), tuple(notes))
+
+
+def _own_plan(
+    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, notes: list[str]
+) -> TensorPlan | None:
+    """The model's own plan, completed by its vocabulary, if it passes the test."""
+    plan = model_plan(model)
+    if plan is None:
+        return None
+    layout = plan.resolve(model)
+    unfit = misfits(model, layout, degree)
+    # A head or an embedding that does not divide, or is tied to one that the plan leaves whole, can be left out.
+    kept = {
+        path: layer
+        for path, layer in layout.layers.items()
+        if path not in unfit or layer.style not in ("colwise_gather_output", "embedding_rowwise")
+    }
+    layout = with_vocabulary(model, replace(layout, layers=kept), degree, graph)
+    reasons = list(misfits(model, layout, degree).items())
+    if not reasons:
+        failure, _ = test.plan(layout, regions_in(graph, layout))
+        reasons = [] if failure is None else [(failure.path, failure.reason)]
+    if reasons:
+        path, why = reasons[0]
+        notes.append(f"the model's own plan is not used: {path}: {why}")
+        return None
+    left = {path: "the model's plan leaves it whole" for path in graph.nodes if path not in layout.layers}
+    return replace(plan_from(model, layout, left=left), where="model")
+
+
+def _degrees_by_size(model: nn.Module, graph: LayerGraph) -> list[int]:
+    """The degrees that divide the sizes of some region."""
+    layouts = [layout_of(spec) for spec in candidate_regions(graph)]
+    return [n for n in range(2, _LARGEST_DEGREE + 1) if any(not misfits(model, one, n) for one in layouts)]
+
+
+def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGraph) -> None:
+    """Refuses patterns that match nothing and layers that cannot be divided."""
+    missing = plan.unmatched(model)
+    if missing:
+        raise InputError(
+            f"the plan of tensor_parallel names {', '.join(missing)}, which matches nothing in "
+            f"{type(model).__name__}. Layers are named by path with *, as "
+            f"{', '.join([path for path, m in model.named_modules() if path and not list(m.children())][:6])}, "
+            "attributes by path too."
+        )
+    unfit = misfits(model, plan.resolve(model), degree)
+    if unfit:
+        lines = "; ".join(f"{path}: {why}" for path, why in list(unfit.items())[:6])
+        works = ", ".join(map(str, degrees(model) or _degrees_by_size(model, graph)))
+        raise InputError(
+            f"the plan of tensor_parallel does not fit tensor={degree}: {lines}. Degrees that divide the model: "
+            f"{works or 'none'}; or set these layers to replicate."
+        )
+
+
+def _all_whole(model: nn.Module) -> InputError:
+    return InputError(
+        f"the plan of tensor_parallel divides no layer of {type(model).__name__}: all that it names is replicate or "
+        "sequence, which stay whole. Make pairs of layers colwise and rowwise, or leave the plan out to have one "
+        "found."
+    )
+
+
+def _nothing(model: nn.Module, degree: int, plan: TensorPlan, graph: LayerGraph) -> InputError:
+    works = [n for n in _degrees_by_size(model, graph) if n != degree]
+    return no_layer_divides(model, degree, plan.left, works)
+
+
+def _failed(
+    model: nn.Module,
+    group: TensorGroup,
+    graph: LayerGraph,
+    test: SelfTest,
+    plan: TensorPlan,
+    failure: Failure,
+) -> InputError:
+    """The error for a user's plan, with the settings that would work where some are found."""
+    found = find_tensor_plan(model, group.size, graph, test)
+    right = found.resolve(model)
+    mine = plan.resolve(model)
+    here = right.filtered(lambda path: is_inside(path, failure.path))
+    advice = (
+        "Give the attributes that its code divides by, or the sizes of fused parts, or set it to replicate."
+    )
+    if here.layers:
+        advice = f"This plan passes: {found.as_config()}."
+    missing = [name for name in here.attributes if name not in mine.attributes]
+    inputs = [name for name in here.narrow_inputs if name not in mine.narrow_inputs]
+    parts = [path for path, layer in here.layers.items() if layer.parts]
+    ends = open_ends(mine, graph)
+    if ends:
+        advice = f"{ends}. {advice}"
+    elif missing:
+        advice = f"The plan lacks attributes: {', '.join(missing)}. {advice}"
+    elif inputs:
+        advice = f"The plan lacks narrow_inputs: {', '.join(inputs)}. {advice}"
+    elif any(path in mine.layers and mine.layers[path].parts is None for path in parts):
+        advice = f"The plan lacks parts of fused layers: {', '.join(parts)}. {advice}"
+    return InputError(
+        f"the plan of tensor_parallel makes {failure.path or type(model).__name__} compute something else than "
+        f"it does whole: {failure.reason}. {advice}"
+    )
+
+
+def _without(model: nn.Module, plan: TensorPlan, layout: Layout, failure: Failure, degree: int) -> TensorPlan:
+    """The plan that leaves the failed unit whole, with those of its kind and the layers that share their weights."""
+
+    why = f"each of its unit's layers passes the test alone, and together {failure.reason}"
+    unfit = {path: why for path in layout.layers if any(is_inside(path, unit) for unit in failure.alike)}
+
+    def kept(path: str) -> bool:
+        return path not in unfit and not any(is_inside(path, unit) for unit in failure.alike)
+
+    while unfit.keys() & layout.layers.keys():
+        layout = layout.filtered(kept)
+        unfit.update(misfits(model, layout, degree))
+    return replace(plan_from(model, layout, left={**plan.left, **unfit}), where=plan.where)
+
+
+def _partial_by_flow(graph: LayerGraph, regions: Iterable[RegionSpec]) -> set[str]:
+    """Whole parameters that meet results of columns, so that each rank's gradient covers its own features only."""
+    columns = {path for spec in regions for path in spec.columns}
+    return {name for name, sources in graph.met.items() if sources & columns}
+
+
+def _choose_stream(
+    model: nn.Module,
+    test: SelfTest,
+    graph: LayerGraph,
+    layout: Layout,
+    regions: Sequence[RegionSpec],
+    dim: int,
+) -> tuple[StreamSpec, set[str]]:
+    """Where the sequence can be divided, and the parameters that then have partial gradients; collective.
+
+    Hidden states are in pieces only inside a chain of blocks that hand them on untouched: code between two chains,
+    such as a mean over the sequence or a learned scale, sees them whole.
+
+    Raises:
+        InputError: if no block can be divided, or one computes something else on pieces.
+    """
+    chains = _chains(graph, regions, dim)
+    failure = Failure("", "it repeats no block whose layers are all divided")
+    kept = [(path, why) for chain in chains for path in chain if (why := graph.blocks.kept.get(path))]
+    if kept:
+        path, why = kept[0]
+        raise InputError(
+            f"sequence=True cannot be used with {type(model).__name__}: {path} would see a piece of the sequence, "
+            f"and its hidden states leave it by another way than its output: {why}. Return what other code needs, or set "
+            "sequence=False."
+        )
+    for tight in (True, False):
+        if not chains:
+            break
+        stream = StreamSpec(tuple(chains), dim=dim, tight=tight)
+        found, partial = test.plan(layout, regions, stream)
+        if found is None:
+            return stream, partial
+        failure = found
+    raise InputError(
+        f"sequence=True cannot be used with {type(model).__name__}: with its sequence divided, "
+        f"{failure.path or 'the model'} does not compute what it does whole: {failure.reason}. Set sequence=False."
+    )
+
+
+def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec | None) -> None:
+    """Checks that a gradient that is summed over ranks has no part that every rank has whole.
+
+    Raises:
+        InputError: for a parameter that code outside the divided blocks uses as well.
+    """
+    for name in sorted(partial):
+        users = graph.blocks.users.get(name, set())
+        inside = {path for path in users if (stream.holds(path) if stream is not None and path else path)}
+        outside = sorted(users - inside)
+        if not inside or not outside:
+            continue
+        advice = "Set sequence=False, or use" if stream is not None else "Use"
+        raise InputError(
+            f"tensor_parallel cannot sum the gradient of {name} over ranks: in {min(inside)} each rank computes a "
+            f"part of it, and {outside[0] or 'code outside the blocks'} uses it too, where each rank computes it "
+            f"whole. {advice} a parameter of its own there."
+        )
+
+
+def _chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: int) -> list[tuple[str, ...]]:
+    """Chains of blocks that hold divided layers and hand their first output to the next one's stream."""
+    rows = [spec.rows[0] for spec in regions]
+    chains: list[list[str]] = []
+    for untouched in graph.blocks.chains:
+        before = None
+        for path in untouched:
+            if not any(row.startswith(f"{path}.") for row in rows):
+                before = None
+            elif before is not None and _hands_on(graph, before, path, dim):
+                chains[-1].append(path)
+                before = path
+            else:
+                chains.append([path])
+                before = path
+    return [tuple(chain) for chain in chains]
+
+
+def _hands_on(graph: LayerGraph, before: str, path: str, dim: int) -> bool:
+    call = graph.calls[path]
+    stream = stream_of(call.args, call.kwargs, dim)
+    siblings = before.rpartition(".")[0] == path.rpartition(".")[0]
+    return siblings and stream is not None and stream is graph.blocks.results.get(before)

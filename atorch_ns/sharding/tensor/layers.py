@@ -1,0 +1,176 @@
+"""Divided layers: each computes with its rank's part of a weight.
+
+The parameters are DTensors on the tensor axis; activations are plain tensors. A layer keeps its class, its
+attributes and its parameter names: its class becomes a subclass that differs in ``forward`` alone.
+
+Legend: B batch, T tokens, I input features, O output features, V vocabulary, D model width, n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from atorch_ns.sharding.rank_context import Region, TensorGroup, local_part
+from atorch_ns.sharding.tensor.attention import DividedAttention
+from atorch_ns.sharding.tensor.plan import Kind
+from atorch_ns.sharding.vocabulary.logits import DividedLogits
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _not_compiled(forward: F) -> F:
+    """A compiler breaks its graph around a divided layer. Inside one, torch's collectives in place and gradients of
+    DTensors' parts are lost without an error (torch 2.13)."""
+    return torch.compiler.disable(forward)  # type: ignore[no-any-return]
+
+
+class _Setting:
+    """The settings of a divided layer.
+
+    Attributes:
+        kind: the kind of the layer when it was whole.
+        group: the ranks that share it.
+        region: the region that it begins or ends; ``None`` for embeddings and heads.
+        keeps_divided: whether a head leaves its outputs divided.
+    """
+
+    def __init__(self, kind: Kind, group: TensorGroup, region: Region | None) -> None:
+        self.kind = kind
+        self.group = group
+        self.region = region
+        self.keeps_divided = False
+
+
+class _Column:
+    """Column-parallel: […, I] to this rank's [..., O / n]."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        entered = setting.group.enter(x) if setting.region is None else setting.region.enter(x)
+        out = setting.kind.compute(self, entered, local_part(self.weight), _local_or_none(self.bias))
+        if setting.region is not None:
+            setting.region.inside(self.training, out.device)
+        return out
+
+
+class _Row:
+    """Row-parallel: this rank's [..., I / n] to [..., O], summed over the ranks; the bias is added to the sum."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        if setting.region is not None:
+            setting.region.outside()
+        partial = setting.kind.compute(self, x, local_part(self.weight), None)
+        out = setting.group.leave(partial) if setting.region is None else setting.region.leave(partial)
+        if self.bias is not None:
+            out = out + local_part(self.bias).to(out.dtype)
+        if setting.region is not None:
+            setting.region.after_row(out.device)
+        return out
+
+
+class _GatheredColumn:
+    """Column-parallel with gathered outputs: […, I] to the whole […, O], each rank computing O / n of it."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        entered = setting.group.enter(x)
+        out = setting.kind.compute(self, entered, local_part(self.weight), _local_or_none(self.bias))
+        if setting.keeps_divided:
+            return DividedLogits.of(out, setting.group)
+        return setting.group.gather(out, -1)
+
+
+class _VocabularyRows:
+    """Vocabulary-parallel: ids […] to […, D], each rank looking up the ids of its V / n rows."""
+
+    _tensor: _Setting
+
+    @_not_compiled
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        weight = local_part(self.weight)
+        rows = weight.size(0)
+        local = ids - setting.group.rank * rows
+        foreign = (local < 0) | (local >= rows)
+        padding = self.padding_idx
+        if padding is not None:
+            padding -= setting.group.rank * rows
+            padding = padding if 0 <= padding < rows else None
+        with _padding(self, padding):
+            out = setting.kind.compute(self, local.masked_fill(foreign, 0), weight, None)
+        return setting.group.leave(out.masked_fill(foreign.unsqueeze(-1), 0))
+
+
+class _padding:
+    """Sets ``padding_idx`` of an embedding inside the block."""
+
+    def __init__(self, module: Any, value: int | None) -> None:
+        self._module, self._value, self._before = module, value, module.padding_idx
+
+    def __enter__(self) -> None:
+        self._module.padding_idx = self._value
+
+    def __exit__(self, *_: object) -> None:
+        self._module.padding_idx = self._before
+
+
+_CLASSES = {
+    "colwise": _Column,
+    "rowwise": _Row,
+    "colwise_gather_output": _GatheredColumn,
+    "embedding_rowwise": _VocabularyRows,
+}
+
+
+def as_divided(module: nn.Module, kind: Kind, style: str, group: TensorGroup, region: Region | None) -> None:
+    """Makes ``module``, whose parameters are divided, compute in ``style``; ``kind`` is its kind when whole."""
+    vars(module)["_tensor"] = _Setting(kind, group, region)
+    count = {"colwise": kind.counts[0], "colwise_gather_output": kind.counts[0], "rowwise": kind.counts[1]}
+    name = count.get(style)
+    if name and isinstance(getattr(module, name, None), int):
+        setattr(module, name, getattr(module, name) // group.size)
+    whole: Any = type(module)
+    module.__class__ = _class(_CLASSES[style], whole)
+
+
+def keep_divided(module: nn.Module) -> None:
+    """Makes a divided head return its outputs as :class:`DividedLogits`."""
+    setting: _Setting = vars(module)["_tensor"]
+    setting.keeps_divided = True
+
+
+def attention_by_heads(module: nn.Module, group: TensorGroup) -> None:
+    """Makes an ``nn.MultiheadAttention``, whose parameters are divided, compute this rank's heads."""
+    assert isinstance(module, nn.MultiheadAttention)
+    region = Region(group, num_rows=1, random=module.dropout > 0)
+    region.watch(module)
+    vars(module)["_tensor_group"], vars(module)["_region"] = group, region
+    whole: Any = type(module)
+    module.__class__ = _class(DividedAttention, whole)
+
+
+@cache
+def _class(style: Any, whole: Any) -> Any:
+    """The subclass of ``whole`` that computes in ``style``, shared by all layers, so that their classes are equal."""
+    name = f"{style.__name__.removeprefix('_')}{whole.__name__}"
+    body = {"whole_forward": whole.forward, "__doc__": f"{whole.__name__}: {style.__doc__}"}
+    return type(name, (style, whole), body)
+
+
+def _local_or_none(parameter: Any) -> torch.Tensor | None:
+    return None if parameter is None else local_part(parameter)

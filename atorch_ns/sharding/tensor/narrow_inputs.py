@@ -1,0 +1,158 @@
+"""Narrow inputs: attention whose code takes the width of its input for that of its results.
+
+Such code works out the size of a head from its input: ``B, T, C = x.shape``, ``q.view(B, T, H, C // H)``,
+``y.view(B, T, C)``. Divided, its results have C / n features, and so should C be. The module's code gets a stand-in
+for ``x`` with C / n features, and layers that it hands the stand-in to get ``x`` itself. All values of a stand-in are
+NaN: code that computes with them gives NaN in the self-test, never a number that is slightly wrong.
+
+Legend: B batch, T tokens, C width, H heads, n ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.tensor.plan import Layout, forward_arguments, layer_sizes
+from atorch_ns.sharding.tensor.trace import LayerGraph
+
+_WHOLE = "_whole_input"
+"""The attribute in which a stand-in holds the tensor that it stands for."""
+
+
+def narrowable(
+    model: nn.Module, graph: LayerGraph, path: str, columns: Iterable[str], degree: int
+) -> list[tuple[str, ...]]:
+    """Sets of arguments that a module's columns could get whole while its code sees a share, the largest first.
+
+    Args:
+        model: the whole model.
+        graph: how its layers are connected.
+        path: the module's path; the graph has a call of it.
+        columns: paths of column-parallel layers in it.
+        degree: n.
+    """
+    module, call = model.get_submodule(path), graph.calls[path]
+    widths = {layer_sizes(model.get_submodule(column))[1] for column in columns}
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*call.args, **call.kwargs)
+    except (TypeError, ValueError):  # a forward that is no Python function
+        return []
+    head = f"{path}." if path else ""
+    named = forward_arguments(module)
+    found = [
+        f"{head}{name}"
+        for name, value in bound.arguments.items()
+        if name in named and _divides(value, degree) and value.size(-1) in widths
+    ]
+    return [tuple(found), *((name,) for name in found if len(found) > 1)] if found else []
+
+
+def narrow_inputs(modules: Mapping[str, nn.Module], layout: Layout, degree: int) -> None:
+    """Makes the code of modules see one rank's share of the width of ``layout.narrow_inputs``."""
+    homes: dict[str, list[str]] = {}
+    for argument in layout.narrow_inputs:
+        path, _, name = argument.rpartition(".")
+        homes.setdefault(path, []).append(name)
+    divided = {id(modules[path]) for path in layout.layers}
+    columns = {id(modules[path]) for path, layer in layout.layers.items() if layer.style != "rowwise"}
+    for path, names in homes.items():
+        _Home(path, names, degree).attach(modules[path], divided, columns)
+
+
+class _Home:
+    """The hooks of one module that sees stand-ins.
+
+    Args:
+        path: the module's path, for messages.
+        names: names of the arguments of its forward that are replaced.
+        degree: n.
+    """
+
+    def __init__(self, path: str, names: Sequence[str], degree: int) -> None:
+        self._path = path
+        self._names = names
+        self._degree = degree
+        self._places: dict[str, int] = {}
+        self._given: dict[int, torch.Tensor] = {}
+
+    def attach(self, home: nn.Module, divided: set[int], columns: set[int]) -> None:
+        order = list(inspect.signature(home.forward).parameters)
+        self._places = {name: order.index(name) for name in self._names}
+        home.register_forward_pre_hook(self._narrow, with_kwargs=True)
+        for module in home.modules():
+            if id(module) in columns:
+                module.register_forward_pre_hook(self._into_column)
+            elif module is not home and _stays_whole(module, divided):  # a norm of the input
+                module.register_forward_pre_hook(self._into_other, with_kwargs=True)
+                module.register_forward_hook(self._out_of_other)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _narrow(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = list(args)
+        named = dict(kwargs)
+        for name, place in self._places.items():
+            if name in named:
+                named[name] = self._stand_in(named[name])
+            elif place < len(made):
+                made[place] = self._stand_in(made[place])
+        return tuple(made), named
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _into_column(self, column: nn.Module, args: tuple[Any, ...]) -> Any:
+        x = _whole(args[0])
+        if x.size(-1) != layer_sizes(column)[1]:
+            raise InputError(
+                f"{self._path} computes with its input {', '.join(self._names)} before a divided layer takes it: the "
+                f"layer gets {x.size(-1)} features in place of {layer_sizes(column)[1]}. The code takes another course here "
+                "than in the self-test (evaluation on a small input). Hand the layers the input as it is, or give "
+                "tensor_parallel a plan that leaves them whole."
+            )
+        return (x, *args[1:])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _into_other(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._given.pop(id(module), None)
+        for value in (*args, *kwargs.values()):
+            if _whole(value) is not value:
+                self._given[id(module)] = _whole(value)
+        return tuple(map(_whole, args)), {name: _whole(value) for name, value in kwargs.items()}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _out_of_other(self, module: nn.Module, args: Any, output: Any) -> Any:
+        given = self._given.pop(id(module), None)
+        if given is None or not isinstance(output, torch.Tensor) or output.shape != given.shape:
+            return output
+        return self._stand_in(output)
+
+    def _stand_in(self, x: Any) -> Any:
+        """NaN [..., C / n] without memory of its own; a value that cannot be divided is returned as it is."""
+        if not _divides(x, self._degree):
+            return x
+        narrow = x.new_full((1,) * x.dim(), float("nan"))
+        narrow = narrow.expand(*x.shape[:-1], x.size(-1) // self._degree)
+        vars(narrow)[_WHOLE] = x
+        return narrow
+
+
+def _whole(value: Any) -> Any:
+    """The tensor that a stand-in stands for; any other value as it is."""
+    return vars(value).get(_WHOLE, value) if isinstance(value, torch.Tensor) else value
+
+
+def _divides(value: Any, degree: int) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return False
+    return value.size(-1) % degree == 0
+
+
+def _stays_whole(module: nn.Module, divided: set[int]) -> bool:
+    """Whether a module has parameters, none of them divided."""
+    if next(module.parameters(), None) is None:
+        return False
+    return not any(id(inner) in divided for inner in module.modules())

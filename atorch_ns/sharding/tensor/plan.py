@@ -1,0 +1,493 @@
+"""Tensor-parallel plans: kinds of layers, styles by pattern, and the layout that they give one model.
+
+Legend: I input features, O output features, V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Compute = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""``(module, input, weight, bias) -> output``."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer that can be divided.
+
+    Attributes:
+        name: shown in messages.
+        out_dim: the dimension of the weight that outputs lie along; of an embedding, the vocabulary.
+        in_dim: the other dimension.
+        compute: the layer's computation on a given weight and bias.
+        counts: names of the attributes that hold its numbers of outputs and inputs.
+    """
+
+    name: str
+    out_dim: int
+    in_dim: int
+    compute: Compute
+    counts: tuple[str, str]
+
+    def sizes(self, module: nn.Module) -> tuple[int, int]:
+        """(outputs, inputs) of the whole layer."""
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return weight.shape[self.out_dim], weight.shape[self.in_dim]
+
+
+def _linear(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _conv1d(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = x.reshape(-1, x.size(-1))
+    out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return out.view(*x.shape[:-1], weight.size(1))
+
+
+def _embedding(module: Any, ids: torch.Tensor, weight: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    return F.embedding(ids, weight, module.padding_idx)
+
+
+def _as_written(
+    module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Runs the code of the module's own class on the values given (a linear layer in fp8, a scaled embedding)."""
+    with own_values(module, weight, bias):
+        out: torch.Tensor = type(module).whole_forward(module, x)
+    return out
+
+
+@contextmanager
+def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[None]:
+    """Shows the module's own code these tensors in place of its parameters."""
+    held: dict[str, Any] = module._parameters
+    before = dict(held)
+    held["weight"] = weight
+    if "bias" in held:
+        held["bias"] = bias
+    try:
+        yield
+    finally:
+        held.update(before)
+
+
+LINEAR = Kind("linear", 0, 1, _linear, ("out_features", "in_features"))
+CONV1D = Kind("Conv1D", 1, 0, _conv1d, ("nf", "nx"))
+EMBEDDING = Kind("embedding", 0, 1, _embedding, ("", ""))
+_LINEAR_AS_WRITTEN = Kind("linear", 0, 1, _as_written, ("out_features", "in_features"))
+_EMBEDDING_AS_WRITTEN = Kind("embedding", 0, 1, _as_written, ("", ""))
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of a layer; ``None`` for a module that cannot be divided."""
+    cls = type(module)
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 2:
+        return None
+    if isinstance(module, nn.Linear):
+        return LINEAR if cls.forward is nn.Linear.forward else _LINEAR_AS_WRITTEN
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return None
+        return EMBEDDING if cls.forward is nn.Embedding.forward else _EMBEDDING_AS_WRITTEN
+    if cls.__name__ == "Conv1D" and weight.shape == (getattr(module, "nx", 0), getattr(module, "nf", 0)):
+        return CONV1D
+    return None
+
+
+def layer_sizes(module: nn.Module) -> tuple[int, int]:
+    """(outputs, inputs) of a layer that has a kind."""
+    kind = kind_of(module)
+    assert kind is not None
+    return kind.sizes(module)
+
+
+def divided_dims(style: str, kind: Kind) -> dict[str, int]:
+    """The dimension along which each parameter of a layer is divided; those not named stay whole."""
+    if style == "rowwise":
+        return {"weight": kind.in_dim}
+    return {"weight": kind.out_dim, "bias": 0}
+
+
+STYLES: Mapping[str, str] = {
+    "colwise": "output features divided; each rank goes on with its own",
+    "rowwise": "input features divided; the partial results are summed",
+    "colwise_gather_output": "output features divided and gathered again: a head over the vocabulary",
+    "embedding_rowwise": "an embedding whose rows, the vocabulary, are divided",
+    "heads": "an nn.MultiheadAttention divided by its heads",
+    "replicate": "whole on every rank",
+    "sequence": "whole on every rank, on a part of the sequence where sequence=True divides it, else like replicate",
+}
+"""What each style does; the names are those of transformers' plans where it has them."""
+
+_ALIASES = {
+    "column": "colwise",
+    "col": "colwise",
+    "packed_colwise": "colwise",
+    "row": "rowwise",
+    "colwise_rep": "colwise_gather_output",
+    "vocab": "embedding_rowwise",
+    "replicated": "replicate",
+    "sequence_parallel": "sequence",
+}
+
+_UNDIVIDED = ("replicate", "sequence")
+
+Where = Literal["user", "model", "found"]
+
+
+def style_named(name: str) -> str:
+    """The style with that name or alias.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    style = _ALIASES.get(name, name)
+    if style not in STYLES:
+        raise ValueError(f"{name!r} is no style of a layer; choose from {', '.join(STYLES)}")
+    return style
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How a model's layers are divided, for every degree that divides their sizes.
+
+    Patterns are dotted paths, which may hold ``*`` (``"model.layers.*.mlp.up_proj"``), or the ends of paths
+    (``"attn.c_proj"``).
+
+    Attributes:
+        styles: a style of :data:`STYLES` by pattern. Layers that no pattern names stay whole.
+        attributes: patterns of attributes, numbers that are divided by the degree (``"h.*.attn.num_heads"``).
+        parts: for layers of several fused matrices, the sizes of their outputs by pattern.
+        narrow_inputs: patterns of arguments of modules' forward (``"h.*.attn.x"``) that code sees with the width of
+            one rank, since it takes their width for that of its results.
+        where: who made the plan.
+        left: reasons why layers stay whole, by path or pattern (``"blocks.*.attn.{q,k,v,o}"``).
+    """
+
+    styles: Mapping[str, str]
+    attributes: tuple[str, ...] = ()
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    narrow_inputs: tuple[str, ...] = ()
+    where: Where = "user"
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        styles = {pattern: style_named(style) for pattern, style in self.styles.items()}
+        object.__setattr__(self, "styles", styles)
+
+    def resolve(self, model: nn.Module) -> Layout:
+        """The layout for ``model``; where several patterns match a layer, the last one holds."""
+        modules = {path: module for path, module in model.named_modules() if path}
+        layers: dict[str, LayerStyle] = {}
+        for pattern, style in self.styles.items():
+            for path in matching(pattern, modules):
+                layers[path] = LayerStyle(style)
+        for pattern, sizes in self.parts.items():
+            for path in set(matching(pattern, modules)) & layers.keys():
+                layers[path] = LayerStyle(layers[path].style, tuple(sizes))
+        divided = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
+        order = {path: place for place, path in enumerate(modules)}
+        numbers = _integers(model) if self.attributes else []
+        arguments = _arguments(model) if self.narrow_inputs else []
+        return Layout(
+            dict(sorted(divided.items(), key=lambda item: order[item[0]])),
+            _all_matching(self.attributes, numbers),
+            _all_matching(self.narrow_inputs, arguments),
+        )
+
+    def unmatched(self, model: nn.Module) -> list[str]:
+        """The patterns that match nothing in ``model``."""
+        paths = [path for path, _ in model.named_modules() if path]
+        numbers = _integers(model) if self.attributes else []
+        arguments = _arguments(model) if self.narrow_inputs else []
+        return [
+            *(
+                pattern
+                for pattern in dict.fromkeys((*self.styles, *self.parts))
+                if not matching(pattern, paths)
+            ),
+            *(pattern for pattern in self.attributes if not matching(pattern, numbers)),
+            *(pattern for pattern in self.narrow_inputs if not matching(pattern, arguments)),
+        ]
+
+    def as_config(self) -> dict[str, Any]:
+        """The plan as keys of ``tensor_parallel``'s config: JSON values."""
+        config: dict[str, Any] = {"plan": dict(self.styles)}
+        if self.attributes:
+            config["attributes"] = list(self.attributes)
+        if self.parts:
+            config["parts"] = {pattern: list(sizes) for pattern, sizes in self.parts.items()}
+        if self.narrow_inputs:
+            config["narrow_inputs"] = list(self.narrow_inputs)
+        return config
+
+    def describe(self) -> str:
+        """The plan as one line of a report."""
+        by_style: dict[str, list[str]] = {}
+        for pattern, style in self.styles.items():
+            by_style.setdefault(style, []).append(pattern)
+        text = "; ".join(f"{style}: {', '.join(patterns)}" for style, patterns in by_style.items())
+        if self.attributes:
+            text += f"; attributes divided: {', '.join(self.attributes)}"
+        if self.narrow_inputs:
+            text += f"; inputs as wide as one rank's results: {', '.join(self.narrow_inputs)}"
+        return text
+
+
+@dataclass(frozen=True)
+class LayerStyle:
+    """How one layer is divided.
+
+    Attributes:
+        style: a key of :data:`STYLES`.
+        parts: output sizes of its fused matrices; ``None`` for one matrix.
+    """
+
+    style: str
+    parts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan resolved for one model.
+
+    Attributes:
+        layers: the divided layers, by path.
+        attributes: paths of the numbers that are divided.
+        narrow_inputs: paths of arguments of forward that code sees with the width of one rank.
+    """
+
+    layers: Mapping[str, LayerStyle]
+    attributes: tuple[str, ...] = ()
+    narrow_inputs: tuple[str, ...] = ()
+
+    def within(self, prefix: str) -> Layout:
+        """The layout as the module at the path ``prefix`` sees it."""
+        head = f"{prefix}." if prefix else ""
+        layers = {
+            path.removeprefix(head): layer for path, layer in self.layers.items() if path.startswith(head)
+        }
+        return Layout(layers, _below(self.attributes, head), _below(self.narrow_inputs, head))
+
+    def filtered(self, keep: Callable[[str], bool]) -> Layout:
+        """The layout of the paths for which ``keep`` is true."""
+        layers = {path: layer for path, layer in self.layers.items() if keep(path)}
+        return Layout(layers, tuple(filter(keep, self.attributes)), tuple(filter(keep, self.narrow_inputs)))
+
+    def joined(self, other: Layout) -> Layout:
+        """The layout with the layers, attributes and inputs of both."""
+        names = tuple(dict.fromkeys((*self.attributes, *other.attributes)))
+        inputs = tuple(dict.fromkeys((*self.narrow_inputs, *other.narrow_inputs)))
+        return Layout({**self.layers, **other.layers}, names, inputs)
+
+    def placed(self, parent: str) -> Layout:
+        """The inverse of :meth:`within`: the layout as the model that holds this one at ``parent`` sees it."""
+        head = f"{parent}." if parent else ""
+        return Layout(
+            {f"{head}{path}": layer for path, layer in self.layers.items()},
+            tuple(f"{head}{path}" for path in self.attributes),
+            tuple(f"{head}{path}" for path in self.narrow_inputs),
+        )
+
+
+@dataclass(frozen=True)
+class RegionSpec:
+    """A region: layers between which ranks hold different features.
+
+    Attributes:
+        columns: paths of the column-parallel layers that begin it.
+        rows: paths of the row-parallel layers that end it.
+        random: whether random numbers are drawn inside.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    random: bool = True
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of all its layers."""
+        return (*self.columns, *self.rows)
+
+    def within(self, prefix: str) -> RegionSpec:
+        """The region as the module at the path ``prefix`` sees it."""
+        return replace(
+            self,
+            columns=tuple(relative(path, prefix) for path in self.columns),
+            rows=tuple(relative(path, prefix) for path in self.rows),
+        )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The order of the elements of a fused parameter when each rank has a share of every part.
+
+    A fused ``qkv`` of a user's model is ``[q | k | v]``. Divided over two ranks, the first must hold
+    ``[q0 | k0 | v0]``: the parameter is put in the order ``[q0 k0 v0 | q1 k1 v1]`` and then divided evenly.
+
+    Attributes:
+        dim: the dimension along which the parts lie.
+        sizes: sizes of the parts, in the user's order.
+        ranks: the number of ranks that each part is divided over.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    ranks: int
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """The user's index at each place, int64, as long as the dimension."""
+        starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
+        pieces = [
+            torch.arange(start + rank * size // self.ranks, start + (rank + 1) * size // self.ranks)
+            for rank in range(self.ranks)
+            for start, size in zip(starts, self.sizes, strict=True)
+        ]
+        return torch.cat(pieces)
+
+    def pack(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor, given in the user's order, in this order."""
+        return whole.index_select(self.dim, self.order.to(whole.device))
+
+    def unpack(self, whole: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`pack`."""
+        return whole.index_select(self.dim, torch.argsort(self.order).to(whole.device))
+
+
+_WHOLE = {"replicated_with_grad_allreduce", "replicate", "all_reduce"}
+"""Styles of modules that stay whole; the self-test finds which of their gradients are summed over ranks."""
+
+
+def model_plan(model: nn.Module) -> TensorPlan | None:
+    """The plan that a model brings along, as those of transformers do; ``None`` without one, or for unknown styles.
+
+    Entries of parameters and of experts are left out: experts stay whole along the tensor axis.
+    """
+    own = getattr(model, "tp_plan", None)
+    if not isinstance(own, Mapping) or not own:
+        return None
+    modules = dict(model.named_modules())
+    styles: dict[str, str] = {}
+    parts: dict[str, tuple[int, ...]] = {}
+    for pattern, style in own.items():
+        layers = [modules[path] for path in matching(pattern, modules) if kind_of(modules[path]) is not None]
+        if style in _WHOLE or not layers:
+            continue
+        try:
+            styles[pattern] = style_named(style)
+        except ValueError:
+            return None
+        if style == "packed_colwise":
+            half = layer_sizes(layers[0])[0] // 2
+            parts[pattern] = (half, half)
+    return TensorPlan(styles=styles, parts=parts, where="model") if styles else None
+
+
+def common_parent(paths: Sequence[str]) -> str:
+    """The path of the innermost module that holds all ``paths``."""
+    parents = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def relative(path: str, parent: str) -> str:
+    """``path`` as ``parent`` sees it."""
+    return path.removeprefix(f"{parent}.") if parent else path
+
+
+def is_inside(path: str, parent: str) -> bool:
+    """Whether ``path`` lies in the module at the path ``parent``; the empty path is the model's."""
+    return not parent or path.startswith(f"{parent}.")
+
+
+def matching(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The paths that ``pattern`` matches; if none does as a whole, those that end with it."""
+    known = list(paths)
+    return fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*.{pattern}")
+
+
+def _all_matching(patterns: Iterable[str], paths: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(found for pattern in patterns for found in matching(pattern, paths)))
+
+
+def _below(paths: Iterable[str], head: str) -> tuple[str, ...]:
+    return tuple(path.removeprefix(head) for path in paths if path.startswith(head))
+
+
+def forward_arguments(module: nn.Module) -> list[str]:
+    """The names of the arguments of the module's forward, without ``*args`` and ``**kwargs``."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a forward that is no Python function
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind not in several]
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """The paths of the arguments of all modules' forward."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in forward_arguments(module)
+    ]
+
+
+def _integers(model: nn.Module) -> list[str]:
+    """The paths of integer attributes of modules and of the settings objects that they hold."""
+    found = []
+    for path, module in model.named_modules():
+        head = f"{path}." if path else ""
+        for name, value in vars(module).items():
+            if name.startswith("_"):
+                continue
+            if type(value) is int:
+                found.append(f"{head}{name}")
+            elif is_settings(value):
+                found += [f"{head}{name}.{n}" for n, number in vars(value).items() if type(number) is int]
+    return found
+
+
+def is_settings(value: Any) -> bool:
+    """Whether a module's attribute is an object that holds the model's settings."""
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
+
+
+def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
+    """``paths`` with ``*`` in place of numbers, where the pattern matches no other of ``all_paths``."""
+    left, candidates = list(paths), list(all_paths)
+    wanted, result = set(left), []
+    while left:
+        pattern = next(
+            (p for p in _starred(left[0]) if set(fnmatch.filter(candidates, p)) <= wanted), left[0]
+        )
+        matched = set(fnmatch.filter(left, pattern))
+        result.append(pattern if len(matched) > 1 else left[0])
+        left = [path for path in left if path not in matched]
+    return result
+
+
+def _starred(path: str) -> list[str]:
+    """The path with ``*`` in place of all its numbers, then in place of each one."""
+    parts = path.split(".")
+    places = [place for place, part in enumerate(parts) if part.isdigit()]
+    stars = [places, *([place] for place in places)]
+    return [".".join("*" if place in those else part for place, part in enumerate(parts)) for those in stars]

@@ -1,0 +1,257 @@
+"""Regions of divided layers: where a model could be divided, and the layouts that may divide a region."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from atorch_ns.sharding.tensor.plan import (
+    LayerStyle,
+    Layout,
+    RegionSpec,
+    common_parent,
+    is_settings,
+    kind_of,
+    layer_sizes,
+    relative,
+)
+from atorch_ns.sharding.tensor.trace import LayerGraph
+
+_PLACE_WORDS = ("idx", "index", "layer", "depth")
+"""Parts of the names of numbers that give a module's place in the model: they differ from block to block."""
+
+
+def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
+    """The regions that could be divided, smallest first, then in the order of calls; they may overlap.
+
+    The results of a column-parallel layer must all flow into row-parallel layers, whose inputs must come from
+    column-parallel layers alone: the connected components of the graph from layers to the layers that take their
+    results. The residual stream of a transformer is one huge component (all layers that write to it, all that read
+    it); the small ones inside blocks exclude it.
+    """
+    order = {path: place for place, path in enumerate(graph.nodes)}
+    specs = []
+    for columns, rows in _components(graph):
+        leaks = columns & graph.outputs
+        outside = [path for path in columns | rows if graph.nodes[path].used_elsewhere]
+        if leaks or outside or columns & rows:
+            continue
+        inside = tuple(sorted(columns, key=order.__getitem__))
+        spec = RegionSpec(inside, tuple(sorted(rows, key=order.__getitem__)))
+        specs.append(replace(spec, random=bool(columns & graph.random)))
+    return sorted(specs, key=lambda spec: (len(spec.layers), order[spec.rows[0]]))
+
+
+def _components(graph: LayerGraph) -> list[tuple[set[str], set[str]]]:
+    found: list[tuple[set[str], set[str]]] = []
+    for path, node in graph.nodes.items():
+        if not node.sources:
+            continue
+        columns, rows = set(node.sources), {path}
+        separate = []
+        for component in found:
+            if component[0] & columns:
+                columns |= component[0]
+                rows |= component[1]
+            else:
+                separate.append(component)
+        found = [*separate, (columns, rows)]
+    return found
+
+
+def regions_in(graph: LayerGraph, layout: Layout) -> list[RegionSpec]:
+    """The regions whose layers a layout divides as columns and rows."""
+    style = {path: layer.style for path, layer in layout.layers.items()}
+    return [
+        spec
+        for spec in candidate_regions(graph)
+        if all(style.get(path) == "colwise" for path in spec.columns)
+        and all(style.get(path) == "rowwise" for path in spec.rows)
+    ]
+
+
+def layout_of(
+    spec: RegionSpec,
+    parts: Mapping[str, tuple[int, ...] | None] | None = None,
+    attributes: Iterable[str] = (),
+) -> Layout:
+    """The layout that divides one region, with the parts of fused layers by path."""
+    fused = parts or {}
+    layers = {path: LayerStyle("colwise", fused.get(path)) for path in spec.columns}
+    layers |= {path: LayerStyle("rowwise") for path in spec.rows}
+    return Layout(layers, tuple(attributes))
+
+
+def signature(model: nn.Module, spec: RegionSpec) -> tuple[object, ...]:
+    """A key that is equal for regions that are divided in the same way: same code, names, sizes and numbers."""
+    parent = common_parent(spec.layers)
+    names = tuple(relative(path, parent) for path in spec.layers)
+    shapes = tuple(tuple(model.get_submodule(path).weight.shape) for path in spec.layers)  # type: ignore[arg-type]
+    home = model.get_submodule(parent)
+    shared = parent if isinstance(home, (nn.ModuleList, nn.Sequential)) or not parent else ""
+    return type(home), shared, len(spec.columns), names, shapes, _numbers(home)
+
+
+def _numbers(home: nn.Module) -> tuple[tuple[str, int], ...]:
+    """Integers that code may reshape by, without those that give a module's place."""
+    return tuple(
+        (f"{path}.{name}", value)
+        for path, module in home.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and not any(word in name for word in _PLACE_WORDS)
+    )
+
+
+_MOST_SUBSETS = 6
+"""With more numbers than this, only whole groups of them are tried."""
+
+_MOST_LAYERS = 8
+"""A region of more layers is no attention or MLP, and is slow to try."""
+
+_MOST_OTHERS = 64
+"""The most sets tried of numbers whose names do not show what they are."""
+
+Parts = Mapping[str, tuple[int, ...] | None]
+
+
+def candidate_layouts(
+    model: nn.Module, spec: RegionSpec, degree: int, inputs: Iterable[tuple[str, ...]] = ()
+) -> Iterator[Layout]:
+    """Layouts that may divide one region, the likeliest first; a test must decide between them.
+
+    Code that reshapes by the sizes it finds needs no attribute changed; code that reshapes by the number of heads
+    needs that one divided, and code that splits a fused result by widths needs those. A fused layer is
+    ``[q | k | v]`` or lies head by head, which only its results show. Code that takes the width of its input for
+    that of its results must see a narrower one: ``inputs`` are sets of such arguments.
+    """
+    likely = _distinct(_likely_sets(model, spec, degree))
+    for sets in (likely, _distinct(_other_sets(model, spec, degree), known=likely)):
+        for narrow, attributes in itertools.product(((), *inputs), sets):
+            for parts in _part_choices(model, spec):
+                yield replace(layout_of(spec, parts, attributes), narrow_inputs=narrow)
+
+
+def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
+    inner = layer_sizes(model.get_submodule(spec.rows[0]))[1]
+    options: list[list[tuple[str, tuple[int, ...] | None]]] = []
+    for path in spec.columns:
+        outputs = layer_sizes(model.get_submodule(path))[0]
+        options.append([(path, parts) for parts in _splits(outputs, inner, alone=len(spec.columns) == 1)])
+    if len(options) > 1 and max(len(option) for option in options) > 1:
+        # Layers of equal sizes are cut alike.
+        count = max(len(option) for option in options)
+        for choice in range(count):
+            yield dict(option[min(choice, len(option) - 1)] for option in options)
+        return
+    for combination in itertools.product(*options):
+        yield dict(combination)
+
+
+def _splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | None]:
+    """The ways in which a layer with that many outputs may be fused, where rows take ``inner`` inputs."""
+    found: list[tuple[int, ...] | None] = []
+    if alone and outputs > inner:
+        rest = outputs - inner
+        if outputs % inner == 0:
+            found.append((inner,) * (outputs // inner))
+        if rest % 2 == 0:
+            found.append((inner, rest // 2, rest // 2))  # queries, fewer keys and values
+    elif outputs == 2 * inner:
+        found.append((inner, inner))
+    return list(dict.fromkeys([*found, None]))
+
+
+def _distinct(
+    groups: Iterable[tuple[str, ...]], known: Iterable[tuple[str, ...]] = ()
+) -> list[tuple[str, ...]]:
+    """The first of equal sets each, without the ``known`` ones."""
+    seen = {frozenset(group) for group in known}
+    found = []
+    for group in groups:
+        if frozenset(group) not in seen:
+            seen.add(frozenset(group))
+            found.append(group)
+    return found
+
+
+def _likely_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
+    """Sets of numbers to divide whose names or values show what they are."""
+    for of_settings in (False, True):
+        heads, wide, _ = _sorted_numbers(
+            model, spec, _size_candidates(model, spec, degree, of_settings=of_settings)
+        )
+        yield from ((), heads, (*heads, *wide), wide)
+        both = (*heads, *wide)
+        if len(both) <= _MOST_SUBSETS:
+            yield from (s for n in range(1, len(both) + 1) for s in itertools.combinations(both, n))
+
+
+def _other_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
+    """Sets with numbers whose names do not show what they are, the smallest first, with and without the likely ones."""
+    if len(spec.layers) > _MOST_LAYERS:
+        return
+    own = _size_candidates(model, spec, degree, of_settings=False)
+    for numbers in (own, [*own, *_size_candidates(model, spec, degree, of_settings=True)]):
+        heads, wide, others = _sorted_numbers(model, spec, numbers)
+        sets = (
+            (*likely, *chosen)
+            for n in range(1, len(others) + 1)
+            for chosen in itertools.combinations(others, n)
+            for likely in ((), heads, (*heads, *wide), wide)
+        )
+        yield from itertools.islice(sets, _MOST_OTHERS)
+
+
+def _sorted_numbers(
+    model: nn.Module, spec: RegionSpec, numbers: list[tuple[str, int]]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The paths of numbers that count heads, of those that are widths, and of others that divide a width."""
+    sizes = {size for path in spec.layers for size in layer_sizes(model.get_submodule(path))}
+    widths = sizes | {size // parts for size in sizes for parts in (2, 3) if size % parts == 0}
+    heads = tuple(path for path, _ in numbers if counts_heads(path))
+    wide = tuple(path for path, value in numbers if value in widths and path not in heads)
+    others = tuple(
+        path
+        for path, value in numbers
+        if path not in (*heads, *wide)
+        and any(size % value == 0 for size in sizes)
+        and not any(word in path.rpartition(".")[2].lower() for word in _PLACE_WORDS)
+    )
+    return heads, wide, others
+
+
+def counts_heads(path: str) -> bool:
+    """Whether the name of a number, which may be a path, says that it counts attention heads."""
+    name = path.rpartition(".")[2].lower()
+    if name in ("h", "n_h", "nh", "nhead", "n_head", "heads", "kv", "n_kv", "num_kv"):
+        return True
+    return "head" in name and not any(
+        word in name for word in ("dim", "size", "width", "group", "idx", "index")
+    )
+
+
+def _size_candidates(
+    model: nn.Module, spec: RegionSpec, degree: int, *, of_settings: bool
+) -> list[tuple[str, int]]:
+    """Path and value of numbers that the degree divides, in the modules around the layers of the region."""
+    parent = common_parent(spec.layers)
+    home = model.get_submodule(parent)
+    found = []
+    for inner, module in home.named_modules():
+        path = ".".join(part for part in (parent, inner) if part)
+        if kind_of(module) is not None:
+            continue
+        for name, value in vars(module).items():
+            where = f"{path}.{name}" if path else name
+            if type(value) is int and not of_settings:
+                found.append((where, value))
+            elif of_settings and is_settings(value):
+                found += [(f"{where}.{n}", v) for n, v in vars(value).items() if type(v) is int]
+    return [
+        (path, value)
+        for path, value in found
+        if value > 1 and value % degree == 0 and not path.rpartition(".")[2].startswith("_")
+    ]

@@ -1,0 +1,452 @@
+"""Self-test of tensor parallelism: modules must compute divided by a layout what they compute whole.
+
+A *unit* is a module with the call that it is tested with. Its divided copy must run without memory and give results
+of the right shapes; then both copies run on random values, and all outputs and gradients are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import map_tensors, unique_tensors_of
+from atorch_ns.capture.real_values import RealValues
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.profile import repeated_blocks
+from atorch_ns.sharding.compare import largest, relative_error, weighted_sum
+from atorch_ns.sharding.rank_context import TensorGroup
+from atorch_ns.sharding.tensor.apply import Divided, divide
+from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, is_inside
+from atorch_ns.sharding.tensor.sequence import StreamSpec
+from atorch_ns.sharding.tensor.trace import LayerGraph, ModuleCall
+from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
+
+TOLERANCE = 1e-3
+"""The largest error that counts as rounding, in units of the largest value of the tensor compared. In fp32 a
+right layout shows about 1e-6; a head too few or a wrong order of parts shows about 1."""
+
+_FLOOR = 1e-2
+"""Gradients smaller than this share of the largest are compared on its scale: that of attention's key bias is zero
+but for rounding."""
+
+
+_OWN = ("embedding_rowwise", "colwise_gather_output")
+"""Styles whose results are whole: such a layer is right whatever stands around it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a unit's test.
+
+    Attributes:
+        reason: why the unit fails, as a clause; empty if it passes.
+        runs: whether the divided unit runs and gives results of the right shapes.
+        error: the largest error of an output or a gradient, relative to the largest value there.
+        partial: names of whole parameters of which each rank has only a summand of the gradient.
+    """
+
+    reason: str = ""
+    runs: bool = True
+    error: float = 0.0
+    partial: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the unit computes divided what it computes whole."""
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A unit that computes something else when it is divided.
+
+    Attributes:
+        path: the unit's path.
+        reason: what showed it, as a clause.
+        alike: the paths of all units of its kind, its own included.
+    """
+
+    path: str
+    reason: str
+    alike: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A unit's path, and those of all modules of its kind."""
+
+    path: str
+    alike: tuple[str, ...]
+
+
+class SelfTest:
+    """Tests layouts of one model on one tensor group; collective where it compares numbers.
+
+    Args:
+        model: the whole model; not changed.
+        graph: how its layers are connected.
+        group: the ranks that share its layers; without a mesh shapes alone are tested.
+        run_numerics: whether to compare numbers; else shapes alone, which a wrong order of heads passes.
+    """
+
+    def __init__(
+        self, model: nn.Module, graph: LayerGraph, group: TensorGroup, *, run_numerics: bool = True
+    ) -> None:
+        self._model = model
+        self._graph = graph
+        self._group = group
+        self._run_numerics = run_numerics
+
+    def unit(
+        self,
+        path: str,
+        layout: Layout,
+        regions: Iterable[RegionSpec],
+        stream: StreamSpec | None = None,
+        *,
+        training: bool = False,
+        may_read_values: bool = False,
+    ) -> Verdict:
+        """Tests the innermost called module at or around ``path``.
+
+        Args:
+            path: a module's path; empty for the model.
+            layout: the model's; what lies outside the unit is left out.
+            regions: the model's, likewise.
+            stream: blocks of the unit between which the sequence is divided.
+            training: whether it must run in training as well as in evaluation.
+            may_read_values: whether numbers alone decide where the code fails on fake tensors undivided too, as a
+                router's does, which looks at values.
+        """
+        unit = unit_for(self._model, self._graph, path)
+        local = layout.within(unit.path)
+        # Without random numbers of each rank's own: results must be equal.
+        specs = [
+            replace(spec.within(unit.path), random=False)
+            for spec in regions
+            if is_inside(spec.rows[0], unit.path)
+        ]
+        reason = _shape_failure(unit, local, specs, self._group.size, stream, training=training)
+        if reason and not (may_read_values and not _runs_without_memory(unit)):
+            return Verdict(reason, runs=False)
+        if not self._run_numerics:
+            return Verdict()
+        try:
+            return _compare(unit, local, specs, self._group, stream)
+        except Exception as error:  # all ranks run the same code on the same values
+            if not reason:
+                raise
+            return Verdict(_first_line(error), runs=False)
+
+    def plan(
+        self, layout: Layout, regions: Iterable[RegionSpec], stream: StreamSpec | None = None
+    ) -> tuple[Failure | None, set[str]]:
+        """Tests every distinct unit of a layout.
+
+        Returns:
+            The first unit that fails, if any, and the names of whole parameters with partial gradients.
+        """
+        specs = list(regions)
+        partial: set[str] = set()
+        for place in self._places(layout, calls=stream is not None):
+            inside = stream is not None and stream.holds(place.path)
+            its_stream = replace(stream, chains=(("",),)) if stream is not None and inside else None
+            verdict = self.unit(place.path, layout, specs, its_stream, may_read_values=True)
+            if not verdict.passed:
+                reason = verdict.reason if verdict.runs else f"it fails with {verdict.reason}"
+                return Failure(place.path, reason, place.alike), partial
+            partial |= {
+                ".".join(filter(None, (path, name))) for path in place.alike for name in verdict.partial
+            }
+        return None, partial
+
+    def _places(self, layout: Layout, *, calls: bool) -> list[_Place]:
+        """The distinct blocks that hold divided layers, and the module that holds the layers outside blocks.
+
+        With ``calls``, blocks with other arguments are distinct too: the first may get one tensor twice.
+        """
+        layers = [path for path, layer in layout.layers.items() if layer.style not in _OWN]
+        found: dict[object, list[str]] = {}
+        covered: set[str] = set()
+        for block in repeated_blocks(self._model):
+            mine = [path for path in layers if path.startswith(f"{block.name}.")]
+            if not mine or block.name not in self._graph.calls:
+                continue
+            covered |= set(mine)
+            inner = layout.within(block.name)
+            shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
+            given = _arguments(self._graph.calls[block.name]) if calls else ()
+            numbers = (inner.attributes, inner.narrow_inputs)
+            key = (type(block.module), tuple(inner.layers.items()), numbers, shapes, given)
+            found.setdefault(key, []).append(block.name)
+        places = [_Place(paths[0], tuple(paths)) for paths in found.values()]
+        rest = [path for path in layers if path not in covered]
+        if rest:
+            path = unit_for(self._model, self._graph, common_parent(rest)).path
+            places.append(_Place(path, (path,)))
+        return places
+
+
+class Unit:
+    """A module with the call that it is tested with.
+
+    Args:
+        path: the module's path; empty for the model.
+        module: the module, on any device; it is not changed.
+        call: the first traced call of it.
+    """
+
+    def __init__(self, path: str, module: nn.Module, call: ModuleCall) -> None:
+        self.path = path
+        self.module = module
+        self._call = call
+
+    @contextmanager
+    def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
+        """Gives a copy and its inputs on fake tensors, inside the modes that they run in."""
+        with (
+            fake_tensor_mode(),
+            torch.enable_grad(),
+            quiet_fake_kernels(),
+        ):  # without gradients torch takes fused paths
+            copy = copy_structure(self.module, lambda _, tensor: _empty(tensor), {})
+            args, kwargs = self._inputs(_empty)
+            with RealValues():
+                yield copy.eval(), args, kwargs
+
+    def with_values(self, device: torch.device | str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """A copy with random weights, and random inputs, in fp32, equal on every call and every rank."""
+        generator = torch.Generator().manual_seed(7)
+
+        def parameter(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+            if kind != "parameter" and not tensor.is_meta:
+                return _as_float32(tensor.detach().clone()).to(device)
+            return _random(tensor, generator, kind).to(device)
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            value = (
+                _random(tensor, generator, "input") if _without_values(tensor) else tensor.detach().clone()
+            )
+            made = _as_float32(value.detach()).to(device)
+            return made.requires_grad_(tensor.requires_grad)
+
+        copy = copy_structure(self.module, parameter, {})
+        args, kwargs = self._inputs(given)
+        return copy.eval(), args, kwargs
+
+    def _inputs(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments on other tensors; what was one tensor stays one."""
+        made: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in made:
+                made[id(tensor)] = make(tensor)
+            return made[id(tensor)]
+
+        args = tuple(map_tensors(once, _fresh(value)) for value in self._call.args)
+        kwargs = {name: map_tensors(once, _fresh(value)) for name, value in self._call.kwargs.items()}
+        return args, kwargs
+
+
+def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
+    """The unit at ``path``, or at the innermost module around it that is called."""
+    while path not in graph.calls and path:
+        path = path.rpartition(".")[0]
+    return Unit(path, model.get_submodule(path), graph.calls[path])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _shape_failure(
+    unit: Unit,
+    layout: Layout,
+    regions: Iterable[RegionSpec],
+    degree: int,
+    stream: StreamSpec | None,
+    *,
+    training: bool,
+) -> str:
+    """Why the divided unit does not run or gives results of other shapes, without memory; empty if it is right."""
+    try:
+        with unit.without_memory() as (whole, args, kwargs):
+            wanted = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
+            divide(whole, layout, TensorGroup(None, size=degree), regions, stream)
+            found = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
+            if training:
+                whole.train()(*args, **kwargs)
+    except Exception as error:
+        return _first_line(error)
+    return "" if wanted == found else f"it gives {found} in place of {wanted}"
+
+
+def _runs_without_memory(unit: Unit) -> bool:
+    """Whether the undivided unit runs on fake tensors."""
+    try:
+        with unit.without_memory() as (whole, args, kwargs):
+            whole(*args, **kwargs)
+    except Exception:  # whatever its code raises
+        return False
+    return True
+
+
+def _compare(
+    unit: Unit,
+    layout: Layout,
+    regions: Iterable[RegionSpec],
+    group: TensorGroup,
+    stream: StreamSpec | None,
+) -> Verdict:
+    """Compares outputs and all gradients of the unit, divided and whole, on random inputs; collective."""
+    assert group.mesh is not None
+    device = group.mesh.device_type
+    reference = _run(*unit.with_values(device))
+    module, args, kwargs = unit.with_values(device)
+    done = divide(module, layout, group, regions, stream)
+    found = _run(module, args, kwargs)
+    errors = {
+        f"output {place}": relative_error(mine, whole)
+        for place, (mine, whole) in enumerate(zip(found.outputs, reference.outputs, strict=True))
+    }
+    floor = _FLOOR * max((largest(t) for t in reference.inputs), default=0.0)
+    errors |= {
+        f"the gradient of input {place}": relative_error(mine, whole, floor=floor)
+        for place, (mine, whole) in enumerate(zip(found.inputs, reference.inputs, strict=True))
+    }
+    partial = _compare_parameters(found, reference, done, group, errors)
+    return _worst(errors, partial, group)
+
+
+@dataclass(frozen=True)
+class _Run:
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+    inputs: list[torch.Tensor] = []
+    given: dict[int, torch.Tensor] = {}
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:  # as in the model: masks and rotary tables get no gradients
+            return tensor
+        if id(tensor) not in given:
+            inputs.append(tensor)
+            given[id(tensor)] = tensor.clone()  # operators in place may not change a leaf
+        return given[id(tensor)]
+
+    args, kwargs = map_tensors(leaf, args), map_tensors(leaf, kwargs)
+    with torch.enable_grad():
+        outputs = [
+            tensor for tensor in unique_tensors_of(module(*args, **kwargs)) if tensor.is_floating_point()
+        ]
+        loss = weighted_sum(outputs, seed=11)
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+    return _Run(
+        [output.detach() for output in outputs],
+        [_grad(tensor) for tensor in inputs],
+        {name: _grad(parameter) for name, parameter in module.named_parameters()},
+    )
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.grad is None:
+        return torch.zeros_like(tensor.detach())
+    return tensor.grad.detach()
+
+
+def _compare_parameters(
+    found: _Run, reference: _Run, done: Divided, group: TensorGroup, errors: dict[str, float]
+) -> tuple[str, ...]:
+    """Adds the errors of all gradients; returns the names of those whose sum over ranks is the right one."""
+    partial = []
+    floor = _FLOOR * max((largest(whole) for whole in reference.parameters.values()), default=0.0)
+    for name, whole in reference.parameters.items():
+        mine, what = found.parameters[name], f"the gradient of {name}"
+        if isinstance(mine, DTensor):
+            (placement,) = mine.placements
+            packing = done.packings.get(name)
+            wanted = whole if packing is None else packing.pack(whole)
+            part = wanted.chunk(group.size, placement.dim)[group.rank]  # type: ignore[attr-defined]
+            errors[what] = relative_error(mine.to_local(), part, floor=max(floor, largest(whole)))
+            continue
+        total = mine.clone()
+        dist.all_reduce(total, group=group.process_group)
+        pair = [relative_error(mine, whole), relative_error(total, whole)]
+        floored = [relative_error(mine, whole, floor=floor), relative_error(total, whole, floor=floor)]
+        alone, summed, *both = _everywhere([*pair, *floored], group)
+        if summed < alone:
+            partial.append(name)
+        errors[what] = both[summed < alone]
+    return tuple(partial)
+
+
+def _everywhere(errors: list[float], group: TensorGroup) -> list[float]:
+    """The largest error on any rank, by place; collective."""
+    assert group.mesh is not None
+    values = torch.tensor(errors, dtype=torch.float64, device=group.mesh.device_type)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group.process_group)
+    return [float(value) for value in values]
+
+
+def _worst(errors: dict[str, float], partial: tuple[str, ...], group: TensorGroup) -> Verdict:
+    values = _everywhere(list(errors.values()), group)
+    error, where = max(zip(values, errors, strict=True), default=(0.0, ""))
+    reason = "" if error <= TOLERANCE else f"{where} is off by {error:.2g} of its size"
+    return Verdict(reason, error=error, partial=partial)
+
+
+def _fresh(value: Any) -> Any:
+    """The argument, or ``None`` for a cache of keys and values, which the traced call has filled."""
+    return None if "Cache" in type(value).__name__ else value
+
+
+def _without_values(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, fake_tensor_type())
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of that shape; known integers and truth values are kept."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return _zeros(tensor) if _without_values(tensor) else tensor.to("cpu")
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Ids that every table has, and truth values that hide nothing."""
+    fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
+    return fill(tensor.shape, dtype=tensor.dtype)
+
+
+def _random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:
+    """Random values that keep activations of about one size."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return _zeros(tensor)
+    shape = tuple(tensor.shape)
+    if kind in ("parameter", "input") and len(shape) > 1:
+        scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0
+        return torch.randn(shape, generator=generator) * scale
+    return torch.rand(shape, generator=generator) + 0.5
+
+
+def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _arguments(call: ModuleCall) -> tuple[object, ...]:
+    """The shapes of a call's tensors, and which of its arguments hold the same ones."""
+    values = (*call.args, *call.kwargs.values())
+    tensors = unique_tensors_of(values)
+    place = {id(tensor): number for number, tensor in enumerate(tensors)}
+    held = tuple(tuple(place[id(tensor)] for tensor in unique_tensors_of(value)) for value in values)
+    return tuple(tuple(tensor.shape) for tensor in tensors), held

@@ -1,0 +1,147 @@
+"""Sequence parallelism between divided layers, as Megatron-LM does it.
+
+Between the regions of a block every rank holds one piece of the sequence: an all-gather leads into a region and a
+reduce-scatter out of it, in place of two all-reduces. Norms and dropouts work on pieces, so activations between
+regions take 1/n of the memory, and gradients of norms are partial sums.
+
+The stream is divided where the first block of a chain begins, and whole again where the last one ends: embeddings,
+masks, positions, heads and losses see whole sequences.
+
+Legend: B batch, T tokens, D model width, n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding.rank_context import RankRandomness, Region, TensorGroup
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Blocks that are called one after the other on a divided sequence.
+
+    Attributes:
+        chains: for each chain, the paths of its blocks in order.
+        dim: the dimension of the sequence.
+        tight: whether the gather at a region's entry also sums gradients (a reduce-scatter in the backward pass).
+            Else they are summed at each column-parallel layer, which is right for any code before it.
+    """
+
+    chains: tuple[tuple[str, ...], ...]
+    dim: int = 1
+    tight: bool = True
+
+    def holds(self, path: str) -> bool:
+        """Whether the module at ``path`` is one of the blocks or lies in one."""
+        return any(not b or path == b or path.startswith(f"{b}.") for chain in self.chains for b in chain)
+
+
+def divide_stream(modules: Mapping[str, nn.Module], spec: StreamSpec, group: TensorGroup) -> None:
+    """Adds the hooks that divide the stream before each chain, and make it whole after it."""
+    for chain in spec.chains:
+        for place, path in enumerate(chain):
+            _BlockHooks(path, group, spec.dim, first=place == 0, last=place == len(chain) - 1).attach(
+                modules[path]
+            )
+
+
+def gather_into(module: nn.Module, region: Region, group: TensorGroup, spec: StreamSpec) -> None:
+    """Gathers the sequence before ``module``, which holds the column-parallel layers of ``region``."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            if not spec.tight:
+                return group.gather(x, spec.dim)
+            entered = group.enter_whole(x, spec.dim)
+            region.entered(entered)
+            return entered
+
+        return _on_stream(whole, args, kwargs, spec.dim)
+
+    region.gathers = False
+    module.register_forward_pre_hook(gather, with_kwargs=True)
+
+
+class _BlockHooks:
+    """The hooks of a block whose stream is divided.
+
+    Each rank draws random numbers of its own in a block, since it works on other tokens.
+    """
+
+    def __init__(self, path: str, group: TensorGroup, dim: int, *, first: bool, last: bool) -> None:
+        self._path = path
+        self._group = group
+        self._dim = dim
+        self._first = first
+        self._last = last
+        self._random: RankRandomness | None = None
+
+    def attach(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self._before, with_kwargs=True)
+        block.register_forward_hook(self._after, always_call=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._first:
+            args, kwargs = _on_stream(self._piece, args, kwargs, self._dim)
+        if block.training:
+            stream = stream_of(args, kwargs, self._dim)
+            device = torch.device("cpu") if stream is None else stream.device
+            self._random = RankRandomness(self._group.rank, device)
+            self._random.enter()
+        return args, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, block: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._random is not None:
+            self._random.leave()
+            self._random = None
+        if not self._last or output is None:
+            return None
+        if isinstance(output, torch.Tensor):
+            return self._group.gather(output, self._dim)
+        outputs = list(output)
+        outputs[0] = self._group.gather(outputs[0], self._dim)
+        return type(output)(outputs)
+
+    def _piece(self, x: torch.Tensor) -> torch.Tensor:
+        size, degree = x.size(self._dim), self._group.size
+        if size % degree:
+            raise InputError(
+                f"tensor_parallel with sequence=True divides the sequence that enters {self._path} over {degree} "
+                f"ranks, and its length {size} (dimension {self._dim} of {tuple(x.shape)}) is no multiple of "
+                f"{degree}. Pad to {size + degree - size % degree}, or set sequence=False."
+            )
+        return self._group.scatter(x, self._dim)
+
+
+def _is_stream(value: Any, dim: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > dim + 1
+
+
+def stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> torch.Tensor | None:
+    """The first floating tensor among the arguments that has the dimension of the sequence."""
+    return next((value for value in (*args, *kwargs.values()) if _is_stream(value, dim)), None)
+
+
+def _on_stream(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dim: int,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with ``function`` applied to the stream, wherever among them it is passed."""
+    stream = stream_of(args, kwargs, dim)
+    if stream is None:
+        return tuple(args), dict(kwargs)
+    made = function(stream)
+    named = {name: made if value is stream else value for name, value in kwargs.items()}
+    return tuple(made if value is stream else value for value in args), named

@@ -1,0 +1,442 @@
+"""Trace of a model's layers: how they are connected, from one forward pass of a copy, on fake tensors if it can be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.batches import batch_sizes, resized_shape
+from atorch_ns.capture.nests import map_tensors, tensors_of, unique_tensors_of
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.errors import InputError
+from atorch_ns.profile import repeated_blocks
+from atorch_ns.profile.record.fake_steps import FakeSteps
+from atorch_ns.profile.record.steps import Precision, Subject
+from atorch_ns.sharding.sequence.block_chains import find_chains
+from atorch_ns.sharding.tensor.plan import kind_of
+from atorch_ns.sharding.tensor.sequence import stream_of
+from atorch_ns.torch_compat import TorchDispatchMode, plain_name
+
+
+@dataclass
+class BlockTrace:
+    """The blocks that a model repeats, as one forward pass called them.
+
+    Attributes:
+        chains: paths of blocks between which nothing else sees the hidden states, in the order of calls.
+        results: the first tensor that each block returned at its first call.
+        users: for each parameter, by all its names, the paths of the blocks whose code uses it with gradients;
+            an empty path stands for code outside blocks.
+        kept: reasons why hidden states of a block are seen outside it though it does not return them, by path.
+    """
+
+    chains: list[list[str]] = field(default_factory=list)
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+    users: dict[str, set[str]] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def follow_blocks(
+    model: nn.Module, forward: Callable[[], object], *, original: nn.Module | None = None, chains: bool = True
+) -> BlockTrace:
+    """Runs ``forward``, one undivided forward pass of ``model``, and follows its blocks.
+
+    Args:
+        model: the model whose blocks are followed.
+        forward: runs it, and the loss where there is one.
+        original: the model that ``model`` is a copy of, since a loss may use its parameters too.
+        chains: whether to look for chains of blocks.
+
+    Raises:
+        InputError: as :func:`find_chains`.
+    """
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    for block in repeated_blocks(model):
+        blocks.setdefault(id(block.module), (plain_name(block.name), block.module))
+    paths = [path for path, _ in blocks.values()]
+    watch = _BlockWatch((model,) if original is None else (model, original))
+    with watch.hooks(dict(blocks.values())), watch:
+        found: list[list[int]] = []
+        if chains:
+            found = find_chains([module for _, module in blocks.values()], forward)
+        else:
+            forward()
+    watch.look_at_buffers(model)
+    # A block that is called several times is a chain of its own each time; they count as one.
+    named = dict.fromkeys(tuple(paths[i] for i in chain) for chain in found)
+    watch.trace.chains = [list(chain) for chain in named]
+    return watch.trace
+
+
+class _BlockWatch(TorchDispatchMode):
+    """Follows the tensors computed from a block's input, by their storage."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = BlockTrace()
+        self._block = ""
+        self._given: set[int] = set()
+        self._made: dict[int, str] = {}
+        self._alive: list[Any] = []  # a freed storage's address could be reused
+        self._names: dict[int, list[str]] = {}
+        for model in models:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                self._names.setdefault(_memory(parameter), []).append(plain_name(name))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        memories = [_memory(tensor) for tensor in unique_tensors_of((args, kwargs))]
+        self._note(func, memories)
+        output = func(*args, **kwargs)
+        hidden = bool(self._block) and any(m in self._given or m in self._made for m in memories)
+        for tensor in (*unique_tensors_of(output), *_written(func, args, kwargs)):
+            memory = _memory(tensor)
+            if hidden and memory not in self._given:
+                self._made[memory] = self._block
+                self._alive.append(tensor.untyped_storage())
+        return output
+
+    def _note(self, func: Any, memories: list[int]) -> None:
+        for memory in memories:
+            if (
+                memory in self._names
+                and torch.is_grad_enabled()
+                and func is not torch.ops.aten.detach.default
+            ):
+                for name in self._names[memory]:
+                    self.trace.users.setdefault(name, set()).add(self._block)
+            maker = self._made.get(memory, self._block)
+            if maker != self._block:
+                where = f"in {self._block}" if self._block else "outside it"
+                self.trace.kept.setdefault(maker, f"code {where} uses what it makes and does not return")
+
+    @contextmanager
+    def hooks(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Follows the calls of ``blocks``."""
+        handles = []
+        for path, block in blocks.items():
+            handles.append(block.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave(path), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def look_at_buffers(self, model: nn.Module) -> None:
+        """Notes buffers that hold hidden states of blocks after the pass."""
+        for name, buffer in model.named_buffers():
+            block = self._made.get(_memory(buffer))
+            if block is not None:
+                self.trace.kept.setdefault(block, f"it updates {plain_name(name)} from them")
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._block:
+                return
+            self._block = path
+            stream = stream_of(args, kwargs, 0)
+            self._given = set() if stream is None else {_memory(stream)}
+
+        return hook
+
+    def _leave(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._block != path:
+                return
+            self._block, self._given = "", set()
+            tensors = unique_tensors_of(output)
+            for tensor in tensors:
+                self._made.pop(_memory(tensor), None)
+            if tensors:
+                self.trace.results.setdefault(path, tensors[0])
+
+        return hook
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operator changes in place; batch norm does not declare its own."""
+    schema = func._schema
+    values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    names = {argument.name for argument in schema.arguments if _is_changed(argument)}
+    if values.get("training", values.get("train")) is True:
+        names |= {"running_mean", "running_var"}
+    return [value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)]
+
+
+def _is_changed(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+_log = logging.getLogger(__name__)
+
+Run = Callable[[nn.Module, Any], Any]
+"""``(model, batch) -> output``: one forward pass."""
+
+Loss = Callable[[Any, Any], object]
+"""``(batch, output) -> loss``."""
+
+_NUM_SAMPLES, _NUM_TOKENS = 2, 16
+"""Sizes of the batch that is traced, where the model runs with so few tokens."""
+
+_SEED = 7
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """The first call of a module: nests of fake or real tensors and plain values.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass
+class Node:
+    """A layer that can be divided.
+
+    Attributes:
+        path: the layer's path.
+        sources: the layers whose outputs reach its input with no other layer between.
+        used_elsewhere: whether its parameters are used by code outside it.
+    """
+
+    path: str
+    sources: set[str] = field(default_factory=set)
+    used_elsewhere: bool = False
+
+
+@dataclass
+class LayerGraph:
+    """The connections between layers, as one forward pass showed them.
+
+    Attributes:
+        nodes: the layers that were called, by path, in the order of first calls.
+        outputs: layers whose outputs reach the model's output with no other layer between.
+        met: for parameters outside layers, by name, the layers whose outputs meet them in an operator.
+        random: layers whose outputs reach an operator that draws random numbers.
+        calls: the first call of every module, by path.
+        blocks: the trace of the blocks that the model repeats.
+    """
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    outputs: set[str] = field(default_factory=set)
+    met: dict[str, set[str]] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)
+    calls: dict[str, ModuleCall] = field(default_factory=dict)
+    blocks: BlockTrace = field(default_factory=BlockTrace)
+
+
+def trace_layers(
+    model: nn.Module,
+    batch: Any,
+    run: Run,
+    *,
+    multiple_of: int = 1,
+    chains: bool = False,
+    loss: Loss | None = None,
+) -> LayerGraph:
+    """Runs a copy of ``model`` once, in training mode; the model itself and all random states stay as they are.
+
+    Args:
+        model: on any device, meta too.
+        batch: a sample batch on the CPU, as ``run`` takes it.
+        run: ``(model, batch) -> output``.
+        multiple_of: a divisor of the number of tokens, where that is chosen here.
+        chains: whether to look for chains of blocks, between which the sequence can stay divided.
+        loss: followed for what it uses of blocks; a loss that fails here is ignored.
+
+    Raises:
+        InputError: as :func:`find_chains`.
+        Exception: the model's own error on tensors without memory, if it does not run with random weights either.
+    """
+    sizes = batch_sizes(batch)
+    failure: Exception | None = None
+    for how, size in ways_to_run(sizes, multiple_of):
+        subject = Subject(
+            model=model, batch=batch, forward_loss=run, blocks={}, prints={}, sizes=sizes, at=sizes
+        )
+        try:
+            with how(subject, size) as (copy, small), torch.enable_grad():
+                return _followed(model, copy, small, run, loss if chains else None, chains=chains)
+        except InputError:
+            raise
+        except Exception as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def ways_to_run(
+    sizes: tuple[int, int], multiple_of: int = 1
+) -> list[tuple[Callable[..., AbstractContextManager[tuple[nn.Module, Any]]], tuple[int, int]]]:
+    """The ways to run a copy of a model once: ``(subject, (B, T)) -> (copy, batch)`` with (B, T), in the order to try
+    them; without memory first, the smallest first."""
+    tokens = -(-_NUM_TOKENS // multiple_of) * multiple_of
+    few = (min(sizes[0], _NUM_SAMPLES), min(sizes[1], tokens))
+    return [(how, size) for how in (_without_memory, _with_memory) for size in dict.fromkeys((few, sizes))]
+
+
+def _followed(
+    model: nn.Module, copy: nn.Module, batch: Any, run: Run, loss: Loss | None, *, chains: bool
+) -> LayerGraph:
+    graph = LayerGraph()
+    copy.train()
+    flow = _Flow(copy, graph)
+    outputs: list[Any] = []
+
+    def forward() -> None:
+        outputs.append(run(copy, batch))
+        if loss is not None:
+            try:
+                loss(batch, outputs[0])
+            except InputError:
+                raise
+            except Exception:  # it may do what fake tensors do not support
+                _log.debug("the loss cannot be followed", exc_info=True)
+
+    with flow, flow.watching(copy):
+        graph.blocks = follow_blocks(copy, forward, original=model, chains=chains)
+    for tensor in unique_tensors_of(outputs):
+        graph.outputs |= flow.of(tensor)
+    return graph
+
+
+def _without_memory(
+    subject: Subject, sizes: tuple[int, int]
+) -> AbstractContextManager[tuple[nn.Module, Any]]:
+    return FakeSteps(subject, {}, "cpu").prepared(Precision.parse("float32"), sizes)
+
+
+@contextlib.contextmanager
+def _with_memory(subject: Subject, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
+    """A copy with random weights, for a model whose code looks at values."""
+
+    def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        if kind != "parameter" and not tensor.is_meta:
+            return tensor.detach().to("cpu", copy=True)
+        filled = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return filled.normal_(std=0.02) if filled.is_floating_point() else filled
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        shape = resized_shape(tuple(tensor.shape), subject.sizes, sizes)
+        for dim, size in enumerate(shape):
+            tensor = tensor.narrow(dim, 0, size)
+        return tensor.clone()
+
+    with random_states_kept():
+        torch.manual_seed(_SEED)  # all ranks look at the same values
+        yield copy_structure(subject.model, make, {}), map_tensors(resized, subject.batch)
+
+
+class _Flow(TorchDispatchMode):
+    """Follows the outputs of layers through the operators between them, by their storage."""
+
+    def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = graph
+        self._sources: dict[int, set[str]] = {}
+        self._alive: list[Any] = []  # a freed storage's address could be reused
+        self._active: list[str] = []
+        self._used_elsewhere: set[str] = set()
+        self._owners: dict[int, set[str]] = {}
+        self._names: dict[int, str] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if kind_of(module) is not None:
+                    self._owners.setdefault(_memory(parameter), set()).add(path)
+                else:
+                    self._names.setdefault(_memory(parameter), f"{path}.{name}" if path else name)
+
+    def of(self, tensor: torch.Tensor) -> set[str]:
+        """The layers whose outputs have flowed into ``tensor``."""
+        return self._sources.get(_memory(tensor), set())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = tensors_of((args, tuple(kwargs.values())))
+        found = set().union(*(self.of(tensor) for tensor in inputs))
+        for memory in map(_memory, inputs):
+            self._note_use(memory, found)
+        if found and _is_random(func, args, kwargs):
+            self._graph.random |= found
+        output = func(*args, **kwargs)
+        if found:
+            changed = inputs[:1] if func._schema.is_mutable else []
+            for tensor in (*tensors_of(output), *changed):
+                self._set(tensor, self.of(tensor) | found)
+        return output
+
+    def _note_use(self, memory: int, sources: set[str]) -> None:
+        """Notes that an operator reads ``memory`` together with results of ``sources``."""
+        if memory in self._names and sources:
+            self._graph.met.setdefault(self._names[memory], set()).update(sources)
+        owners = self._owners.get(memory, set())
+        if owners and not owners & set(self._active):
+            self._used_elsewhere |= owners
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Notes every call of every module."""
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(self._before(path), with_kwargs=True)
+            module.register_forward_hook(self._after(path))
+        yield
+        for owner in self._used_elsewhere & self._graph.nodes.keys():
+            self._graph.nodes[owner].used_elsewhere = True
+
+    def _before(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))
+            if kind_of(module) is not None:
+                found = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
+                self._graph.nodes.setdefault(path, Node(path)).sources |= found
+                self._active.append(path)
+
+        return hook
+
+    def _after(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if kind_of(module) is None:
+                return
+            self._active.remove(path)
+            own = set() if isinstance(module, nn.Embedding) else {path}
+            for tensor in unique_tensors_of(output):
+                self._set(tensor, own)
+
+        return hook
+
+    def _set(self, tensor: torch.Tensor, sources: set[str]) -> None:
+        self._sources[_memory(tensor)] = sources
+        self._alive.append(tensor.untyped_storage())
+
+
+def _is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers: not attention whose dropout is 0."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name in ("dropout_p", "p"):
+            return bool(value)
+    named = [argument.name for argument in func._schema.arguments]
+    return bool(kwargs.get("dropout_p", 0.0 if "dropout_p" in named else 1.0))

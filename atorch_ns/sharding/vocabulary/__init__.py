@@ -1,0 +1,1 @@
+"""Logits of which each rank holds a part of the vocabulary, and losses on them."""

@@ -1,0 +1,214 @@
+"""Dispatch of torch's functions on divided logits: those that keep the division, and their results on a part.
+
+Legend: V vocabulary, n ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GETTERS = (
+    "_base",
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "itemsize",
+)
+METADATA: frozenset[Any] = frozenset(
+    {getattr(Tensor, name).__get__ for name in _GETTERS}
+    | {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__}
+    | {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.element_size, Tensor.get_device}
+    | {torch.is_floating_point, torch.is_complex, torch.numel, Tensor.stride, Tensor.is_contiguous}
+)
+"""Functions whose result for the whole logits needs no values."""
+
+AUTOGRAD: frozenset[Any] = frozenset(
+    {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+    | {Tensor.register_hook}
+)
+"""Functions whose result for the whole logits is that for this rank's part."""
+
+_CASTS = frozenset(
+    {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to, Tensor.contiguous, Tensor.clone}
+    | {Tensor.detach, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach}
+)
+_ARITHMETIC = ("mul", "div", "true_divide", "add", "sub", "neg", "tanh", "clamp")
+_WITH_NUMBERS = frozenset(
+    {getattr(home, name) for home in (Tensor, torch) for name in _ARITHMETIC}
+    | {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__}
+    | {Tensor.__neg__}
+)
+_SHAPE_NAMES = (
+    "transpose",
+    "swapaxes",
+    "permute",
+    "movedim",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "narrow",
+    "select",
+    "chunk",
+    "split",
+    "unbind",
+)
+_SHAPES = frozenset(getattr(home, name) for home in (Tensor, torch) for name in _SHAPE_NAMES)
+_VIEWS = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The result of a function on a part, divided too.
+
+    Attributes:
+        parts: this rank's parts of the resulting tensors.
+        dims: the dimension along which each is divided.
+        several: whether the function returns several tensors.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    dims: tuple[int, ...]
+    several: bool = False
+
+    def joined(self, make: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
+        """The function's return value, with ``make(part, dim)`` in place of each part."""
+        made = tuple(make(part, dim) for part, dim in zip(self.parts, self.dims, strict=True))
+        return made if self.several else made[0]
+
+
+def apply_to_part(
+    func: Callable[..., Any],
+    part: torch.Tensor,
+    dim: int,
+    degree: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Kept | None:
+    """Applies ``func`` to logits divided along ``dim``; ``None`` where it needs the whole.
+
+    Args:
+        func: the function, as ``__torch_function__`` receives it.
+        part: this rank's part.
+        dim: the dimension of the vocabulary.
+        degree: n.
+        args: the arguments after the logits.
+        kwargs: keyword arguments.
+    """
+    given = (*args, *kwargs.values())
+    if func is Tensor.__getitem__:
+        return _item(part, dim, args[0])
+    if any(isinstance(value, torch.Tensor) for value in given):
+        return None
+    if func in _CASTS or func in _WITH_NUMBERS:
+        return Kept((func(part, *args, **kwargs),), (dim,))
+    if func in _VIEWS:
+        return _viewed(part, dim, degree, args, kwargs)
+    return _reshaped(func, part, dim, degree, args, kwargs) if func in _SHAPES else None
+
+
+def changes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``func`` writes to one of its arguments."""
+    name = getattr(func, "__name__", "")
+    if (
+        name in ("__setitem__", "__set__", "__delitem__")
+        or kwargs.get("out") is not None
+        or kwargs.get("inplace")
+    ):
+        return True
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _item(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
+    """``logits[index]``, where the vocabulary is last and the index takes all of it."""
+    if dim != part.dim() - 1:
+        return None
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, (list, bool)) for item in items):
+        return None
+    takes = [_dims_taken(item) for item in items]
+    has_rest = any(item is Ellipsis for item in items)
+    reaches = sum(takes) == part.dim() or (has_rest and items[-1] is not Ellipsis)
+    if reaches and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+        return None
+    if sum(takes) > part.dim():
+        return None
+    made = part[index]
+    return Kept((made,), (made.dim() - 1,))
+
+
+def _dims_taken(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 1
+
+
+def _viewed(
+    part: torch.Tensor, dim: int, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Kept | None:
+    """``logits.view(…, V)``."""
+    if kwargs.keys() - {"shape", "size"}:
+        return None
+    wanted = args[0] if args else next(iter(kwargs.values()), None)
+    sizes = list(wanted) if isinstance(wanted, (tuple, list)) else list(args)
+    if dim != part.dim() - 1 or not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    words = part.shape[-1] * degree
+    if -1 in sizes:
+        known = math.prod(size for size in sizes if size != -1)
+        if not known:
+            return None
+        sizes[sizes.index(-1)] = part.numel() * degree // known
+    if sizes[-1] != words or math.prod(sizes) != part.numel() * degree:
+        return None
+    return Kept((part.reshape(*sizes[:-1], part.shape[-1]),), (len(sizes) - 1,))
+
+
+def _reshaped(
+    func: Callable[..., Any],
+    part: torch.Tensor,
+    dim: int,
+    degree: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Kept | None:
+    """A function that moves or cuts other dimensions. The shapes of its results for the whole and for a part show
+    where the vocabulary is afterwards."""
+    shape = [size * degree if place == dim else size for place, size in enumerate(part.shape)]
+    wholes = func(torch.empty(shape, device="meta"), *args, **kwargs)
+    made = func(part, *args, **kwargs)
+    several = not isinstance(made, torch.Tensor)
+    parts, wholes = (tuple(made), tuple(wholes)) if several else ((made,), (wholes,))
+    if len(parts) != len(wholes) or not parts:
+        return None
+    dims = [
+        _vocabulary(one.shape, whole.shape, part.shape[dim], degree)
+        for one, whole in zip(parts, wholes, strict=True)
+    ]
+    found = [place for place in dims if place is not None]
+    return Kept(parts, tuple(found), several) if len(found) == len(dims) else None
+
+
+def _vocabulary(part: Sequence[int], whole: Sequence[int], local: int, degree: int) -> int | None:
+    """The dimension that holds the vocabulary, by the shapes of a part and of the whole."""
+    if len(part) != len(whole):
+        return None
+    other = [place for place, (one, all_) in enumerate(zip(part, whole, strict=True)) if one != all_]
+    if len(other) != 1 or (part[other[0]], whole[other[0]]) != (local, local * degree):
+        return None
+    return other[0]

@@ -1,0 +1,291 @@
+"""Outputs of models with divided logits: gathering them, and the test of a loss on parts against the whole loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.capture.batches import batch_sizes, resized_shape
+from atorch_ns.capture.nests import map_tensors, tensors_of, unique_tensors_of
+from atorch_ns.errors import StepError
+from atorch_ns.profile.record.steps import Subject
+from atorch_ns.sharding.compare import gradients_of, largest, relative_error
+from atorch_ns.sharding.rank_context import TensorGroup
+from atorch_ns.sharding.tensor.layers import keep_divided
+from atorch_ns.sharding.tensor.trace import ways_to_run
+from atorch_ns.sharding.vocabulary.logits import DividedLogits, LogitUses, LossCall, whole_logits
+from atorch_ns.torch_compat import plain_name
+
+LOSS_TOLERANCE = 1e-4
+"""The largest error of a loss or a gradient that counts as rounding, in units of its largest value."""
+
+Run = Callable[[nn.Module, Any], Any]
+"""``(model, batch) -> output``."""
+
+Loss = Callable[[Any, Any], Any]
+"""``(batch, output) -> loss``, or a list or tuple that begins with it."""
+
+
+def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
+    """A loss that names the weights when it fails for mixing divided weights with plain tensors.
+
+    Every rank computes the same loss, so all of them raise.
+
+    Args:
+        loss: ``(batch, output) -> loss``.
+        model: divided.
+    """
+
+    def guarded(batch: Any, output: Any) -> Any:
+        try:
+            found = loss(batch, output)
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            names = _read(loss, batch, output, model)
+            if not names:
+                raise
+            raise _refusal(names) from error
+        if any(isinstance(one, DTensor) for one in tensors_of(found)):
+            names = _read(loss, batch, output, model)
+            raise _refusal(names)
+        return found
+
+    guarded.__wrapped__ = loss  # type: ignore[attr-defined]
+    return guarded
+
+
+class _Reads(TorchFunctionMode):
+    """Records the divided parameters that functions are called with."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        for given in tensors_of((args, kwargs)):
+            if isinstance(given, torch.Tensor) and id(given) in self._names:
+                self.found.setdefault(self._names[id(given)])
+        return func(*args, **kwargs)
+
+
+def _read(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
+    """The divided parameters that the loss reads, found by running it once more."""
+    names = {id(p): plain_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    reads = _Reads(names)
+    # It has just failed and may fail again: what counts is what it read until then.
+    with contextlib.suppress(Exception), reads, torch.no_grad():
+        loss(batch, output)
+    return list(reads.found)
+
+
+def _refusal(names: Sequence[str]) -> StepError:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return StepError(
+        f"loss_func computes with {shown or 'weights'}, of which each rank of the tensor axis holds a part (a DTensor), "
+        "and with plain tensors. Take the whole value, weight.full_tensor(), or of a result such as "
+        "weight.pow(2).sum().full_tensor(); or use the optimizer's weight_decay for a penalty on weights."
+    )
+
+
+class LogitOutputs:
+    """Gathers the divided logits that leave a model, except inside a training step.
+
+    There the output goes to the loss function alone, so it stays divided.
+    """
+
+    def __init__(self) -> None:
+        self._in_step = False
+
+    def __deepcopy__(self, memo: Any) -> LogitOutputs:
+        return self
+
+    def attach(self, model: nn.Module, heads: Sequence[nn.Module]) -> None:
+        """Makes the divided ``heads`` of ``model`` return divided logits."""
+        for head in heads:
+            keep_divided(head)
+        model.register_forward_hook(self._leave)
+
+    @contextmanager
+    def stay_divided(self) -> Iterator[None]:
+        """Keeps outputs divided inside the block, which is a training step."""
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        finally:
+            self._in_step = before
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._in_step else whole_logits(output)
+
+
+@dataclass
+class LossStudy:
+    """The use of divided logits in one forward pass.
+
+    Attributes:
+        uses: operations on them inside the model.
+        output: the model's output, whose tensors have no values.
+        batch: the batch given, with values.
+        failure: the error on divided logits; empty if the pass ran.
+    """
+
+    uses: LogitUses = field(default_factory=LogitUses)
+    output: Any = None
+    batch: Any = None
+    failure: str = ""
+
+
+def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], degree: int) -> LossStudy:
+    """Runs a copy of the model once with divided logits, without memory where possible.
+
+    Args:
+        model: the whole model; not changed.
+        batch: a sample batch on the CPU.
+        run: runs one forward pass.
+        heads: paths of the layers that give the logits.
+        degree: the number of ranks that they are divided over.
+    """
+    sizes = batch_sizes(batch)
+    subject = Subject(model=model, batch=batch, forward_loss=run, blocks={}, prints={}, sizes=sizes, at=sizes)
+    study = LossStudy()
+    for prepare, at in ways_to_run(sizes, degree):
+        study = LossStudy(batch=map_tensors(lambda tensor: _resized(tensor, sizes, at), batch))  # noqa: B023
+        try:
+            with prepare(subject, at) as (copy, small), torch.enable_grad():
+                _divide_outputs(copy, heads, degree, study.uses)
+                study.output = run(copy.train(), small)
+            return study
+        except Exception as error:
+            study.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            if study.uses.changed:
+                return study
+    return study
+
+
+def _divide_outputs(model: nn.Module, heads: Sequence[str], degree: int, uses: LogitUses) -> None:
+    group = TensorGroup(None, size=degree)
+
+    def divided(module: nn.Module, args: Any, output: torch.Tensor) -> DividedLogits:
+        return DividedLogits.of(output.chunk(degree, -1)[0], group, uses=uses)
+
+    for path in heads:
+        model.get_submodule(path).register_forward_hook(divided)
+
+
+def _resized(tensor: torch.Tensor, sizes: tuple[int, int], at: tuple[int, int]) -> torch.Tensor:
+    for dim, size in enumerate(resized_shape(tuple(tensor.shape), sizes, at)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
+    return tensor.clone()
+
+
+def compare_losses(study: LossStudy, loss: Loss | None, group: TensorGroup, uses: LogitUses) -> float:
+    """The largest error of a loss on parts and its gradients against the whole one; collective over the group.
+
+    The user's loss is run on the small batch and on random outputs of the model. Cross-entropies inside the model are
+    run again on random logits.
+
+    Args:
+        study: the result of :func:`study_logits`.
+        loss: the user's loss; ``None`` without one.
+        group: the ranks that hold the parts.
+        uses: receives the loss's operations on the logits.
+
+    Returns:
+        The error in units of the largest value; 0 where no loss uses the logits.
+
+    Raises:
+        Exception: what the loss raises.
+    """
+    assert group.mesh is not None
+    device = torch.device(group.mesh.device_type)
+    error = max((_replayed(call, group, device) for call in study.uses.losses), default=0.0)
+    if loss is not None and any(isinstance(one, DividedLogits) for one in unique_tensors_of(study.output)):
+        error = max(error, _compared(study, loss, group, device, uses))
+    worst = torch.tensor([error], dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group.process_group)
+    return float(worst)
+
+
+def _compared(
+    study: LossStudy, loss: Loss, group: TensorGroup, device: torch.device, uses: LogitUses
+) -> float:
+    batch = map_tensors(lambda tensor: tensor.to(device), study.batch)
+    found = []
+    for divides in (False, True):
+        leaves: list[torch.Tensor] = []
+        output = map_tensors(_Values(leaves, group, device, uses if divides else None), study.output)
+        with torch.enable_grad():
+            value = loss(batch, output)
+            first = value[0] if isinstance(value, (list, tuple)) and value else value
+        found.append((first.detach().float(), gradients_of(first, leaves)))
+    (whole, whole_gradients), (mine, gradients) = found
+    errors = [relative_error(mine, whole)]
+    for one, reference in zip(gradients, whole_gradients, strict=True):
+        part = reference if one.shape == reference.shape else reference.chunk(group.size, -1)[group.rank]
+        errors.append(relative_error(one, part, floor=largest(reference)))
+    return max(errors)
+
+
+class _Values:
+    """Gives random values to the tensors of an output, the same on every rank; floating ones become leaves."""
+
+    def __init__(
+        self, leaves: list[torch.Tensor], group: TensorGroup, device: torch.device, uses: LogitUses | None
+    ) -> None:
+        self._leaves = leaves
+        self._group = group
+        self._device = device
+        self._uses = uses
+        self._generator = torch.Generator().manual_seed(13)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+        values = torch.randn(tensor.shape, generator=self._generator).to(self._device, torch.float32)
+        divides = isinstance(tensor, DividedLogits) and self._uses is not None
+        if divides:
+            values = values.chunk(self._group.size, tensor._dim)[self._group.rank].contiguous()  # type: ignore[attr-defined]
+        self._leaves.append(values.requires_grad_())
+        with torch.enable_grad():
+            values = values.clone()  # a loss may change what is no leaf
+        if divides:
+            return DividedLogits.of(values, self._group, dim=tensor._dim, uses=self._uses)  # type: ignore[attr-defined]
+        return values
+
+
+def _replayed(call: LossCall, group: TensorGroup, device: torch.device) -> float:
+    """The error of a cross-entropy as the model calls it."""
+    generator = torch.Generator().manual_seed(17)
+    words = call.shape[call.dim]
+    logits = torch.randn(call.shape, generator=generator).to(device)
+    shape = [size for place, size in enumerate(call.shape) if place != call.dim]
+    targets = torch.randint(words, shape, generator=generator).to(device)
+    weight = torch.rand(words, generator=generator).to(device) if call.weighted else None
+    part = logits.chunk(group.size, call.dim)[group.rank].contiguous().requires_grad_()
+    logits.requires_grad_()
+
+    def loss(of: torch.Tensor) -> torch.Tensor:
+        kinds: Any = {"ignore_index": call.ignore_index, "reduction": call.reduction}
+        return F.cross_entropy(of, targets, weight, label_smoothing=call.smoothing, **kinds).sum()
+
+    with torch.enable_grad():
+        whole, mine = loss(logits), loss(DividedLogits.of(part, group, dim=call.dim))
+        (wanted,), (gradient,) = torch.autograd.grad(whole, logits), torch.autograd.grad(mine, part)
+    wanted_part = wanted.chunk(group.size, call.dim)[group.rank]
+    return max(relative_error(mine, whole), relative_error(gradient, wanted_part, floor=largest(wanted)))

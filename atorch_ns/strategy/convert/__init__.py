@@ -1,0 +1,1 @@
+"""Strategies from the config files of other systems."""

@@ -1,0 +1,147 @@
+"""Reading ATorch's pickled strategy files without running what they carry."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import sys
+from collections.abc import Collection
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from atorch_ns.errors import InputError, StrategyFileError
+from atorch_ns.strategy.strategy import Strategy
+
+_BUILTINS = frozenset({"list", "dict", "tuple", "set", "frozenset", "str", "int", "float", "bool", "bytes"})
+_STRATEGY_CLASSES = frozenset(
+    {("atorch.auto.strategy", "Strategy"), ("atorch.auto.strategy", "OptimizationMethod")}
+)
+
+
+class _PickledObject:
+    """Stands for an ATorch object; keeps its state and does nothing with it."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = list(items)
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _KnownNamesUnpickler(pickle.Unpickler):
+    """Resolves a short list of names; classes that the caller allows become their names, never code."""
+
+    def __init__(self, content: bytes, allowed: Collection[str]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._allowed = frozenset(allowed)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("builtins", "__builtin__") and name in _BUILTINS:
+            return getattr(builtins, name)
+        if (module, name) in _STRATEGY_CLASSES:
+            return _PickledObject
+        if f"{module}.{name}" in self._allowed:
+            return f"{module}.{name}"
+        if module == "torch" and name in _dtype_names():
+            return name
+        reason = _no_module_class(module, name)
+        if reason is not None:
+            raise pickle.UnpicklingError(
+                f"it refers to {module}.{name}, and {reason}. No strategy of ATorch holds such; do not trust this file"
+            )
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which is not on the list of known names. If that is a module class of "
+            f"yours, allow its name: --class {module}.{name}, or classes={{'{module}.{name}'}} of convert_pickle"
+        )
+
+
+def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) -> Strategy:
+    """Reads the pickle that ATorch wrote and returns it as a strategy. Nothing in the file is executed.
+
+    Args:
+        path: the file that ATorch's ``save_strategy_to_file`` wrote.
+        classes: qualified names of module classes that the configs may refer to, as
+            ``{"transformers.models.gpt2.modeling_gpt2.GPT2Block"}``. They become names; none is imported.
+
+    Raises:
+        InputError: if one of ``classes`` is a function, or of Python's own library.
+        StrategyFileError: if the file is missing, is not a pickle, refers to anything else, or does not
+            hold a list of methods.
+    """
+    place = Path(path)
+    for each in classes:
+        _check_class(each)
+    try:
+        content = place.read_bytes()
+        value = _KnownNamesUnpickler(content, classes).load()
+        entries = _entries(value, str(place), classes)
+    except OSError as error:
+        raise StrategyFileError(f"cannot read {place}: {error}", source=str(place)) from error
+    except StrategyFileError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything; nothing of it has been executed
+        raise StrategyFileError(
+            f"not converted: {error}",
+            source=str(place),
+        ) from error
+    return Strategy(entries, provenance={"converted_from": "atorch pickle"})
+
+
+def _check_class(name: str) -> None:
+    """Raises InputError for a name that can be no module class; nothing is imported."""
+    module, _, last = name.rpartition(".")
+    reason = _no_module_class(module, last) if module else "it names no module: write package.module.Class"
+    if reason is not None:
+        raise InputError(f"{name} cannot be allowed: {reason}. Only classes of torch.nn.Module may be named.")
+
+
+def _no_module_class(module: str, name: str) -> str | None:
+    """Why a name is known to be no class of ``torch.nn.Module``; ``None`` if it may be one.
+
+    Only modules that are imported already are looked into. A name that passes is still only a name: it is never
+    resolved here.
+    """
+    if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return f"{module} belongs to Python's own library, which has no torch.nn.Module"
+    if module not in sys.modules:
+        return None
+    from torch import nn
+
+    found = vars(sys.modules[module]).get(name)
+    if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
+        return None
+    kind = f"a {type(found).__name__}" if not isinstance(found, type) else "a class of another kind"
+    return f"it is {kind}"
+
+
+def _dtype_names() -> frozenset[str]:
+    return frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+def _entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
+    if isinstance(value, _PickledObject):
+        state = value.state if isinstance(value.state, dict) else {}
+        value = state.get("opt_list", value.items)
+    if not isinstance(value, (list, tuple)):
+        raise StrategyFileError(
+            f"holds a {type(value).__name__} where a list of methods is expected", source=source
+        )
+    return [_entry(item, classes) for item in value]
+
+
+def _entry(item: Any, classes: Collection[str]) -> Any:
+    if isinstance(item, _PickledObject):
+        state = item.state if isinstance(item.state, dict) else {}
+        return (state.get("name"), state.get("config"))
+    return _decoded(item, classes)
+
+
+def _decoded(item: Any, classes: Collection[str]) -> Any:
+    # ATorch pickles each config a second time, inside the list, as bytes.
+    if isinstance(item, (list, tuple)) and len(item) >= 2 and isinstance(item[1], bytes):
+        config = _KnownNamesUnpickler(item[1], classes).load() if item[1] else None
+        return (item[0], config)
+    return item

@@ -1,0 +1,414 @@
+"""Converter tools: reading files, collecting methods and remarks, mesh axes and offloading."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from atorch_ns.errors import StrategyFileError
+from atorch_ns.strategy.file import Requires
+from atorch_ns.strategy.plan import MODEL_AXES
+from atorch_ns.strategy.strategy import Strategy
+
+_STRING_OR_COMMENT: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_STRING_OR_LAST_COMMA: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        StrategyFileError: if it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
+
+
+def parsed(content: bytes, name: str) -> Any:
+    """The document: JSON if it begins with a bracket, comments and a comma before a closing bracket allowed.
+
+    Args:
+        content: of the file.
+        name: of the file, for messages.
+
+    Raises:
+        StrategyFileError: if it is neither JSON nor YAML.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        plain = _without_comments(text)
+        return json.loads(plain) if plain.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        shown = " ".join(str(error).split())
+        raise StrategyFileError(
+            "not readable as JSON or YAML: truncated or damaged, or with more than JSON and its comments by //, # and "
+            f"/* */ have: {shown}",
+            source=name,
+        ) from None
+
+
+def _without_comments(text: str) -> str:
+    """JSON without comments and last commas; what stands in strings is kept."""
+    spaced = _STRING_OR_COMMENT.sub(lambda found: found["kept"] or " ", text)
+    return _STRING_OR_LAST_COMMA.sub(lambda found: found["kept"] or "", spaced)
+
+
+class Remark(NamedTuple):
+    """A key of the other system's file, and what became of it."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A strategy made from the file of another system.
+
+    Attributes:
+        strategy: what was made.
+        source: the system: ``"atorch"``, ``"accelerate"`` or ``"deepspeed"``.
+        carried: the keys that became part of the strategy, and how.
+        left_out: the keys that did not, each with the reason.
+        warnings: what would train otherwise than the file's author may think, and what to do.
+    """
+
+    strategy: Strategy
+    source: str
+    carried: tuple[Remark, ...] = ()
+    left_out: tuple[Remark, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "schema": 1,
+            "source": self.source,
+            "strategy": [{"name": step.name, "config": step.config} for step in self.strategy],
+            "carried": [remark._asdict() for remark in self.carried],
+            "left_out": [remark._asdict() for remark in self.left_out],
+            "warnings": list(self.warnings),
+        }
+
+
+class Converter:
+    """Collects methods and remarks. A key that nobody has remarked on is left out with a reason of its own.
+
+    Args:
+        document: the file's content.
+        source: the system that it is of.
+        name: of the file, for messages, and for the folder of files that it names.
+    """
+
+    def __init__(self, document: Mapping[str, Any], *, source: str, name: str) -> None:
+        self.name = name
+        self.folder = Path(name).parent
+        self._source = source
+        self._document = document
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._carried: list[Remark] = []
+        self._left_out: list[Remark] = []
+        self._warnings: list[str] = []
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key, with dots between the keys of nested mappings; the caller says what became of it.
+
+        What another program fills in later, ``"auto"``, counts as not given, and is left out.
+        """
+        value = self.raw(key)
+        if value is None:
+            return default
+        if value == "auto":
+            self.leave(key, "'auto' is filled in by the program that reads the file; give the value itself")
+            return default
+        return value
+
+    def raw(self, key: str) -> Any:
+        """The value of a key as it stands in the file, ``"auto"`` included; nothing is said of it."""
+        value: Any = self._document
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def use(self, method: str, **config: Any) -> None:
+        """Adds a method, or keys to the config of one that is there."""
+        self._steps.setdefault(method, {}).update(config)
+
+    def drop(self, method: str) -> None:
+        """Takes a method back."""
+        self._steps.pop(method, None)
+
+    def config(self, method: str) -> dict[str, Any] | None:
+        """The config of a method that is used; ``None`` if it is not."""
+        return self._steps.get(method)
+
+    def carry(self, key: str, text: str) -> None:
+        """Says what a key became."""
+        self._carried.append(Remark(key, text))
+
+    def leave(self, key: str, reason: str) -> None:
+        """Says why a key became nothing."""
+        remark = Remark(key, reason)
+        if remark not in self._left_out:
+            self._left_out.append(remark)
+
+    def has_remark(self, key: str) -> bool:
+        """Whether a key has a remark."""
+        return any(remark.key == key for remark in (*self._carried, *self._left_out))
+
+    def warn(self, text: str) -> None:
+        """Says what would train otherwise than the file's author may think, and what to do."""
+        self._warnings.append(text)
+
+    def absorb(self, other: Converter, *, why: Callable[[str], str], before: str) -> None:
+        """Takes over what was made of another file that this one names.
+
+        Args:
+            other: its converter.
+            why: the reason for a key of it without a remark.
+            before: stands before its keys.
+        """
+        other.leave_the_rest(why)
+        for method, config in other._steps.items():
+            self.use(method, **config)
+        self._carried += [Remark(f"{before}{key}", text) for key, text in other._carried]
+        self._left_out += [Remark(f"{before}{key}", text) for key, text in other._left_out]
+        self._warnings += other._warnings
+
+    def leave_the_rest(self, why: Callable[[str], str]) -> None:
+        """Says of every key without a remark why it became nothing."""
+        remarked = {remark.key for remark in (*self._carried, *self._left_out)}
+        for key in _leaves(self._document):
+            if not any(key == each or key.startswith(f"{each}.") for each in remarked):
+                self.leave(key, why(key))
+
+    def finish(
+        self, *, why: Callable[[str], str], requires: Requires | None = None, order: tuple[str, ...]
+    ) -> Conversion:
+        """The conversion.
+
+        Args:
+            why: the reason for a key without a remark.
+            requires: what the file says of the setting.
+            order: of the methods.
+        """
+        self.leave_the_rest(why)
+        steps = [(name, self._steps[name] or None) for name in order if name in self._steps]
+        return Conversion(
+            strategy=Strategy(
+                steps, requires=requires, provenance={"converted_from": f"{self._source} config"}
+            ),
+            source=self._source,
+            carried=tuple(self._carried),
+            left_out=tuple(self._left_out),
+            warnings=tuple(self._warnings),
+        )
+
+    def wrong(self, key: str, value: Any, accepted: str) -> StrategyFileError:
+        """The error for a value that means nothing."""
+        return StrategyFileError(
+            f"{key}={value!r} means nothing here. Accepted: {accepted}", source=self.name
+        )
+
+
+def switch(converter: Converter, key: str, value: Any) -> bool:
+    """A yes or no, as YAML and shells write it; raises StrategyFileError for anything else."""
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False}
+    text = str(value).lower()
+    if text not in known:
+        raise converter.wrong(key, value, "true, false")
+    return known[text]
+
+
+def number(converter: Converter, key: str, value: Any) -> int:
+    """A positive whole number; raises StrategyFileError for anything else."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+        raise converter.wrong(key, value, "a whole number from 1 on")
+    return int(text)
+
+
+def _leaves(document: Mapping[str, Any], before: str = "") -> list[str]:
+    """The keys of values, with dots between those of nested mappings."""
+    found = []
+    for key, value in document.items():
+        name = f"{before}{key}"
+        found += _leaves(value, f"{name}.") if isinstance(value, Mapping) and value else [name]
+    return found
+
+
+_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
+"""From the inside out, as a search has them: ranks along ``tensor`` are neighbours."""
+
+
+def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int | None = None) -> None:
+    """Adds ``parallel_mode`` with the axes that are larger than 1, the innermost first.
+
+    Args:
+        converter: gets the method.
+        sizes: of the axes, by name, in any order.
+        processes: how many there are, if the file says so; ``data`` takes those that are left.
+
+    Raises:
+        StrategyFileError: if the other sizes do not divide ``processes``.
+    """
+    large = {axis: size for axis, size in sizes.items() if size > 1}
+    if not large:
+        return
+    others = math.prod(size for axis, size in large.items() if axis != "data")
+    if processes is not None:
+        if processes % others:
+            named = ", ".join(f"{axis}={size}" for axis, size in large.items() if axis != "data")
+            raise converter.wrong("num_processes", processes, f"a multiple of {others}, which {named} need")
+        if large.get("data", 1) != processes // others:
+            large["data"] = processes // others
+            converter.carry("the axis data", f"{large['data']}: the ranks that are left")
+    else:
+        # Named although it is 1, because an axis that is added when the job starts stands outside of all others.
+        large.setdefault("data", 1)
+        converter.carry("the axis data", "takes the ranks that are left; it is fitted when the job starts")
+    axes = [[axis, large[axis]] for axis in _ORDER if axis in large]
+    converter.use("parallel_mode", axes=axes)
+    divided = [f"{axis}={size}" for axis, size in large.items() if axis in MODEL_AXES]
+    if divided and converter.config("zero1") is not None:
+        converter.drop("zero1")
+        converter.use("zero2")
+        converter.carry(
+            "ZeRO 1",
+            f"→ zero2. zero1 is for ranks that hold the whole model, and here {', '.join(divided)} divides it. zero2 "
+            "shards gradients too, and trains the same",
+        )
+
+
+def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool) -> dict[str, int]:
+    """The sizes of the axes that keys give, by name; those of 1 are left out.
+
+    Args:
+        converter: of the file.
+        axes: the axis that each key gives the size of.
+        methods: whether the method of each axis is added; else two keys for one axis are an error.
+
+    Raises:
+        StrategyFileError: for a size that is no positive whole number, or a second one.
+    """
+    sizes: dict[str, int] = {}
+    for key, axis in axes.items():
+        given = converter.take(key)
+        if given is None:
+            continue
+        size = number(converter, key, given)
+        if size == 1:
+            converter.carry(key, "1: nothing to divide")
+            continue
+        if methods:
+            converter.use(f"{axis}_parallel")
+        elif axis in sizes:
+            raise converter.wrong(key, given, f"1, since the axis {axis} has its size from another key")
+        sizes[axis] = size
+        converter.carry(key, f"{given} → the axis {axis} of parallel_mode")
+    return sizes
+
+
+def read_recomputation(converter: Converter, key: str) -> None:
+    """Adds ``checkpoint`` where the key is on."""
+    given = converter.take(key)
+    if given is None:
+        return
+    if switch(converter, key, given):
+        converter.use("checkpoint")
+        converter.carry(key, "true → checkpoint")
+    else:
+        converter.carry(key, "false: nothing is recomputed")
+
+
+def read_clipping(converter: Converter, key: str) -> None:
+    """Leaves the norm that gradients are clipped to: it is no part of a strategy."""
+    norm = converter.take(key)
+    if norm is not None:
+        converter.leave(key, f"an argument of auto_accelerate: max_grad_norm={norm}")
+
+
+_TOGETHER: Final = "parameters, gradients and optimizer states together, each rank its shard"
+_LOST: Final = {
+    "optimizer": "host memory must hold the optimizer states as well, 12 bytes of each parameter with Adam and fp32 "
+    "masters, divided over the ranks",
+    "param": "host memory must hold the parameters as well, divided over the ranks",
+}
+
+
+def read_offload(
+    converter: Converter, method: str, devices: Mapping[str, tuple[str, Any]], *, one_process: bool = False
+) -> None:
+    """Adds what keeps things in host memory. Read the precision first: it decides what composes.
+
+    Args:
+        converter: has the precision and the method of the ZeRO stage.
+        method: of the stage: ``ddp``, ``zero1``, ``zero2`` or ``fsdp``.
+        devices: for ``"optimizer"`` and ``"param"``, the key that was read and its device, or ``None``.
+        one_process: whether the file says that there is only one.
+
+    Raises:
+        StrategyFileError: for a device other than none, cpu and nvme.
+    """
+    wanted = {}
+    for part, (key, given) in devices.items():
+        device = "none" if given is None else str(given).lower()
+        if device not in ("none", "cpu", "nvme"):
+            raise converter.wrong(key, given, "none, cpu, nvme")
+        if device != "none":
+            wanted[part] = (key, device)
+        elif given is not None:
+            converter.carry(key, "none: nothing is offloaded")
+    if method == "ddp":
+        _nothing_is_sharded(converter, wanted)
+        return
+    if method != "fsdp" and "param" in wanted:
+        converter.leave(wanted.pop("param")[0], "DeepSpeed offloads parameters in stage 3 only")
+    if not wanted:
+        return
+    target = _into_host_memory(converter, method, one_process=one_process)
+    for part, (key, device) in wanted.items():
+        if device == "cpu":
+            converter.carry(key, f"cpu → {target}")
+        else:
+            converter.leave(key, f"nvme: nothing is kept on NVMe, so {_LOST[part]}. Now: {target}")
+
+
+def _nothing_is_sharded(converter: Converter, wanted: Mapping[str, tuple[str, str]]) -> None:
+    """Stage 0."""
+    for part, (key, device) in wanted.items():
+        least = "1" if part == "optimizer" else "3"
+        converter.leave(
+            key,
+            f"{device}: DeepSpeed offloads this from stage {least} on. optimizer_offload with ddp keeps optimizer "
+            "states on the host, in fp32 or bf16",
+        )
+
+
+def _into_host_memory(converter: Converter, method: str, *, one_process: bool) -> str:
+    """Adds the method that offloads, and returns what it does in words."""
+    if method == "fsdp":
+        converter.use("fsdp", cpu_offload=True)
+        return f"fsdp.cpu_offload: {_TOGETHER}"
+    fp16 = any((converter.config(name) or {}).get("dtype") == "fp16" for name in ("half", "amp_native"))
+    if one_process and not fp16:
+        converter.drop(method)
+        converter.use("optimizer_offload")
+        return f"optimizer_offload, without {method}, which has nothing to shard over in one process"
+    converter.drop(method)
+    converter.use("zero2", cpu_offload=True)
+    other = (
+        "optimizer_offload would leave parameters on the device, but refuses fp16"
+        if fp16
+        else f"to leave parameters on the device, name ddp and optimizer_offload instead of {method}: then the host "
+        "holds the states of the whole model for every rank"
+    )
+    return f"zero2.cpu_offload: {_TOGETHER}; {other}"

@@ -1,0 +1,95 @@
+"""Strategies from the files of other systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from atorch_ns.errors import InputError, StrategyFileError
+from atorch_ns.strategy.convert.accelerate import convert_accelerate
+from atorch_ns.strategy.convert.atorch_pickle import convert_pickle
+from atorch_ns.strategy.convert.base import Conversion, Remark, parsed, read_bytes
+from atorch_ns.strategy.convert.deepspeed import convert_deepspeed
+from atorch_ns.strategy.strategy import Strategy
+
+_CONVERTERS: Final[Mapping[str, Callable[..., Conversion]]] = {
+    "accelerate": convert_accelerate,
+    "deepspeed": convert_deepspeed,
+}
+_SIGNS: Final = {
+    "accelerate": {
+        "compute_environment",
+        "distributed_type",
+        "mixed_precision",
+        "fsdp_config",
+        "num_machines",
+    },
+    "deepspeed": {
+        "zero_optimization",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "fp16",
+        "bf16",
+        "gradient_clipping",
+        "zero_allow_untested_optimizer",
+    },
+}
+"""Keys by which a file is known."""
+
+
+def convert_file(
+    path: str | PathLike[str], *, source: str = "auto", classes: Collection[str] = ()
+) -> Conversion:
+    """Reads a strategy that another system wrote. Nothing in the file is run.
+
+    Args:
+        path: a pickle or list of ATorch, a YAML file of Accelerate, or a JSON file of DeepSpeed.
+        source: ``"atorch"``, ``"accelerate"``, ``"deepspeed"``, or ``"auto"`` to know it by its keys.
+        classes: for pickles: see :func:`~atorch_ns.strategy.convert_pickle`.
+
+    Raises:
+        InputError: if ``source`` is none of these.
+        StrategyFileError: if the file cannot be read, or is not of that system.
+    """
+    place = Path(path)
+    if source not in ("auto", "atorch", *_CONVERTERS):
+        raise InputError(f"--from={source!r} is not known. Use auto, atorch, accelerate or deepspeed.")
+    content = read_bytes(place)
+    if content[:1] == b"\x80":
+        if source not in ("auto", "atorch"):
+            raise StrategyFileError(
+                "this is a pickle, and only ATorch wrote such; use --from atorch", source=str(place)
+            )
+        strategy = convert_pickle(place, classes=classes)
+        return _as_it_is(strategy)
+    document = parsed(content, str(place))
+    known = _known(document, str(place)) if source == "auto" else source
+    if known == "atorch":
+        return _as_it_is(Strategy.load(place))
+    if not isinstance(document, Mapping):
+        raise StrategyFileError(
+            f"a config of {known} is a mapping; this holds a {type(document).__name__}", source=str(place)
+        )
+    return _CONVERTERS[known](document, name=str(place))
+
+
+def _as_it_is(strategy: Strategy) -> Conversion:
+    carried = tuple(Remark(step.name, "as it is") for step in strategy)
+    return Conversion(strategy=strategy, source="atorch", carried=carried)
+
+
+def _known(document: Any, name: str) -> str:
+    """Which system's file this is, by its keys."""
+    if isinstance(document, list) or (isinstance(document, Mapping) and {"steps", "schema"} & set(document)):
+        return "atorch"
+    keys = set(document) if isinstance(document, Mapping) else set()
+    counts = {system: len(keys & signs) for system, signs in _SIGNS.items()}
+    best = max(counts, key=counts.__getitem__)
+    if not counts[best] or list(counts.values()).count(counts[best]) > 1:
+        raise StrategyFileError(
+            "it is not clear whose file this is. Say it with --from atorch, accelerate or deepspeed",
+            source=name,
+        )
+    return best

@@ -1,0 +1,211 @@
+"""The strategy file: reading it safely, writing it whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from atorch_ns.errors import Problem, StrategyError, StrategyFileError
+from atorch_ns.strategy.values import JSON
+
+
+class StepDocument(BaseModel):
+    """A method and its config."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, description="The method's registered name.")
+    config: JsonValue = Field(default=None, description="Its config; null for the method's defaults.")
+
+
+class RequiresDocument(BaseModel):
+    """The setting the strategy was resolved for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    world_size: int | None = Field(default=None, ge=1, description="Number of processes.")
+    device: str | None = Field(default=None, description="cpu or cuda.")
+    torch: str | None = Field(default=None, description="Version of torch, as 2.13.")
+
+
+class StrategyDocument(BaseModel):
+    """A strategy file."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal[1] = Field(alias="schema", description="Version of this schema.")
+    requires: RequiresDocument = Field(default_factory=RequiresDocument)
+    steps: list[StepDocument] = Field(description="The methods, in the order they are applied.")
+    provenance: dict[str, Any] = Field(
+        default_factory=dict, description="Where it came from: versions, fingerprint, measured figures."
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a strategy file."""
+    schema = StrategyDocument.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Strategy", **schema}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requires:
+    """The setting a strategy was resolved for. ``None`` means that it was not recorded.
+
+    Attributes:
+        world_size: number of processes.
+        device: ``"cpu"`` or ``"cuda"``.
+        torch: version of torch, as ``"2.13"``.
+    """
+
+    world_size: int | None = None
+    device: str | None = None
+    torch: str | None = None
+
+    def as_json(self) -> dict[str, JSON]:
+        """Only what is known."""
+        fields: dict[str, JSON] = {
+            "world_size": self.world_size,
+            "device": self.device,
+            "torch": self.torch,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+YAML_SUFFIXES = (".yaml", ".yml")
+_YAML_LINE_BREAKS = "\x85\u2028\u2029\ufeff"
+"""Characters that PyYAML writes as they are and reads as line breaks."""
+
+
+def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
+    """Reads and checks the file at ``path``.
+
+    Raises:
+        StrategyFileError: naming the file and what is wrong with it.
+    """
+    place = Path(path)
+    try:
+        content = place.read_bytes()
+    except FileNotFoundError:
+        raise StrategyFileError("no such strategy file", source=str(path)) from None
+    except OSError as error:
+        raise StrategyFileError(
+            f"cannot read the strategy file: {error.strerror or error}", source=str(path)
+        ) from error
+    return read_strategy_bytes(content, name=str(place))
+
+
+def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
+    """Reads and checks a strategy document in JSON or YAML.
+
+    Raises:
+        StrategyFileError: for a pickle, for text that is neither, and for another schema.
+    """
+    if content[:1] == b"\x80":
+        raise StrategyFileError(
+            "this is a pickle, which could run code when read, so it was not read. Convert it once with "
+            "atorch_ns.strategy.convert_pickle(path), which reads a list of known names only",
+            source=name,
+        )
+    document = _parse(content, name)
+    if isinstance(document, list):
+        document = {"schema": 1, "steps": _entries(document)}
+    return _check(document, name)
+
+
+def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
+    """The one form of a document: JSON, or YAML where the suffix asks for it."""
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    if suffix.lower() in YAML_SUFFIXES:
+        readable = not set(_YAML_LINE_BREAKS) & set(text)
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=readable, width=100).encode()
+    return (text + "\n").encode()
+
+
+def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> None:
+    """Writes ``document`` next to ``path`` and renames it, so that a reader sees the old file or the new.
+
+    Raises:
+        StrategyFileError: if the folder is missing or cannot be written.
+    """
+    place = Path(path)
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(strategy_bytes(document, place.suffix))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(place)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise StrategyFileError(f"cannot write the strategy to {place}: {error}", source=str(path)) from error
+
+
+def _parse(content: bytes, name: str) -> Any:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StrategyFileError(f"not a text file ({error})", source=name) from error
+    if not text.strip():
+        raise StrategyFileError("the file is empty", source=name)
+    # YAML in bytes has no suffix to tell it by; its documents, unlike JSON's, begin with a word or a dash.
+    as_yaml = Path(name).suffix.lower() in YAML_SUFFIXES or text.lstrip()[:1] not in ("[", "{")
+    try:
+        return yaml.safe_load(text) if as_yaml else json.loads(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        kind = "YAML" if as_yaml else "JSON"
+        shown = " ".join(str(error).split())
+        raise StrategyFileError(
+            f"not readable as {kind}, truncated or damaged: {shown}", source=name
+        ) from error
+
+
+def _entries(items: list[Any]) -> list[Any]:
+    """A bare list of names and pairs, as in code, becomes the file's own form."""
+    entries = []
+    for item in items:
+        if isinstance(item, str):
+            entries.append({"name": item})
+        elif isinstance(item, list) and len(item) == 2:
+            entries.append({"name": item[0], "config": item[1]})
+        else:
+            entries.append(item)
+    return entries
+
+
+def _check(document: Any, name: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise StrategyFileError(
+            f"holds a {type(document).__name__}; a strategy is a list of methods or a mapping with 'schema' "
+            "and 'steps'",
+            source=name,
+        )
+    if document.get("schema") != 1:
+        raise StrategyFileError(
+            f"the strategy file has schema {document.get('schema')!r}; this version reads schema 1. Read it with the "
+            "version of atorch_ns that wrote it, or write it anew with save()",
+            source=name,
+        )
+    try:
+        checked = StrategyDocument.model_validate(document, strict=True)
+    except ValidationError as error:
+        problems = [
+            Problem(message=issue["msg"], key=".".join(str(part) for part in issue["loc"]))
+            for issue in error.errors()
+        ]
+        raise StrategyFileError(problems, source=name) from error
+    except StrategyError:
+        raise
+    return checked.model_dump(by_alias=True, exclude_none=True) | {
+        "steps": [{"name": step.name, "config": step.config} for step in checked.steps]
+    }

@@ -1,0 +1,300 @@
+"""Plan: what a strategy decides, in the terms that an estimate needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+AxisSize = tuple[str, int]
+
+DATA_AXES = ("data", "zero", "expert")
+"""Axes whose ranks see different data."""
+
+MODEL_AXES = ("tensor", "sequence", "pipeline", "expert")
+"""Axes whose ranks hold different parts of the model, or of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """A cost of a method that no other field of a plan expresses.
+
+    Attributes:
+        method: the method that has this cost.
+        parameter_copies: bytes on every rank, in units of all the model's parameters as they are stored.
+        gradient_copies: the same, only while gradients are alive.
+        fixed_bytes: bytes on every rank, whatever the model.
+        compute_factor: factor on the time of all computation (0.8 for a kernel that saves a fifth).
+        seconds_per_step: time added to each step.
+    """
+
+    method: str
+    parameter_copies: float = 0.0
+    gradient_copies: float = 0.0
+    fixed_bytes: int = 0
+    compute_factor: float = 1.0
+    seconds_per_step: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowProducts:
+    """Matrix products of linear layers in fewer bits than all else computes in.
+
+    Attributes:
+        dtype: as the device's FLOP/s are named: ``"float8"``.
+        include: parts of names, one of which a layer's name must contain; ``None`` for all.
+        exclude: parts of names that it may not contain.
+        multiple: what both dims of a layer's weight are multiples of.
+        casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
+            writes.
+    """
+
+    dtype: str
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    multiple: int = 16
+    casts_per_operand: float = 0.0
+
+
+def _only_where(condition: str, default: Any) -> Any:
+    """A field that changes nothing unless ``condition`` holds, one of the conditions in ``search.space.equivalence``."""
+    return field(default=default, metadata={"only_where": condition})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of a plan, named as in ``torch.<name>``; ``None`` means that of the parameters.
+
+    Attributes:
+        parameter_dtype: of the weights that the model computes with between steps.
+        master_dtype: of a second copy that the optimizer updates; ``None`` when there is none.
+        compute_dtype: of matrix products, where it differs (autocast, or FSDP's mixed precision).
+        loss_scaling: whether the loss is scaled dynamically.
+        narrow: linear layers whose matrix products are in fewer bits; ``None`` where there are none.
+    """
+
+    parameter_dtype: str = "float32"
+    master_dtype: str | None = None
+    compute_dtype: str | None = None
+    loss_scaling: bool = False
+    narrow: NarrowProducts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters, gradients and optimizer states are divided over ranks, gathered and reduced.
+
+    Attributes:
+        parameters_over, gradients_over, optimizer_over: the axes over which each is sharded.
+        layout: how a tensor is divided: ``rows`` of each parameter (fully_shard), ``flat`` (all of a unit as one
+            vector), or whole ``parameters`` given to ranks (ZeroRedundancyOptimizer).
+        units: what is gathered together where parameters are sharded: selectors of modules, ``None`` for the
+            repeated blocks, ``()`` for the whole model at once.
+        keeps_gathered: whether gathered parameters stay from the forward to the backward pass.
+        gather_dtype: of gathered parameters, where it differs.
+        reduce_dtype: of reduced gradients, where it differs.
+        bucket_bytes: gradients are reduced in buckets of about this size; 0 for unit by unit.
+        bucket_views: whether gradients lie in the buckets that are reduced; else both are kept.
+        flat_multiple: in the layout ``flat``, elements whose multiple each rank's piece is.
+        updates_copy: whether the optimizer updates a copy of its share, although the weights are in its dtype.
+        frees_gradients: whether no gradient is alive once the optimizer has stepped.
+        follows_compute: whether parameters are gathered in the compute dtype of a method that comes later.
+    """
+
+    parameters_over: tuple[str, ...] = ()
+    gradients_over: tuple[str, ...] = ()
+    optimizer_over: tuple[str, ...] = ()
+    layout: Literal["rows", "flat", "parameters"] = _only_where("shards", "rows")
+    units: tuple[str, ...] | None = _only_where("shards_model", None)
+    keeps_gathered: bool = _only_where("shards_model", False)
+    gather_dtype: str | None = _only_where("shards_model", None)
+    reduce_dtype: str | None = _only_where("shards_model", None)
+    bucket_bytes: int = _only_where("reduces", 0)
+    bucket_views: bool = True
+    flat_multiple: int = 1
+    updates_copy: bool = False
+    frees_gradients: bool = False
+    follows_compute: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """What the backward pass computes again.
+
+    Attributes:
+        kind: whole ``blocks``, or ``selective``: all but the results of some operators.
+        every: every n-th block is recomputed.
+        selectors: of what is recomputed, ``None`` for the repeated blocks.
+        saved_operators: operators whose results are kept.
+        offload_activations: whether what recomputation begins from stays in host memory.
+    """
+
+    kind: Literal["none", "blocks", "selective"] = "none"
+    every: int = _only_where("recomputes", 1)
+    selectors: tuple[str, ...] | None = _only_where("recomputes", None)
+    saved_operators: tuple[str, ...] = _only_where("recomputes", ())
+    offload_activations: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelism:
+    """Use of the axis ``tensor``.
+
+    Attributes:
+        sequence: whether the residual stream is divided along its tokens between the layers that this axis divides
+            (Megatron's sequence parallelism).
+        parallel_loss: whether logits stay divided over the vocabulary, and the loss is computed on the parts.
+    """
+
+    sequence: bool = False
+    parallel_loss: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallelism:
+    """Use of the axis ``sequence``.
+
+    Attributes:
+        exchange: how attention sees the tokens of other ranks: heads against tokens (``ulysses``), or keys and
+            values that travel from rank to rank (``ring``).
+        blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
+    """
+
+    exchange: Literal["ulysses", "ring"] = "ulysses"
+    blocks: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallelism:
+    """Use of the axis ``pipeline``.
+
+    Attributes:
+        schedule: the order of passes, by its name; ``auto`` for the fastest that fits.
+        stages_per_rank: stages on each rank; 0 for what the schedule needs.
+        split_method: where the model is cut: ``auto`` (the stages that take least time), ``uniform`` (equal numbers
+            of blocks), ``parameters`` (equal numbers of parameters), ``custom`` (at split_points).
+        split_points: modules that begin a stage, where the user names them.
+    """
+
+    schedule: str = "1F1B"
+    stages_per_rank: int = 0
+    split_method: Literal["auto", "uniform", "parameters", "custom"] = "auto"
+    split_points: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelism:
+    """Use of the axis ``expert``.
+
+    Attributes:
+        modules: selectors of the modules whose experts are divided, ``None`` for all that are found.
+    """
+
+    modules: tuple[str, ...] | None = None
+
+
+class AxisUse(NamedTuple):
+    """How a :class:`Plan` uses the axes that divide the model: its fields of these names, which stand for nothing
+    where an axis has one rank."""
+
+    tensor: TensorParallelism = TensorParallelism()
+    sequence: SequenceParallelism = SequenceParallelism()
+    pipeline: PipelineParallelism = PipelineParallelism()
+    expert: ExpertParallelism = ExpertParallelism()
+
+    @classmethod
+    def of(cls, plan: Plan) -> AxisUse:
+        """That of a plan."""
+        return cls(plan.tensor, plan.sequence, plan.pipeline, plan.expert)
+
+    def onto(self, plan: Plan) -> Plan:
+        """The plan with its axes used like this."""
+        return plan if AxisUse.of(plan) == self else replace(plan, **self._asdict())
+
+    @cache  # noqa: B019 there are few uses
+    def over(self, own: AxisUse) -> AxisUse:
+        """This use, where ``own`` does not say otherwise already."""
+        return AxisUse(*(_filled(mine, other) for mine, other in zip(own, self, strict=True)))
+
+
+def _filled(mine: Any, other: Any) -> Any:
+    said = {one.name: value for one in fields(mine) if (value := getattr(mine, one.name)) != one.default}
+    return replace(other, **said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the methods of a strategy decide together, before anything is applied.
+
+    Each method adds its part by ``plan``; all methods read the whole.
+
+    Attributes:
+        axes: the mesh, ``(name, size)``, innermost first.
+        rank_order: the ranks in mesh order; ``None`` for 0, 1, 2, ….
+        gradient_sync: how gradients of different data are combined.
+        num_micro_batches: passes over parts of a rank's batch that gradients are accumulated over.
+        precision: the dtypes.
+        sharding: of parameters, gradients and optimizer states.
+        recomputation: in the backward pass.
+        offload: whether parameters, gradients and optimizer states stay in host memory.
+        offload_optimizer: whether the optimizer updates copies of the weights in host memory, so that they and its
+            states are kept there.
+        compiled: whether blocks are compiled.
+        compiler: the backend that compiles blocks; empty where nothing is compiled.
+        replaced: whether modules are replaced by fused ones.
+        tensor, sequence, pipeline, expert: the uses of the axes of these names.
+        extras: costs that none of the fields above expresses.
+    """
+
+    axes: tuple[AxisSize, ...] = ()
+    rank_order: tuple[int, ...] | None = None
+    gradient_sync: Literal["none", "all_reduce", "reduce_scatter"] = "none"
+    num_micro_batches: int = 1
+    precision: Precision = Precision()
+    sharding: Sharding = Sharding()
+    recomputation: Recomputation = Recomputation()
+    offload: bool = False
+    offload_optimizer: bool = False
+    compiled: bool = False
+    compiler: str = ""
+    replaced: bool = False
+    tensor: TensorParallelism = TensorParallelism()
+    sequence: SequenceParallelism = SequenceParallelism()
+    pipeline: PipelineParallelism = PipelineParallelism()
+    expert: ExpertParallelism = ExpertParallelism()
+    extras: tuple[Extra, ...] = ()
+
+    def changed(self, **changes: Any) -> Plan:
+        """The plan with other values; a mapping changes fields of a group: ``changed(sharding={"units": ()})``."""
+        groups = {
+            name: replace(getattr(self, name), **new)
+            for name, new in changes.items()
+            if isinstance(new, Mapping)
+        }
+        return replace(self, **{**changes, **groups})
+
+    def size(self, names: str | Iterable[str]) -> int:
+        """The product of the sizes of the named axes; an absent axis counts 1."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        product = 1
+        for name, size in self.axes:
+            if name in wanted:
+                product *= size
+        return product
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether a pipeline never splits backward passes: compiled blocks and selective recomputation compute
+        the gradients of inputs and weights at once, and only once."""
+        return self.compiled or self.recomputation.kind == "selective"
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks see different data."""
+        return self.size(DATA_AXES)
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that sharded states are divided over: ``zero`` where there is one, else ``data``."""
+        return ("zero",) if self.size("zero") > 1 else ("data",)

@@ -1,0 +1,271 @@
+"""Strategy: the ordered methods that a model is trained with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from atorch_ns.errors import Problem, StrategyError, StrategyFileError
+from atorch_ns.strategy.file import (
+    Requires,
+    read_strategy_bytes,
+    read_strategy_path,
+    strategy_bytes,
+    write_atomically,
+)
+from atorch_ns.strategy.values import JSON, UnwritableValueError, canonical, canonical_text
+
+
+@dataclass(frozen=True, init=False)
+class Step:
+    """One method of a strategy.
+
+    Attributes:
+        name: the method's name, as registered, or one of its aliases.
+        config: the config as plain JSON values; ``None`` means the method's defaults. A new copy at every
+            access: a step cannot be changed.
+
+    Raises:
+        UnwritableValueError: if the config holds something that has no readable form.
+    """
+
+    name: str
+    _config: str = field(repr=False)
+
+    def __init__(self, name: str, config: Any = None) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "_config", canonical_text(canonical(config)))
+
+    @property
+    def config(self) -> JSON:
+        """The config, as plain JSON values."""
+        value: JSON = json.loads(self._config)
+        return value
+
+    def __repr__(self) -> str:
+        return f"Step({self.name!r})" if self.config is None else f"Step({self.name!r}, {self.config!r})"
+
+    def __str__(self) -> str:
+        return self.name if self.config is None else f"{self.name}({_shown(self.config)})"
+
+
+def _shown(config: JSON) -> str:
+    if isinstance(config, dict):
+        return ", ".join(f"{key}={_shown_value(item)}" for key, item in config.items())
+    return _shown_value(config)
+
+
+def _shown_value(value: JSON) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_shown_value(item) for item in value) + "]"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+ACCEPTED = "'name', ('name', config), {'name': ..., 'config': ...} or a Step"
+
+
+def steps_from(entries: Iterable[Any]) -> tuple[Step, ...]:
+    """Turns entries into steps.
+
+    Raises:
+        StrategyError: with one problem for every entry that cannot be read and every method named twice.
+    """
+    steps: list[Step] = []
+    problems: list[Problem] = []
+    for position, entry in enumerate(entries):
+        try:
+            step = _step_from(entry)
+        except _EntryError as error:
+            problems.append(Problem(message=f"entry {position} of the strategy {error}", method=error.method))
+            continue
+        if any(step.name == earlier.name for earlier in steps):
+            problems.append(Problem(message="named twice; keep one of the two", method=step.name))
+        steps.append(step)
+    if problems:
+        raise StrategyError(problems)
+    return tuple(steps)
+
+
+class _EntryError(ValueError):
+    def __init__(self, message: str, method: str | None = None) -> None:
+        self.method = method
+        super().__init__(message)
+
+
+def _step_from(entry: Any) -> Step:
+    if isinstance(entry, Step):
+        return entry
+    if isinstance(entry, str):
+        return _make(entry, None)
+    if isinstance(entry, Mapping):
+        unknown = set(entry) - {"name", "config"}
+        if "name" not in entry or unknown:
+            raise _EntryError(
+                f"has the keys {sorted(map(str, entry))}; it needs 'name' and may have 'config'"
+            )
+        return _make(entry["name"], entry.get("config"))
+    if isinstance(entry, Sequence):
+        return _step_from_sequence(entry)
+    raise _EntryError(f"is {_short(entry)}, a {type(entry).__name__}; write {ACCEPTED}")
+
+
+def _step_from_sequence(entry: Sequence[Any]) -> Step:
+    # ATorch writes its strategies as (name, config, tunable); whether a step may be tuned is asked of the
+    # search, not of the strategy, so the third item is read and not kept.
+    if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
+        return _make(entry[0], entry[1] if len(entry) > 1 else None)
+    raise _EntryError(f"is {_short(entry)}, which has {len(entry)} items; write {ACCEPTED}")
+
+
+def _make(name: Any, config: Any) -> Step:
+    if not isinstance(name, str) or not name:
+        raise _EntryError(f"has {_short(name)} where a method's name should stand; write {ACCEPTED}")
+    try:
+        return Step(name, config)
+    except UnwritableValueError as error:
+        raise _EntryError(f"cannot be kept: {error}", method=name) from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")
+
+
+@dataclass(frozen=True, init=False)
+class Strategy:
+    """A short list of named methods, each with a config.
+
+    A strategy cannot be changed, can be a key of a dictionary, and has exactly one form as a file.
+
+    Attributes:
+        steps: the methods.
+        requires: what it was resolved for (number of processes, device, torch); empty where unknown.
+        provenance: where it came from: versions, model fingerprint, measured figures. JSON values.
+
+    Example:
+        >>> Strategy(["fsdp", ("amp_native", "bf16")]).names
+        ('fsdp', 'amp_native')
+    """
+
+    steps: tuple[Step, ...]
+    requires: Requires
+    _provenance: str = field(repr=False)
+
+    def __init__(
+        self,
+        steps: Iterable[Any] = (),
+        *,
+        requires: Requires | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        object.__setattr__(self, "steps", steps_from(steps))
+        object.__setattr__(self, "requires", requires or Requires())
+        object.__setattr__(self, "_provenance", canonical_text(canonical(dict(provenance or {}))))
+
+    @property
+    def provenance(self) -> dict[str, JSON]:
+        """Where the strategy came from; a new copy at every access."""
+        value: dict[str, JSON] = json.loads(self._provenance)
+        return value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The methods' names, in order."""
+        return tuple(step.name for step in self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> JSON:
+        """The config of the method called ``name``; KeyError if the strategy has none."""
+        for step in self.steps:
+            if step.name == name:
+                return step.config
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        return " → ".join(str(step) for step in self.steps) or "(no method)"
+
+    @classmethod
+    def load(cls, source: Any) -> Strategy:
+        """Reads a strategy from any form it takes.
+
+        Args:
+            source: a :class:`Strategy`; a list or tuple of names, ``(name, config)`` pairs and
+                :class:`Step`; names with commas between them; a path; JSON text; or the bytes of a file.
+
+        Raises:
+            StrategyFileError: a file that is missing, truncated, garbage, of an unknown schema, or a pickle.
+            StrategyError: entries that are not methods; every such entry is reported.
+        """
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            return cls._from_document(read_strategy_bytes(bytes(source), name="the given bytes"))
+        if isinstance(source, str) and source.lstrip()[:1] in ("[", "{"):
+            return cls._from_document(read_strategy_bytes(source.encode(), name="the given text"))
+        if isinstance(source, str) and _NAMES.fullmatch(source) and not Path(source).exists():
+            return cls(name.strip() for name in source.split(","))
+        if isinstance(source, str) and not Path(source).exists():
+            raise StrategyFileError(
+                "no such strategy file. Methods by name are 'fsdp,checkpoint', or a list, "
+                "['fsdp', ('amp_native', 'bf16')]",
+                source=source,
+            )
+        if isinstance(source, (str, PathLike)):
+            return cls._from_document(read_strategy_path(source))
+        if isinstance(source, Mapping):
+            return cls._from_document(read_strategy_bytes(_json_bytes(source), name="the given mapping"))
+        if isinstance(source, Iterable):
+            return cls(source)
+        raise StrategyError(
+            f"a {type(source).__name__} is no strategy. Give a list of method names or (name, config) pairs, "
+            "a Strategy, a path, or the bytes of a strategy file."
+        )
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Any]) -> Strategy:
+        requires = Requires(**document.get("requires", {}))
+        return cls(document["steps"], requires=requires, provenance=document.get("provenance", {}))
+
+    def to_bytes(self, *, suffix: str = ".json") -> bytes:
+        """The file's bytes; the same strategy always gives the same.
+
+        Args:
+            suffix: ``.json``, or ``.yaml``/``.yml`` for YAML.
+        """
+        return strategy_bytes(self._document(), suffix)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the strategy to ``path``, JSON or YAML by its suffix, all of it or nothing.
+
+        Raises:
+            StrategyFileError: if the place cannot be written.
+        """
+        write_atomically(path, self._document())
+
+    def _document(self) -> dict[str, JSON]:
+        return {
+            "schema": 1,
+            "requires": self.requires.as_json(),
+            "steps": [{"name": step.name, "config": step.config} for step in self.steps],
+            "provenance": self.provenance,
+        }
+
+
+def _json_bytes(source: Mapping[Any, Any]) -> bytes:
+    return json.dumps(canonical(source)).encode()

@@ -1,0 +1,190 @@
+"""Texts for messages: figures, counts, errors, types, near names. Light to import, as ``--help`` needs it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Final
+
+_MOST_MATCHES: Final = 3
+_AS_CLOSE: Final = 0.08
+"""Below the best ratio of similarity by no more than this: as good a match."""
+
+
+def near_matches(name: str, known: Iterable[str]) -> list[str]:
+    """The known names most like ``name``, upper or lower case alike; at most three, the nearest first.
+
+    Only those that are nearly as close as the best: ``"H100-80G"`` means one device, not every one with 80.
+
+    Example:
+        >>> near_matches("H100-80G", ["H100-80GB", "A100-80GB"])
+        ['H100-80GB']
+    """
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=_MOST_MATCHES)
+    ratios = [difflib.SequenceMatcher(None, name.lower(), text).ratio() for text in close]
+    return [
+        by_lower[text] for text, ratio in zip(close, ratios, strict=True) if ratio >= ratios[0] - _AS_CLOSE
+    ]
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """A sentence with the near matches, to follow another: ``" Did you mean 'x' or 'y'?"``.
+
+    Args:
+        name: the unknown name.
+        known: names that exist.
+        otherwise: the sentence where no name is near; empty for none.
+    """
+    near = near_matches(name, known)
+    sentence = f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+    return f" {sentence}" if sentence else ""
+
+
+def with_period(text: str) -> str:
+    """The text with one full stop, for messages of others that may bring their own."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun: ``"1 rank"``, ``"2 ranks"``."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def error_text(error: BaseException) -> str:
+    """An exception with its message, if it has one: ``"ValueError: no corpus"``, ``"SystemExit"``."""
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}" if text else name
+
+
+def with_article(value: object) -> str:
+    """The value's type with its article: ``"an int"``, ``"a Tensor"``."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
+
+
+UNKNOWN = "–"
+"""Stands for a figure that is not known."""
+
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+_BYTES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+_COUNTS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A time with three digits and its unit; whole seconds from two minutes on.
+
+    Example:
+        >>> seconds_text(0.04213), seconds_text(95), seconds_text(None)
+        ('42.1 ms', '95.0 s', '–')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds >= 120:
+        return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+    return _scaled(seconds, _SECONDS) if seconds else "0 s"
+
+
+def bytes_text(num_bytes: float | None) -> str:
+    """Bytes with three digits and a binary unit.
+
+    Example:
+        >>> bytes_text(3.1 * 2**30), bytes_text(0)
+        ('3.10 GiB', '0 B')
+    """
+    return UNKNOWN if num_bytes is None or not math.isfinite(num_bytes) else _scaled(num_bytes, _BYTES)
+
+
+def count_text(count: float | None, unit: str = "") -> str:
+    """A count with three digits and a decimal prefix.
+
+    Example:
+        >>> count_text(8.03e9), count_text(184.4e12, "FLOP")
+        ('8.03 G', '184 TFLOP')
+    """
+    if count is None or not math.isfinite(count):
+        return UNKNOWN
+    return (_scaled(count, _COUNTS) + unit).strip()
+
+
+def percent_text(share: float | None) -> str:
+    """A share of one as per cent.
+
+    Example:
+        >>> percent_text(0.043), percent_text(-0.31)
+        ('4.3%', '-31%')
+    """
+    if share is None or not math.isfinite(share):
+        return UNKNOWN
+    return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f}%"
+
+
+def change_text(share: float | None) -> str:
+    """A relative change with its sign.
+
+    Example:
+        >>> change_text(0.31), change_text(-0.052)
+        ('+31%', '-5.2%')
+    """
+    return f"{'+' if share is not None and share > 0 else ''}{percent_text(share)}"
+
+
+def number_text(value: float | None, digits: int = 2) -> str:
+    """A plain number."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def factor_text(factor: float) -> str:
+    """A factor with three digits and its sign: ``"1.50×"``."""
+    return f"{factor:.{2 if factor < 10 else 1 if factor < 100 else 0}f}×"
+
+
+def compared_text(speedup: float | None, other: str = "") -> str:
+    """How a step compares with another one, as a factor that is never below one.
+
+    Args:
+        speedup: the other's time over this one's.
+        other: name of the other, as ``"the baseline ddp"``.
+
+    Example:
+        >>> compared_text(1.5), compared_text(0.18), compared_text(1.001)
+        ('1.50× as fast', '5.56× the time', 'as fast')
+        >>> compared_text(0.18, "the baseline ddp")
+        '5.56× the time of the baseline ddp'
+    """
+    if speedup is None or not math.isfinite(speedup) or speedup <= 0:
+        return UNKNOWN
+    if abs(speedup - 1) < 0.005:
+        return f"as fast as {other}" if other else "as fast"
+    if speedup > 1:
+        return f"{factor_text(speedup)} as fast{f' as {other}' if other else ''}"
+    return f"{factor_text(1 / speedup)} the time{f' of {other}' if other else ''}"
+
+
+def measured_text(seconds: float | None, spread: float | None) -> str:
+    """A measured time with its standard error, both in one unit and to the same digit.
+
+    Example:
+        >>> measured_text(0.04, 332e-6), measured_text(0.04, 2e-6), measured_text(0.04, None)
+        ('40.0 ms ±0.3 ms', '40.0 ms ±<0.1 ms', '40.0 ms')
+    """
+    shown = seconds_text(seconds)
+    if seconds is None or shown == UNKNOWN or spread is None or not math.isfinite(spread):
+        return shown
+    if abs(seconds) >= 120:
+        return f"{shown} ±{max(round(spread), 1)} s"
+    number, unit = shown.split(" ")
+    digits = len(number.partition(".")[2])
+    scaled, least = spread / dict(_SECONDS)[unit], 10.0**-digits
+    below = "<" if 0 < scaled < least / 2 else ""
+    return f"{shown} ±{below}{least if below else scaled:.{digits}f} {unit}"
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    # Half a unit of the third digit below the next unit would be written as 1000 of this one.
+    name, size = next((unit for unit in units if abs(value) >= 0.9995 * unit[1]), units[-1])
+    scaled = value / size
+    whole = name == "B" or (not name and value == int(value))
+    digits = 0 if whole else max(0, 3 - len(str(int(abs(scaled) + 1e-9))))
+    return f"{scaled:.{digits}f} {name}"

@@ -1,0 +1,154 @@
+"""Loss scales of fp16 where gradients are divided over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All dimensions of ``mesh`` as one dimension called ``name`` (``DeviceMesh._flatten``)."""
+    return mesh._flatten(name)
+
+
+def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Averages the gradients of ``module`` over a one-dimensional mesh (``_composable.replicate_with_fsdp``).
+
+    Buffers are left alone; ``ignored`` parameters too, as those of modules inside that are replicated already.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate as implementation
+
+    implementation(module, mesh=mesh, ignored_params=ignored)
+
+
+def group_timeout(device: torch.device) -> timedelta | None:
+    """How long collectives of the job's process group wait (``_get_backend(device).options._timeout``); ``None`` for a
+    backend that does not say, which leaves torch's default."""
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
+
+
+def process_groups() -> list[Any]:
+    """Every process group of this process, the default one too (``distributed_c10d._world.pg_map``)."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
+
+
+def is_strided_shard(placement: object) -> bool:
+    """Whether a DTensor's placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
+    from torch.distributed.tensor import placement_types
+
+    return isinstance(placement, placement_types._StridedShard)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
+    import torch
+
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def pipeline_orders(
+    class_name: str, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int
+) -> list[list[tuple[str, int, int]]]:
+    """The passes of every rank in the order in which a pipeline schedule of torch runs them.
+
+    Asks ``_calculate_single_rank_operations`` of a schedule that was not constructed: the constructor wants
+    stages with a process group, and plans every send and receive of all ranks besides.
+
+    Args:
+        class_name: of a class for several stages per rank in ``torch.distributed.pipelining``.
+        num_ranks, num_micro_batches, stages_per_rank: of the pipeline, which the schedule must be able to run.
+
+    Returns:
+        For each rank ``(kind, stage, micro-batch)`` with kind F, B, I or W; passes that torch runs as a pair
+        stand one after the other, idle slots are left out.
+    """
+    from torch.distributed import pipelining
+
+    schedule = object.__new__(getattr(pipelining, class_name))
+    rounds = max(1, num_micro_batches // num_ranks)
+    schedule.__dict__.update(
+        pp_group_size=num_ranks,
+        n_local_stages=stages_per_rank,
+        num_stages=num_ranks * stages_per_rank,
+        number_of_rounds=rounds,
+        microbatches_per_round=num_micro_batches // rounds,
+        _num_stages=num_ranks * stages_per_rank,
+        _n_microbatches=num_micro_batches,
+        _stages=[None] * stages_per_rank,
+    )
+    return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
+
+
+def _passes(operations: list[Any]) -> list[tuple[str, int, int]]:
+    """A rank's operations without idle slots, pairs as their parts."""
+    passes: list[tuple[str, int, int]] = []
+    for operation in operations:
+        if operation is None:
+            continue
+        for part in operation.sub_actions or (operation,):
+            passes.append((part.computation_type.value, part.stage_index, part.microbatch_index))  # noqa: PERF401
+    return passes
+
+
+def found_inf_tensors(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The flags, one per device, that ``scaler.unscale_(optimizer)`` has just set; 0-d or 1-element float."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    return list(state["found_inf_per_device"].values())
+
+
+def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
+    """A ``GradScaler`` that looks at this rank's part of every gradient (``_unscale_grads_``).
+
+    torch's own asks DTensors on one mesh together, and refuses gradients of several meshes and plain ones beside
+    them. Its flags are then of this rank alone: combine them over all ranks. It skips steps itself, also those of
+    optimizers that can do so in their kernels (``_step_supports_amp_scaling``).
+    """
+    import torch
+
+    class LocalGradScaler(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
+            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+                cast(Any, _LocalGroups(optimizer)), *args
+            )
+            return found
+
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # A fused optimizer would take the flags, plain tensors, into one call with DTensors.
+            optimizer._step_supports_amp_scaling = False
+            return super().step(optimizer, *args, **kwargs)
+
+    return LocalGradScaler(device_type, **options)
+
+
+class _LocalGroups:
+    """An optimizer's ``param_groups`` with this rank's parts in place of DTensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = [
+            {"params": [_local_with_grad(parameter) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+
+def _local_with_grad(parameter: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor) or parameter.grad is None:
+        return parameter
+    local = parameter.to_local().detach()
+    grad: Any = parameter.grad
+    local.grad = grad.to_local()
+    return local

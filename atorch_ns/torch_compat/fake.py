@@ -1,0 +1,87 @@
+"""Fake tensors, dispatch modes and registered containers."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.utils._python_dispatch import TorchDispatchMode  # a base class: imported as it is
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """A mode in which tensors have shapes, dtypes and storages but no memory (``torch._subclasses``).
+
+    Real tensors that meet fake ones are taken as fake too.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensor_type() -> type[torch.Tensor]:
+    """The class of fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def outside_fake_mode() -> AbstractContextManager[Any]:
+    """Suspends the fake mode that is active: what runs inside is real."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextmanager
+def quiet_fake_kernels() -> Iterator[None]:
+    """Keeps torch from logging what fake tensors cannot do (the logger ``torch._subclasses.fake_tensor``); the error
+    itself is raised as ever."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def count_operators(action: Callable[[], object]) -> int:
+    """The operators that ``action`` starts, forward and backward, views left out, as a dispatch mode sees them."""
+
+    class Counter(TorchDispatchMode):
+        count: int = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            returned = [value.alias_info for value in func._schema.returns]
+            is_view = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+            self.count += not is_view
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:  # type: ignore[no-untyped-call]
+        action()
+    return int(counter.count)
+
+
+def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -> Any:
+    """An instance of ``cls``, a subclass of ``torch.Tensor``, with the dtype and device of ``like`` and no memory."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
+    """The parts of a value whose class is registered with ``torch.utils._pytree``, and what makes one of other parts."""
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    parts, context = node.flatten_fn(value)
+    return parts, lambda others: node.unflatten_fn(list(others), context)

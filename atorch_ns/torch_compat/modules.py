@@ -1,0 +1,90 @@
+"""Private names of torch about modules: wrappers, buffers, hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+
+def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:
+    """``module`` in torch's wrapper that calls it through ``checkpoint_fn`` and keeps parameter names."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as implementation
+
+    return implementation.CheckpointWrapper(module, checkpoint_fn=checkpoint_fn)
+
+
+def unwrap_checkpoint(module: nn.Module) -> nn.Module:
+    """The module inside a checkpoint wrapper; any other module as it is."""
+    children = module._modules  # of a TorchScript module, it is no dictionary and has no get()
+    inner = children["_checkpoint_wrapped_module"] if "_checkpoint_wrapped_module" in children else None  # noqa: SIM401
+    return module if inner is None else inner
+
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_pipeline_unit.")
+"""What torch's wrappers, and the units of a pipeline, insert into the names of the parameters inside them."""
+
+
+def pipeline_unit(module: nn.Module) -> tuple[str, nn.Module]:
+    """The module inside a unit of a pipeline, and its path from there (``"._pipeline_unit"``); any other module as it
+    is, with no path."""
+    inner = module._modules["_pipeline_unit"] if "_pipeline_unit" in module._modules else None  # noqa: SIM401
+    return ("", module) if inner is None else ("._pipeline_unit", inner)
+
+
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether a module stands for one that other ranks of a pipeline hold."""
+    return bool(getattr(type(module), "is_stand_in", False))
+
+
+def stood_for(module: nn.Module) -> nn.Module:
+    """The module of another rank that a stand-in stands for, whose memory is gone; any other module as it is."""
+    original: nn.Module = module.__dict__["_original"] if is_stand_in(module) else module
+    return original
+
+
+def plain_name(name: str) -> str:
+    """A dotted path as the model without inner wrappers has it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "").removesuffix("." + prefix.removesuffix("."))
+    return name
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the model's state, each by its first name (``nn.Module`` keeps the others' names
+    in ``_non_persistent_buffers_set``)."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                found.setdefault(id(buffer), (plain_name(f"{path}.{name}" if path else name), buffer))
+    return dict(found.values())
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def inner_hooks(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
+    """Hooks on the modules inside of a module: the path of each, the kind, and how many there are.
+
+    Where torch reuses what it compiled of an equal module, it does not look at them.
+    """
+    return tuple(
+        (path, kind, len(found))
+        for path, inner in module.named_modules()
+        if path
+        for kind in _HOOKS
+        if (found := getattr(inner, kind, None))
+    )

@@ -1,0 +1,296 @@
+"""Tracking of training steps: the metrics and their units, the tracker protocol, and the guard around a tracker."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import error_text
+
+log = logging.getLogger("atorch_ns")
+
+
+class Metric(NamedTuple):
+    """One name under which trackers are given a number.
+
+    Attributes:
+        name: as trackers show it.
+        unit: unit of the number.
+        meaning: the quantity, and when it is absent.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS: Final = (
+    Metric("train/loss", "of the loss function", "mean over the global batch of the step that is logged"),
+    Metric(
+        "train/grad_norm",
+        "of the gradients",
+        "norm of all gradients before they were clipped; with max_grad_norm only",
+    ),
+    Metric(
+        "train/lr",
+        "1",
+        "learning rate of the first parameter group; of the others as train/lr/1, train/lr/2, …",
+    ),
+    Metric(
+        "train/step_seconds",
+        "s",
+        "wall time of a step, data loading included; mean of the steps since the last logged one; "
+        "not at the first step",
+    ),
+    Metric(
+        "train/samples_per_second",
+        "1/s",
+        "samples of all ranks in that time; where the size of the global batch is known",
+    ),
+    Metric("train/skipped_steps", "steps", "steps skipped for infinite or NaN gradients since the run began"),
+    Metric("train/loss_scale", "1", "factor on the loss in the backward pass; under fp16 only"),
+    Metric(
+        "memory/peak_gib",
+        "GiB",
+        "most memory that rank 0 has held since its process began: of its GPU, as the allocator counts, "
+        "or the resident set of its process",
+    ),
+)
+"""Metrics that :meth:`Result.track <atorch_ns.job.Result.track>` gives to trackers."""
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Takes the metrics of steps. It exists on every rank and is called on rank 0 only.
+
+    So its constructor opens nothing: files and connections are opened by the first :meth:`log`.
+    """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Takes the numbers of one step.
+
+        Args:
+            metrics: numbers by name; those of :data:`METRICS`, or a caller's own. :class:`Tracking` gives floats only; the
+                trackers of this package take whatever holds one number, and leave out the rest with a warning.
+            step: training steps so far, from 1; never smaller than before, except after a checkpoint was loaded.
+        """
+        ...
+
+    def close(self) -> None:
+        """Writes what is not written yet, and ends; may be called twice, and without any :meth:`log`."""
+        ...
+
+
+class Numbers:
+    """Turns metrics into floats and leaves out the others, with one warning for each name."""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Floats, integers, booleans, numpy's numbers and tensors or arrays without a dim, each as a float.
+
+        A CUDA tensor is waited for.
+        """
+        found = {}
+        for name, value in metrics.items():
+            try:
+                found[name] = _number(value)
+            except Exception as error:  # whatever an object's own code raises
+                self._warn(name, value, error)
+        return found
+
+    def _warn(self, name: str, value: object, error: Exception) -> None:
+        if str(name) in self._reported:
+            return
+        self._reported.add(str(name))
+        log.warning(
+            "the metric %r is left out, here and in later steps: its value is a %s, which is no number (%s). Give a "
+            "float or a tensor without a dim.",
+            name,
+            type(value).__qualname__,
+            error,
+        )
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if hasattr(value, "placements"):  # reading a DTensor may wait for other ranks, which do not log
+        raise TypeError("it is divided over ranks: call full_tensor() on all of them first")
+    if getattr(value, "ndim", None) != 0 or not callable(getattr(value, "item", None)):
+        shape = getattr(value, "shape", None)
+        raise TypeError("it has no float" if shape is None else f"it has the shape {tuple(shape)}")
+    item = value.item()
+    if not isinstance(item, (bool, int, float)):
+        raise TypeError(f"it holds a {type(item).__qualname__}")
+    return float(item)
+
+
+class StepMeter:
+    """The numbers of training steps, under the names of ``METRICS``; of one rank, without communication.
+
+    Args:
+        device: the rank's device.
+        optimizer: the optimizer; ``None`` for none.
+        samples_per_step: samples in a global batch; ``None`` if unknown.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        optimizer: Any,
+        samples_per_step: int | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device, self._optimizer, self._samples = device, optimizer, samples_per_step
+        self._clock = clock
+        self._since: float | None = None
+        self._num_steps = 0
+
+    def step(self) -> None:
+        """A step has been given to the device. Reads a clock once, for the first one."""
+        if self._since is None:
+            self._since = self._clock()
+        else:
+            self._num_steps += 1
+
+    def read(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> dict[str, float]:
+        """The numbers now, and the time of the steps since the last call. Waits for the device."""
+        metrics = {"train/loss": float(loss)}
+        if grad_norm is not None:
+            metrics["train/grad_norm"] = float(grad_norm)
+        metrics |= self._of_optimizer() | self._of_time()
+        metrics["memory/peak_gib"] = peak_bytes(self._device) / 2**30
+        return metrics
+
+    def _of_time(self) -> dict[str, float]:
+        now, begun, count = self._clock(), self._since, self._num_steps
+        self._since, self._num_steps = now, 0
+        if begun is None or count == 0 or now <= begun:
+            return {}
+        seconds = (now - begun) / count
+        rate = {} if self._samples is None else {"train/samples_per_second": self._samples / seconds}
+        return {"train/step_seconds": seconds, **rate}
+
+    def _of_optimizer(self) -> dict[str, float]:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return {}
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        metrics = {
+            "train/lr" if position == 0 else f"train/lr/{position}": float(rate)
+            for position, rate in enumerate(rates)
+            if rate is not None
+        }
+        metrics["train/skipped_steps"] = float(getattr(optimizer, "num_skipped", 0))
+        scaler = getattr(getattr(optimizer, "scaler", None), "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler):
+            metrics["train/loss_scale"] = float(scaler.get_scale())
+        return metrics
+
+
+@final
+class Tracking:
+    """A tracker at work; :meth:`close` ends it, and so does leaving it as a context manager.
+
+    Whatever the tracker raises is one warning, and training goes on. It is called again at the next logged step.
+
+    Args:
+        tracker: receives the numbers; ``None`` on ranks that write nothing.
+        meter: measures the steps.
+        every: steps from one logged step to the next.
+        on_close: called once when it ends.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker | None,
+        meter: StepMeter,
+        *,
+        every: int,
+        on_close: Callable[[Tracking], None] = lambda tracking: None,
+    ) -> None:
+        check_every(every)
+        self._tracker, self._meter, self._every = tracker, meter, every
+        self._on_close = on_close
+        self._numbers = Numbers()
+        self._num_lost = 0
+        self._closed = tracker is None
+
+    def __call__(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """A step has been done: logs it, if it is its turn."""
+        if self._closed:
+            return
+        self._meter.step()
+        if step % self._every == 0:
+            self.log(self._meter.read(loss, grad_norm), step)
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Gives numbers of the caller's own to the tracker, such as ``{"eval/loss": 1.5}``; on rank 0.
+
+        Integers, booleans, numpy's numbers and tensors without a dim are taken too, and given on as floats. What
+        is no number is left out, with one warning for each name.
+        """
+        if self._tracker is None or self._closed:
+            return
+        try:
+            self._tracker.log(self._numbers.of(metrics), step)
+        except Exception as error:
+            self._failed(f"lost the metrics of step {step}", error)
+
+    def close(self) -> None:
+        """Ends the tracker; may be called twice."""
+        if self._tracker is None or self._closed:
+            return
+        self._closed = True
+        self._on_close(self)
+        try:
+            self._tracker.close()
+        except Exception as error:
+            self._failed("could not be closed", error)
+        if self._num_lost > 1:
+            log.warning("%s failed %d times.", type(self._tracker).__name__, self._num_lost)
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._num_lost += 1
+        log.log(
+            logging.WARNING if self._num_lost == 1 else logging.DEBUG,
+            "%s %s: %s. Training goes on; later failures are counted, and not shown.",
+            type(self._tracker).__name__,
+            what,
+            error_text(error),
+        )
+
+
+def check_every(every: object) -> None:
+    """Raises :class:`InputError` unless it is a number of steps."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InputError(f"every={every!r} is no number of steps. Use an integer from 1 on.")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held since the process began: on CUDA of tensors, else the process's resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux: getrusage(2)

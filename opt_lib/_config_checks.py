@@ -1,0 +1,120 @@
+"""Checks of configs that several methods make: selectors, dtypes, optional packages, meshes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import MissingPackageError, Problem
+from atorch_ns.method import Conflict, dtype_name
+from atorch_ns.profile import Profile
+
+
+def unmatched_problem(
+    method: str, key: str, selectors: Iterable[str] | None, profile: Profile
+) -> list[Problem]:
+    """One problem that names the selectors matching no module and the classes the model has."""
+    missing = profile.unmatched(selectors or ())
+    if not missing:
+        return []
+    return [
+        Problem(
+            message=f"no module of {profile.model_class} has this class or name{_namesakes(missing, profile)}",
+            method=method,
+            key=key,
+            value=", ".join(missing),
+            accepted=", ".join(profile.own_class_names()) or "nothing: the model has no submodules",
+        )
+    ]
+
+
+def _namesakes(missing: Iterable[str], profile: Profile) -> str:
+    """Which classes of other modules have a name that is asked for, where there are several."""
+    several = [found for found in map(profile.namesakes, missing) if len(found[1]) > 1]
+    return "".join(
+        f"; several are called {name}, {' and '.join(classes)}: name one in full" for name, classes in several
+    )
+
+
+def _reduced(name: str) -> str:
+    if name == "float32":
+        raise ValueError("float32 is full precision; leave the method out, or use fp16 or bf16")
+    return name
+
+
+ReducedDtype = Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)]
+"""``float16`` or ``bfloat16``, however it is written."""
+
+
+def searched_dtype(profile: Profile, cluster: Cluster) -> str | None:
+    """The reduced dtype that is worth a search on these devices; ``None`` if there is none.
+
+    bf16 where the device multiplies it in hardware: GPUs from sm 8.0, and CPUs whose matrix products in bf16
+    are known to be no slower than in fp32. fp16, which needs a loss scale, only on GPUs that have fp16 units
+    (sm 7.0) and no bf16. A model that is not in fp32 has had its precision chosen.
+    """
+    if "float32" not in profile.parameter_dtypes:
+        return None
+    if cluster.device_type == "cuda":
+        if cluster.capability is None or cluster.capability >= (8, 0):
+            return "bfloat16"
+        return "float16" if cluster.capability >= (7, 0) else None
+    if cluster.hardware is None:
+        return None
+    rates = cluster.hardware.device.flops_per_s
+    return "bfloat16" if rates.get("bfloat16", 0.0) >= rates.get("float32", float("inf")) else None
+
+
+def require(package: str, *, needed_by: str, install: str) -> ModuleType:
+    """Imports an optional package.
+
+    Args:
+        package: its import name.
+        needed_by: what needs it, as the subject of a sentence.
+        install: the command that installs it.
+
+    Raises:
+        MissingPackageError: if it is absent, or its import fails in any way: packages built for another
+            machine raise RuntimeError and OSError as well.
+    """
+    try:
+        return importlib.import_module(package)
+    except Exception as error:  # see the docstring
+        reason = f"{type(error).__name__}: {error}"
+        raise MissingPackageError(package, needed_by=needed_by, install=install, reason=reason) from error
+
+
+def missing_problem(method: str, package: str, *, install: str) -> list[Problem]:
+    """The problem of a method whose backend cannot be imported; none if it can be."""
+    try:
+        require(package, needed_by="this backend", install=install)
+    except MissingPackageError as error:
+        return [Problem(message=str(error), method=method)]
+    return []
+
+
+_WHOLE = {"data", "zero"}
+
+
+def one_axis_only(used: Callable[[Any], bool], backend: str) -> Conflict:
+    """The conflict of ``backend`` with meshes on which its group is not all processes.
+
+    Args:
+        used: whether a config of the method that this is for chooses the backend.
+        backend: its name, for the reason.
+    """
+    reason = (
+        f"{backend} shards over all processes at once, so the mesh must have no more than one axis larger than 1, "
+        f"{' or '.join(sorted(_WHOLE))}. Use another backend for this mesh."
+    )
+    return Conflict("parallel_mode", reason, when=lambda mine, mesh: used(mine) and not _fits(mesh.axes))
+
+
+def _fits(axes: Iterable[tuple[str, int]]) -> bool:
+    large = [name for name, size in axes if size > 1]
+    return len(large) <= 1 and set(large) <= _WHOLE

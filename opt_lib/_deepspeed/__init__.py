@@ -1,0 +1,1 @@
+"""DeepSpeed as a backend: ZeRO and the pipeline engine."""

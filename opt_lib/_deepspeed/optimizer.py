@@ -1,0 +1,248 @@
+"""DeepSpeed's ZeRO optimizer as a torch optimizer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from atorch_ns.errors import StepError
+from opt_lib._optimizer_parts import clip_parts, norm_of_parts
+
+_USE_CHECKPOINT = (
+    "under DeepSpeed an optimizer's state is cut into flat pieces, together with the weights it belongs to. Save "
+    "and load with atorch_ns.checkpoint, which every other strategy can read."
+)
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """What a user steps when DeepSpeed owns model and optimizer.
+
+    Groups and state are those of the user's optimizer, which DeepSpeed has put on this rank's flat partition
+    of each group: schedulers work as usual. Gradients add up over backward passes until :meth:`step`, which
+    alone ends an accumulation.
+
+    Args:
+        engine: DeepSpeed's engine, with ``managed_gradient_accumulation`` off.
+        group: the ranks that partitions are spread over.
+        skip_if_nonfinite: skip a step, on all ranks, whose gradients are infinite or NaN.
+        stages: the ranks that norms are taken over, where that is more than ``group`` because ranks hold
+            stages of a pipeline; ``None`` for ``group``.
+        elsewhere: parameters that another of these ranks counts in norms.
+        names: of the parameters, for messages; ``None`` for those that the engine knows.
+
+    Attributes:
+        engine: DeepSpeed's engine.
+        num_skipped: steps skipped so far.
+        skipped: whether the last step was skipped.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        group: dist.ProcessGroup,
+        skip_if_nonfinite: bool = False,
+        stages: dist.ProcessGroup | None = None,
+        elsewhere: Iterable[torch.Tensor] = (),
+        names: Mapping[torch.Tensor, str] | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
+        self.engine = engine
+        self.num_skipped = 0
+        self.skipped = False
+        self._zero = engine.optimizer
+        self._group = group
+        self._all = group if stages is None else stages
+        self._pipeline = stages is not None
+        self._names = engine.param_names if names is None else names
+        self._elsewhere = {id(parameter) for parameter in elsewhere}
+        self._device = torch.device(self._zero.device)
+        self._skip_if_nonfinite = skip_if_nonfinite
+        self._before_steps: dict[int, Callable[..., Any]] = OrderedDict()
+        self._boundary = True
+        self._reduced = False
+        self._unused = {p for parameters in self._zero.bit16_groups for p in parameters}
+        self._watches = [p.register_post_accumulate_grad_hook(self._unused.discard) for p in self._unused]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of ``loss``; divide it first if micro-batches accumulate."""
+        if self._reduced:
+            raise StepError(
+                "backward() was called after the gradients were clipped and before step(): they are already "
+                "averaged over the ranks. Clip after the last micro-batch."
+            )
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the next backward pass is the last before a step.
+
+        Nothing depends on it but a check: a step right after ``False`` is an error.
+        """
+        self._boundary = bool(is_boundary)
+
+    def clip_gradients(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most ``max_norm``; collective.
+
+        Args:
+            parameters: not looked at: gradients are in partitions that only DeepSpeed knows.
+            max_norm: the largest norm to leave.
+            norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
+
+        Returns:
+            The norm before, 0-d float32, the same on every rank.
+        """
+        self._reduce()
+        return clip_parts(
+            self._gradients(),
+            max_norm,
+            norm_type,
+            group=self._all,
+            device=self._device,
+            uncounted=self._gradients(elsewhere=True),
+        )
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the weights and clears the gradients; does nothing if there are none. Collective.
+
+        Raises:
+            StepError: after ``set_gradient_accumulation_boundary(False)``; at the first step, if parameters took
+                no part in the loss of any rank.
+        """
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._boundary:
+            raise StepError(
+                "step() was called although set_gradient_accumulation_boundary(False) said that more "
+                "micro-batches follow. Call set_gradient_accumulation_boundary(True) before the last one."
+            )
+        for hook in self._before_steps.values():
+            hook(self, (), {})
+        self._reduce()
+        if self._reduced and self._watches:
+            self._require_use_of_all()
+        self.skipped = self._skip_if_nonfinite and self._nonfinite()
+        if self.skipped:
+            self.num_skipped += 1
+        elif self._reduced:
+            self._zero.step()
+        self.zero_grad()
+        return loss
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Lets ``hook(optimizer, args, kwargs)`` be called at the beginning of every step."""
+        handle = RemovableHandle(self._before_steps)
+        self._before_steps[handle.id] = hook
+        return handle
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, those already averaged included."""
+        self._zero.zero_grad(set_to_none=True)
+        for held in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
+            held.update(dict.fromkeys(held))
+        self._reduced = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's groups, each with one flat partition; changing a learning rate here has effect."""
+        groups: list[dict[str, Any]] = self._zero.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of this rank's partitions."""
+        return self._zero.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The user's optimizer's defaults."""
+        defaults: dict[str, Any] = self._zero.optimizer.defaults
+        return defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Not possible.
+
+        Raises:
+            StepError: always: a rank holds flat pieces of states and of weights, which belong together.
+        """
+        raise StepError(_USE_CHECKPOINT)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Not possible.
+
+        Raises:
+            StepError: always, as :meth:`state_dict`.
+        """
+        raise StepError(_USE_CHECKPOINT)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible.
+
+        Raises:
+            StepError: always: the partitions are made once.
+        """
+        raise StepError("parameters cannot be added after DeepSpeed has partitioned the model")
+
+    def __repr__(self) -> str:
+        return repr(self._zero.optimizer)
+
+    def _reduce(self) -> None:
+        """Averages what has accumulated over the ranks, into partitions; once a step."""
+        if self._reduced or not self._has_gradients():
+            return
+        if self._zero.partition_gradients:
+            self._zero.finalize_gradient_accumulation_boundary()
+        else:
+            self._zero.set_gradient_accumulation_boundary(True)
+            self._zero.reduce_gradients(pipeline_parallel=self._pipeline)
+        self._reduced = True
+
+    def _require_use_of_all(self) -> None:
+        """A parameter without a gradient would be stepped with zero, and decay; seen in the first step."""
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        here = {self._names[parameter] for parameter in self._unused}
+        dist.all_gather_object(told, here, group=self._group)
+        unused = sorted(set.intersection(*told))
+        if self._pipeline:  # all stages must stop, or the others would wait for those that do
+            of_stages: list[Any] = [None] * dist.get_world_size(self._all)
+            dist.all_gather_object(of_stages, unused, group=self._all)
+            unused = sorted({name for names in of_stages for name in names})
+        if unused:
+            shown = ", ".join(unused[:5]) + (", …" if len(unused) > 5 else "")
+            raise StepError(
+                f"{len(unused)} trainable parameter(s) took no part in the loss: {shown}. DeepSpeed would step them "
+                "with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or "
+                "use another backend."
+            )
+
+    def _has_gradients(self) -> bool:
+        if self._zero.partition_gradients:
+            return any(held is not None for held in self._zero.all_grad_tensors.values())
+        return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
+
+    def _gradients(self, *, elsewhere: bool = False) -> Iterator[torch.Tensor]:
+        """This rank's parts that it counts in norms, or those that another rank counts."""
+        for number, partition in self._zero.averaged_gradients.items():
+            if not self._elsewhere:
+                yield from () if elsewhere else partition or ()
+                continue
+            parts = [part for part in partition or () if not getattr(part, "_zero_padding", False)]
+            # One part for each parameter; where there is none, a part of zeros.
+            for parameter, part in zip(self._zero.params_in_partition[number], parts, strict=False):
+                if (id(parameter) in self._elsewhere) == elsewhere:
+                    yield part
+
+    def _nonfinite(self) -> bool:
+        norm = norm_of_parts(self._gradients(), 2.0, group=self._all, device=self._device)
+        return not bool(torch.isfinite(norm))

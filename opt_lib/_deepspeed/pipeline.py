@@ -1,0 +1,540 @@
+"""Pipeline jobs that DeepSpeed's engine runs, and the messages between its stages.
+
+The engine gives every floating tensor that arrives a gradient, wants it back, and runs one backward pass for
+each floating tensor that leaves. So all tensors that need gradients travel as one, and everything else as
+bytes, with a header that says how to take them apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import leaves
+from atorch_ns.cluster import Mesh
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, first_loss, make_user_optimizer, on_all_stages, parameter_names
+from atorch_ns.pipeline import StageModule, StageSet
+from opt_lib._deepspeed import zero as zero_module
+from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
+from opt_lib._deepspeed.zero import require_elementwise, require_fp32, states
+from opt_lib._sharded.units import broadcast_from_first
+
+
+class StageLayer(nn.Module):
+    """Calls a stage with what arrived, and packs what it returns.
+
+    The engine runs the micro-batches of a batch forward in order, on every stage.
+
+    Args:
+        stage: the stage; its modules are not registered here, for what the engine would do to them is done.
+        parameters: those that the engine may know of.
+        device: where the stage computes.
+
+    Attributes:
+        losses: of the micro-batches since :meth:`begin`, 0-d float32 and detached; only filled on the last stage.
+    """
+
+    def __init__(
+        self, stage: StageModule, *, parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.known = nn.ParameterList(parameters)
+        self.losses: list[torch.Tensor] = []
+        self._stage = [stage]  # in a list, so that it is no child
+        self._device = device
+        self._count = 0
+        self._entries: tuple[Entry, ...] | None = None
+
+    def begin(self, *, reset: bool) -> None:
+        """The next forward pass is that of the first micro-batch of a batch.
+
+        Args:
+            reset: whether what stages exchange may have other shapes than in the last batch.
+        """
+        self._count = 0
+        self.losses.clear()
+        if reset:
+            self._entries = None
+
+    def forward(self, arrived: torch.Tensor | Wire) -> torch.Tensor | Wire:
+        """One micro-batch: what the previous stage packed in, what the next one unpacks out.
+
+        Args:
+            arrived: on the first stage any tensor; it is not looked at.
+        """
+        index = torch.tensor(self._count, device=self._device)
+        self._count += 1
+        received = self._unpacked(arrived) if isinstance(arrived, tuple) else []
+        output = self._stage[0](*received, index=index)
+        with_grad = arrived[0] if isinstance(arrived, tuple) and arrived[0].requires_grad else None
+        if self._stage[0].is_last:
+            loss: torch.Tensor = output.reshape(())
+            self.losses.append(loss.detach().float())
+            return loss if with_grad is None else anchor(loss, with_grad)
+        wire = pack([output] if isinstance(output, torch.Tensor) else output)
+        if with_grad is None or not wire[0].requires_grad:
+            return wire
+        return (anchor(wire[0], with_grad), *wire[1:])
+
+    def _unpacked(self, wire: Wire) -> list[torch.Tensor]:
+        if self._entries is None:
+            self._entries = read_header(wire)
+        return unpack(wire, self._entries)
+
+
+Wire = tuple[torch.Tensor, ...]
+"""The tensor with gradients, if there is one, then the header, then the bytes, if there are any."""
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_ALIGNMENT = 16
+"""Bytes; a multiple of the size of every dtype, so that a piece can be read in its own."""
+
+
+class Entry(NamedTuple):
+    """One tensor: whether it needs a gradient, its dtype and its shape."""
+
+    needs_grad: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> Wire:
+    """What a stage hands to the next one, in the form in which it travels."""
+    entries = [Entry(t.requires_grad and t.is_floating_point(), t.dtype, tuple(t.shape)) for t in tensors]
+    header = torch.tensor(_codes(entries), dtype=torch.int64, device=tensors[0].device)
+    with_grad = [t for t, entry in zip(tensors, entries, strict=True) if entry.needs_grad]
+    rest = [t for t, entry in zip(tensors, entries, strict=True) if not entry.needs_grad]
+    wire = [header]
+    if with_grad:
+        wire.insert(0, _joined(with_grad))
+    if rest:
+        wire.append(torch.cat([_bytes(tensor) for tensor in rest]))
+    return tuple(wire)
+
+
+def read_header(wire: Wire) -> tuple[Entry, ...]:
+    """The entries that a header names; waits for the device."""
+    header = wire[0] if not wire[0].is_floating_point() else wire[1]
+    codes = header.tolist()
+    entries = []
+    position = 0
+    while position < len(codes):
+        needs_grad, dtype, num_dims = codes[position : position + 3]
+        position += 3
+        shape = tuple(codes[position : position + num_dims])
+        entries.append(Entry(bool(needs_grad), _DTYPES[dtype], shape))
+        position += num_dims
+    return tuple(entries)
+
+
+def unpack(wire: Wire, entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """The tensors that :func:`pack` was given; those that need gradients are parts of one leaf."""
+    joined = iter(_split([entry for entry in entries if entry.needs_grad], wire[0]))
+    pieces = iter(_from_bytes([entry for entry in entries if not entry.needs_grad], wire[-1]))
+    return [next(joined) if entry.needs_grad else next(pieces) for entry in entries]
+
+
+def anchor(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """``output``, from which a gradient of zero reaches ``received`` even where nothing was made of it."""
+    anchored: torch.Tensor = _Anchor.apply(output, received)  # type: ignore[no-untyped-call]
+    return anchored
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        ctx.like = (received.shape, received.dtype, received.device)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dtype, device = ctx.like
+        return gradients[0], torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def _codes(entries: Sequence[Entry]) -> list[int]:
+    return [
+        code
+        for entry in entries
+        for code in (int(entry.needs_grad), _DTYPES.index(entry.dtype), len(entry.shape), *entry.shape)
+    ]
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))  # exact for every one of them
+    return torch.cat([tensor.reshape(-1).to(widest) for tensor in tensors])
+
+
+def _split(entries: Sequence[Entry], joined: torch.Tensor) -> list[torch.Tensor]:
+    if len(entries) < 2:
+        return [joined][: len(entries)]
+    pieces = joined.split([math.prod(entry.shape) for entry in entries])
+    return [piece.to(entry.dtype).view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))
+
+
+def _from_bytes(entries: Sequence[Entry], packed: torch.Tensor) -> list[torch.Tensor]:
+    found, start = [], 0
+    for entry in entries:
+        size = math.prod(entry.shape) * entry.dtype.itemsize
+        found.append(packed[start : start + size].view(entry.dtype).view(entry.shape))
+        start += size + (-size % _ALIGNMENT)
+    return found
+
+
+_NEVER = 2**31
+"""Steps between two lines that DeepSpeed prints."""
+
+_PIPE, _DATA, _MODEL = ("pipeline",), ("data", "zero", "expert"), ("sequence", "tensor")
+"""Axes of the mesh, outermost first, that are one axis of DeepSpeed's topology."""
+
+
+def make_engine(
+    job: Job,
+    layer: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    zero_stage: int,
+    settings: Mapping[str, Any],
+) -> Any:
+    """A pipeline engine around this rank's stage; collective.
+
+    Args:
+        job: gives mesh, device and the number of micro-batches.
+        layer: all that this rank runs of the model.
+        optimizer: of parameters of ``layer``.
+        zero_stage: 0 or 1.
+        settings: more of DeepSpeed's configuration, by its keys.
+    """
+    assert job.mesh is not None
+    deepspeed = zero_module.start(job.cluster.device_type)
+    from deepspeed.runtime.pipe import PipelineModule
+
+    stages = [_elsewhere] * job.mesh.size("pipeline")
+    stages[job.mesh.axis("pipeline").get_local_rank()] = layer
+    # It prints its configuration.
+    with _local_rank(job.cluster.local_rank), contextlib.redirect_stdout(io.StringIO()):
+        module = PipelineModule(layers=stages, topology=_topology(job.mesh), partition_method="uniform")
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config=_config(job.step.num_micro_batches, zero_stage, settings),
+            dist_init_required=False,
+        )
+    return engine
+
+
+def _elsewhere(_: Any) -> Any:
+    """Stands for a stage of another rank; never called."""
+
+
+def _topology(mesh: Mesh) -> Any:
+    """DeepSpeed's axes pipe, data and model with the ranks as the mesh has them."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    device_mesh = mesh.device_mesh
+    names = device_mesh.mesh_dim_names or ()
+    groups = [[name for name in names if name in axes] for axes in (_PIPE, _DATA, _MODEL)]
+    order = [names.index(name) for group in groups for name in group]
+    sizes = [torch.Size([mesh.size(name) for name in group]).numel() for group in groups]
+    num_pipe, num_data, num_model = sizes
+    ranks = device_mesh.mesh.permute(order).flatten().tolist()
+    topology = PipeModelDataParallelTopology(num_pp=num_pipe, num_mp=num_model, num_dp=num_data)
+    topology.mapping = {coordinates: ranks[position] for coordinates, position in topology.mapping.items()}
+    return topology
+
+
+def _config(num_micro_batches: int, zero_stage: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    # With the norm, steps with infinite gradients are skipped unasked.
+    zero = {**settings.get("zero_optimization", {}), "stage": zero_stage}
+    if zero_stage:
+        zero["compute_grad_norm"] = False
+    return {
+        "steps_per_print": _NEVER,
+        "timers": {"throughput": {"enabled": False}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **settings,
+        # Sizes of batches only count samples here.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": 0.0,  # the default is 1.0
+        "zero_optimization": zero,
+        # Cut over tensor ranks on the way, activations would need a form of their own when nothing trains.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    }
+
+
+@contextlib.contextmanager
+def _local_rank(rank: int) -> Iterator[None]:
+    """DeepSpeed reads the local rank from the environment only."""
+    name = "LOCAL_RANK"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(rank)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+class DsPipelineRunner:
+    """Runs micro-batches by DeepSpeed's schedule (one forward, one backward), without its optimizer step.
+
+    Args:
+        job: the job.
+        engine: DeepSpeed's pipeline engine.
+        layer: this rank's stage as the engine calls it.
+        stage_set: gets the micro-batches of a batch before their forward passes.
+        loss_func: ``(micro-batch, output) -> loss``.
+        reduce: completes the gradients after the last backward pass of a batch; collective.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Any,
+        layer: StageLayer,
+        *,
+        stage_set: StageSet,
+        loss_func: Callable[[Any, Any], Any],
+        reduce: Callable[[], object],
+    ) -> None:
+        assert job.stage_group is not None
+        self._job = job
+        self._engine = engine
+        self._layer = layer
+        self._stage_set = stage_set
+        self._loss_func = loss_func
+        self._reduce = reduce
+        self._group = job.stage_group
+        self._signature: object = None
+
+    def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """As :class:`atorch_ns.job.BatchRunner` says."""
+        self._begin(micro_batches, training=True)
+        self._job.gradients.sums.expect(self._job.module)
+        self._run(_passes(self._engine, len(micro_batches)))
+        self._job.gradients.sums.run(self._job.module)
+        self._reduce()
+        return self._loss(len(micro_batches))
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
+        """As :class:`atorch_ns.job.BatchRunner` says."""
+        self._begin(micro_batches, training=False)
+        self._run(self._engine._inference_schedule(len(micro_batches)))
+        return self._loss(len(micro_batches))
+
+    def _begin(self, micro_batches: Sequence[Any], *, training: bool) -> None:
+        from deepspeed.runtime.pipe import p2p
+
+        engine = self._engine
+        p2p.init_process_groups(engine.grid)  # where the last engine of the process was another one
+        signature = (training, [_shape(leaf) for _, leaf in leaves(micro_batches[0])])
+        reset = signature != self._signature
+        self._signature = signature
+        if reset:
+            engine.reset_activation_shape()
+        engine.module.train(training)
+        engine.total_loss = None
+        engine._compute_loss = True
+        engine.set_dataiterator(_indices(len(micro_batches), self._job.device))
+        self._layer.begin(reset=reset)
+        self._stage_set.begin(micro_batches, self._loss_of)
+
+    def _run(self, schedule: Any) -> None:
+        try:
+            self._engine._exec_schedule(schedule)
+        finally:
+            self._stage_set.finish()
+
+    def _loss_of(self, micro_batch: Any, output: Any) -> torch.Tensor:
+        return first_loss(self._loss_func(micro_batch, output)).reshape(())
+
+    def _loss(self, num_micro_batches: int) -> torch.Tensor:
+        loss = torch.zeros((), device=self._job.device)
+        if self._layer.losses:
+            loss += torch.stack(self._layer.losses).sum() / num_micro_batches
+        last = dist.get_process_group_ranks(self._group)[-1]
+        dist.broadcast(loss, src=last, group=self._group)
+        return loss
+
+
+def _passes(engine: Any, num_micro_batches: int) -> Any:
+    """DeepSpeed's training schedule with forward and backward passes and what they exchange, and nothing more.
+
+    Gradients are completed and the optimizer steps when ``train_step`` does so, in between which it may clip.
+    """
+    from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads, TrainSchedule
+
+    left_out = (OptimizerStep, ReduceGrads, ReduceTiedGrads)
+
+    class Passes(TrainSchedule):  # type: ignore[misc]
+        def steps(self) -> Iterator[list[Any]]:
+            for commands in super().steps():
+                yield [command for command in commands if not isinstance(command, left_out)]
+
+    return Passes(micro_batches=num_micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
+
+
+def _indices(count: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the engine takes for data on the first and for labels on the last stage."""
+    for index in range(count):
+        number = torch.tensor(index, device=device)
+        yield number, number
+
+
+def _shape(leaf: Any) -> object:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+_BACKEND = "DeepSpeed's pipeline engine"
+
+
+def run_by_deepspeed(job: Job, stage_set: StageSet, *, zero_stage: int, settings: Mapping[str, Any]) -> None:
+    """Lets DeepSpeed run the stage that this rank has, and average or shard over the data.
+
+    Args:
+        job: cut, and on its device.
+        stage_set: of one stage.
+        zero_stage: 0, or 1 to shard optimizer states over the data ranks.
+        settings: more of DeepSpeed's configuration.
+
+    Raises:
+        InputError: if there is no optimizer, without which the engine does not run.
+    """
+    if job.inputs.optim_func is None:
+        raise InputError(f"{_BACKEND} runs only with an optimizer, so auto_accelerate needs optim_func.")
+    if zero_stage:
+        require_elementwise(job)
+    broadcast_from_first(job, [t for root in job.parts.stages for t in (*root.parameters(), *root.buffers())])
+
+    (stage,) = stage_set.stages
+
+    def take_over(groups: list[dict[str, Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        make = _sharded if zero_stage else _whole
+        engine, layer, optimizer = make(job, stage, groups, settings)
+        job.step.make_runner = partial(_runner, engine, layer, stage_set, optimizer)
+        return job.model, optimizer
+
+    job.optimizer.take_over = take_over
+
+
+def _runner(
+    engine: Any,
+    layer: StageLayer,
+    stage_set: StageSet,
+    optimizer: torch.optim.Optimizer,
+    job: Job,
+    loss_func: Callable[[Any, Any], Any],
+) -> DsPipelineRunner:
+    reduce: Callable[[], object] = partial(_average, job, engine)
+    if isinstance(optimizer, DeepSpeedOptimizer):  # it reduces when gradients are clipped or stepped
+        reduce, job.gradients.clip = _nothing, optimizer.clip_gradients
+    return DsPipelineRunner(job, engine, layer, stage_set=stage_set, loss_func=loss_func, reduce=reduce)
+
+
+def _nothing() -> None:
+    """Leaves gradients as they are."""
+
+
+_Made = tuple[Any, StageLayer, torch.optim.Optimizer]
+"""Engine, layer, and what the user steps."""
+
+
+def _whole(job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> _Made:
+    """Every data rank has the optimizer states of its stage; DeepSpeed averages the gradients.
+
+    The engine is told of no parameter but one that stands for them, so that these may be anything, shards of
+    layers included.
+    """
+    stand_in = nn.Parameter(torch.zeros(1, device=job.device))
+    layer = StageLayer(stage, parameters=[stand_in], device=job.device)
+    engine = make_engine(job, layer, torch.optim.SGD([stand_in], lr=0.0), zero_stage=0, settings=settings)
+    return engine, layer, make_user_optimizer(job, groups)
+
+
+def _sharded(
+    job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]
+) -> _Made:
+    """DeepSpeed's ZeRO 1 within each stage."""
+    require_fp32(job)
+    _require_all_groups(job, groups)
+    layer = StageLayer(stage, parameters=list(stage.parameters()), device=job.device)
+    engine = make_engine(job, layer, make_user_optimizer(job, groups), zero_stage=1, settings=settings)
+    names = {parameter: own[0] for parameter, own in parameter_names(job.module).items()}
+    assert job.mesh is not None
+    optimizer = DeepSpeedOptimizer(
+        engine,
+        group=job.mesh.data_group,
+        skip_if_nonfinite=job.precision.skip_if_nonfinite,
+        stages=dist.group.WORLD,
+        elsewhere=[parameter for parameter, name in names.items() if name in job.gradients.remote_norm_names],
+        names=names,
+    )
+    job.optimizer.use_optim_backward = True
+    job.make_states = partial(states, engine.optimizer)
+    return engine, layer, optimizer
+
+
+def _require_all_groups(job: Job, groups: list[dict[str, Any]]) -> None:
+    """DeepSpeed drops groups that are empty on a stage, after which ranks would number the others differently."""
+    counts = on_all_stages(job, [len(group["params"]) for group in groups])
+    for stage, sizes in enumerate(counts):
+        if 0 in sizes:
+            raise InputError(
+                f"stage {stage} of {len(counts)} has no parameter of group {sizes.index(0)} of optim_param_func, and "
+                "DeepSpeed's ZeRO needs some of every group on every stage. Use zero_stage 0 or fewer stages."
+            )
+
+
+@torch.no_grad()
+def _average(job: Job, engine: Any) -> None:
+    """Averages gradients over the data ranks; a parameter that none of them used keeps none."""
+    if job.num_data_ranks == 1:
+        return
+    assert job.mesh is not None
+    trained = [p for root in job.parts.stages for p in root.parameters() if p.requires_grad]
+    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=job.device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=job.mesh.data_group)
+    grads = []
+    for parameter, seen in zip(trained, used.tolist(), strict=True):
+        if not seen:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        grad = parameter.grad
+        grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    engine.buffered_allreduce_fallback(grads=grads)

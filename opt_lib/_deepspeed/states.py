@@ -1,0 +1,302 @@
+"""Weights and optimizer states by name, of ZeRO's flat pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_dtensor
+from torch.distributed.tensor.placement_types import Placement
+
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import OptimizerStates, StateSpec, StateValue
+
+_WHAT_PIECES_HAVE = "only states of one value, or of one value an element,"
+_OTHERWISE = (
+    "Use a strategy that keeps parameters whole, such as ddp or zero1, or weights alone: "
+    "checkpoint.export_state_dict and import_state_dict."
+)
+
+
+class Piece(NamedTuple):
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        weight: its values, one-dimensional, live.
+        start: where it begins in the flattened parameter.
+        holder: the tensor that the optimizer knows it by.
+        offset: where it begins in the holder.
+        size: elements of the holder.
+    """
+
+    weight: torch.Tensor
+    start: int
+    holder: torch.Tensor
+    offset: int
+    size: int
+
+    def of_state(self, state: torch.Tensor) -> torch.Tensor:
+        """The part of the holder's state that belongs to this piece."""
+        return state.detach().flatten()[self.offset : self.offset + self.weight.numel()]
+
+
+class FlatStates:
+    """Training states of a job whose ranks each update flat pieces of parameters.
+
+    Whole tensors are put together one at a time and given as DTensors over the data mesh, so that no rank
+    holds more than its share of the model and one parameter. All methods but ``group_names`` and
+    ``optimizer_class`` are collective.
+
+    Args:
+        specs: shape and dtype of every parameter that is in pieces, by name; in one order on all ranks.
+        pieces: this rank's, by name.
+        whole: parameters that every rank holds whole.
+        optimizer: the one that updates the holders; ``None`` if there is none.
+        groups: the names in each parameter group.
+        mesh: one-dimensional: the ranks over which each parameter is spread.
+        device: where tensors are put together.
+        publish: called after weights were changed, to bring them from the pieces to the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        specs: Mapping[str, StateSpec],
+        pieces: Mapping[str, Piece],
+        whole: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        groups: Sequence[Sequence[str]],
+        mesh: DeviceMesh,
+        device: torch.device,
+        publish: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._specs, self._pieces, self._whole = specs, pieces, whole
+        self._optimizer, self._groups = optimizer, groups
+        self._mesh, self._device, self._publish = mesh, device, publish
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of what is in pieces, and the live tensors of what is whole."""
+        found = {name: parameter.detach() for name, parameter in self._whole.items()}
+        for name, spec in self._specs.items():
+            piece = self._pieces.get(name)
+            found[name] = self._gathered(name, None if piece is None else piece.weight, spec.dtype)
+        return found
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Cuts ``weights`` into pieces."""
+        for name, parameter in self._whole.items():
+            parameter.copy_(weights[name])
+        for name in self._specs:
+            flat = _full(weights[name]).flatten()
+            if (piece := self._pieces.get(name)) is not None:
+                piece.weight.copy_(flat[piece.start : piece.start + piece.weight.numel()])
+        self._publish()
+
+    def optimizer_class(self) -> str:
+        """The class of the user's optimizer."""
+        kind = type(self._optimizer)
+        return "" if self._optimizer is None else f"{kind.__module__}.{kind.__qualname__}"
+
+    def group_names(self) -> list[list[str]]:
+        """Names by group."""
+        return [list(group) for group in self._groups]
+
+    def optimizer_states(self) -> OptimizerStates:
+        """Copies of what is in pieces; step counters and other single values as they are.
+
+        Raises:
+            CheckpointError: for a state that belongs to no element and is no single value.
+        """
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        values: dict[str, dict[str, StateValue]] = {}
+        dtypes: dict[tuple[str, str], torch.dtype] = {}
+        for name, entry, value, piece in self._entries():
+            if not isinstance(value, torch.Tensor):
+                values.setdefault(name, {})[entry] = value
+            elif piece is None or value.dim() == 0:
+                tensors.setdefault(name, {})[entry] = value.detach()
+            elif value.numel() == piece.size:
+                dtypes[name, entry] = value.dtype
+            else:
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for a piece of "
+                    f"{piece.size} elements; {_WHAT_PIECES_HAVE} can be saved. {_OTHERWISE}"
+                )
+        for (name, entry), dtype in self._known_anywhere(dtypes):
+            piece = self._pieces.get(name)
+            part = None if piece is None else piece.of_state(self._state(piece.holder)[entry])
+            tensors.setdefault(name, {})[entry] = self._gathered(name, part, dtype)
+        return OptimizerStates(tensors, values)
+
+    def blank_states(
+        self, specs: Mapping[str, Mapping[str, StateSpec]]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Shards of what has the parameter's shape, and whole tensors of everything else.
+
+        Raises:
+            CheckpointError: for a state of a parameter in pieces that could not be saved from here either.
+        """
+        self._refuse_what_cannot_be_cut(specs)
+        known = {*self._specs, *self._whole}
+        return {
+            name: {entry: self._blank(name, entry, spec) for entry, spec in entries.items()}
+            for name, entries in specs.items()
+            if name in known
+        }
+
+    def set_optimizer_states(self, states: OptimizerStates) -> None:
+        """Replaces the state of every piece.
+
+        Raises:
+            CheckpointError: on every rank, if parameters that share a flat piece come with different single
+                values, such as step counts.
+        """
+        if self._optimizer is None:
+            return
+        names = [name for name in (*self._whole, *self._specs) if name in {*states.tensors, *states.values}]
+        self._drop_other_entries(states, names)
+        self._agree_on_single_values(states, names)
+        for name in names:
+            for entry, value in states.tensors.get(name, {}).items():
+                if isinstance(value, DTensor):
+                    self._put_elements(name, entry, value)
+
+    def _refuse_what_cannot_be_cut(self, specs: Mapping[str, Mapping[str, StateSpec]]) -> None:
+        for name, entries in specs.items():
+            for entry, (shape, _) in entries.items():
+                if name in self._specs and shape not in ((), tuple(self._specs[name].shape)):
+                    raise CheckpointError(
+                        f"{type(self._optimizer).__name__} keeps {entry!r} of shape {tuple(shape)} for {name}, which "
+                        f"this strategy updates in flat pieces; {_WHAT_PIECES_HAVE} can be loaded. {_OTHERWISE}"
+                    )
+
+    def _entries(self) -> Iterator[tuple[str, str, Any, Piece | None]]:
+        """``(name, entry, value, piece)`` of all states on this rank; no piece for whole parameters."""
+        holders: list[tuple[str, torch.Tensor, Piece | None]] = [
+            *((name, parameter, None) for name, parameter in self._whole.items()),
+            *((name, piece.holder, piece) for name, piece in self._pieces.items()),
+        ]
+        for name, holder, piece in holders:
+            for entry, value in self._state(holder).items():
+                if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
+                    raise CheckpointError(
+                        f"{type(self._optimizer).__name__} keeps a {type(value).__name__} as {entry!r} of {name}; "
+                        "checkpoints hold tensors, numbers and texts."
+                    )
+                yield name, entry, value, piece
+
+    def _state(self, holder: torch.Tensor) -> Mapping[str, Any]:
+        if self._optimizer is None or holder not in self._optimizer.state:
+            return {}
+        state: Mapping[str, Any] = self._optimizer.state[holder]
+        return state
+
+    def _known_anywhere(
+        self, dtypes: Mapping[tuple[str, str], torch.dtype]
+    ) -> list[tuple[tuple[str, str], torch.dtype]]:
+        """The entries that some rank has, in one order on all ranks."""
+        told: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(told, dict(dtypes), group=self._mesh.get_group())
+        merged = {key: dtype for rank in told for key, dtype in rank.items()}
+        return sorted(merged.items(), key=lambda item: item[0])
+
+    @torch.no_grad()
+    def _gathered(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The whole of which ``part`` is this rank's, as a DTensor; a view of nothing that lives."""
+        shape = self._specs[name].shape
+        flat = torch.zeros(math.prod(shape), dtype=dtype, device=self._device)
+        if part is not None:
+            start = self._pieces[name].start
+            flat[start : start + part.numel()] = part.to(self._device, dtype)
+        dist.all_reduce(flat, group=self._mesh.get_group())
+        return distribute_tensor(flat.view(shape), self._mesh, _placements(shape), src_data_rank=None)
+
+    def _blank(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:
+        elementwise = self._is_elementwise(name, entry, spec.shape)
+        if not elementwise:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        if name in self._whole:
+            return torch.empty_like(self._whole[name].detach(), dtype=spec.dtype)
+        return empty_dtensor(
+            *spec.shape, dtype=spec.dtype, device_mesh=self._mesh, placements=_placements(spec.shape)
+        )
+
+    def _is_elementwise(self, name: str, entry: str, shape: Sequence[int]) -> bool:
+        own = self._whole[name].shape if name in self._whole else self._specs[name].shape
+        return tuple(shape) == tuple(own) and (len(own) > 0 or entry != "step")
+
+    def _holder(self, name: str) -> torch.Tensor | None:
+        if name in self._whole:
+            return self._whole[name]
+        piece = self._pieces.get(name)
+        return None if piece is None else piece.holder
+
+    def _drop_other_entries(self, states: OptimizerStates, names: Iterable[str]) -> None:
+        """Forgets what the new states do not have. What they have is overwritten in place, where it may be linked."""
+        assert self._optimizer is not None
+        wanted: dict[torch.Tensor, set[str]] = {}
+        for name in names:
+            if (holder := self._holder(name)) is not None:
+                entries = (*states.tensors.get(name, {}), *states.values.get(name, {}))
+                wanted.setdefault(holder, set()).update(entries)
+        for holder in list(self._optimizer.state):
+            kept = wanted.get(holder, set())
+            for entry in [entry for entry in self._optimizer.state[holder] if entry not in kept]:
+                del self._optimizer.state[holder][entry]
+            if not kept:
+                del self._optimizer.state[holder]
+
+    def _agree_on_single_values(self, states: OptimizerStates, names: Iterable[str]) -> None:
+        assert self._optimizer is not None
+        seen: dict[tuple[torch.Tensor, str], tuple[str, Any]] = {}
+        problem = ""
+        for name in names:
+            holder = self._holder(name)
+            if holder is None:
+                continue
+            single = {k: v for k, v in states.tensors.get(name, {}).items() if not isinstance(v, DTensor)}
+            for entry, value in {**single, **states.values.get(name, {})}.items():
+                first, other = seen.setdefault((holder, entry), (name, value))
+                if not _equal(value, other):
+                    problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
+                self._optimizer.state[holder][entry] = value
+        told: list[str] = [""] * self._mesh.size()
+        dist.all_gather_object(told, problem, group=self._mesh.get_group())
+        if found := next(filter(None, told), ""):
+            raise CheckpointError(
+                f"this strategy updates several parameters as one flat piece, but in the checkpoint {found}. Load "
+                "it under another strategy, such as ddp or fsdp."
+            )
+
+    @torch.no_grad()
+    def _put_elements(self, name: str, entry: str, value: DTensor) -> None:
+        flat = _full(value).flatten()
+        piece = self._pieces.get(name)
+        if piece is None:
+            return
+        assert self._optimizer is not None
+        state = self._optimizer.state[piece.holder]
+        if entry not in state:
+            state[entry] = torch.zeros(piece.size, dtype=value.dtype, device=piece.weight.device)
+        piece.of_state(state[entry]).copy_(flat[piece.start : piece.start + piece.weight.numel()])
+
+
+def _placements(shape: Sequence[int]) -> list[Placement]:
+    return [Shard(0)] if len(shape) else [Replicate()]
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,314 @@
+"""Selection of the linear layers that compute in fp8."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+
+from torch import nn
+
+from atorch_ns.text import near_matches
+from atorch_ns.torch_compat import plain_name
+from opt_lib._replacements.making import Derived
+
+HEAD_NAMES = ("lm_head", "output_embedding", "embed_out", "output_projection")
+"""Last parts of the names that only layers which make logits have, wherever they stand."""
+
+LIKELY_HEAD_NAMES = frozenset(
+    (
+        "head",
+        "output",
+        "logits",
+        "classifier",
+        "unembed",
+        "proj_out",
+        "decoder",
+        "fc_out",
+        "score",
+        "to_logits",
+    )
+)
+"""Last parts of names that layers which make logits have, and others, too: they count for a child of the model, or where
+there is one output for each row of the largest embedding."""
+
+
+class Heads:
+    """Which linears make the logits: by what the model says of itself, by their weights, by their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tied = _weights_of_others(model)
+        self._said = {id(module) for module in _output_embeddings(model)}
+        rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+        self._rows = max(rows, default=None)
+
+    def has(self, name: str, module: nn.Linear) -> bool:
+        """Whether the linear of this name is one."""
+        if id(module.weight) in self._tied or id(module) in self._said:
+            return True
+        parent, _, last = name.rpartition(".")
+        if last in HEAD_NAMES:
+            return True
+        return last in LIKELY_HEAD_NAMES and (not parent or module.out_features == self._rows)
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """What ``get_output_embeddings()`` of transformers answers, of the model and of models in it."""
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        if not callable(ask):
+            continue
+        try:
+            found = ask()
+        except Exception:  # some models have none to answer with, and raise what they like
+            continue
+        if isinstance(found, nn.Module):
+            yield found
+
+
+def _weights_of_others(model: nn.Module) -> set[int]:
+    """The parameters that modules other than linears hold: an embedding's, which the logits' layer may share."""
+    return {id(parameter) for module in _others(model) for parameter in module.parameters(recurse=False)}
+
+
+def _others(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if not isinstance(module, nn.Linear))
+
+
+DIM_MULTIPLE = 16
+"""Both dims of a weight must be multiples of it: fp8 tensor cores read 16 elements of one byte at a time, along the
+inputs in the forward pass and along the outputs in the backward pass."""
+
+_MARKS = frozenset({"_is_hf_initialized"})
+"""Attributes that transformers leaves on every module; nothing reads them after the model is built."""
+
+EXCLUDED = "left out by exclude"
+NOT_INCLUDED = "not in include"
+SUBCLASS = "a subclass of nn.Linear, which computes in its own way"
+REPLACED = "module_replace gave it a forward pass of its own, which fp8 would lose; exclude that replacement to have it"
+FP8_ALREADY = "in fp8 before"
+CONV1D = "a Conv1D of transformers, which is no nn.Linear"
+HOOKED = "it has hooks or parametrizations, which another module would lose"
+TIED = "its weight is shared, and one of its names would not be gathered in fp8"
+SIZES = f"dims that are no multiples of {DIM_MULTIPLE}"
+HEAD = "it makes the logits, which fp8 harms; name it in include to have it"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Linear layers by their paths in the model.
+
+    Attributes:
+        replaced: those that are to compute in fp8.
+        kept: the others, by the reason.
+        heads: those kept only because they make the logits.
+    """
+
+    replaced: tuple[str, ...]
+    kept: Mapping[str, tuple[str, ...]]
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Layers that make the logits and that nobody has excluded."""
+        return self.kept.get(HEAD, ())
+
+    def refused(self, include: Iterable[str]) -> dict[str, str]:
+        """Those of ``include`` whose layers all stay as they are, with the reasons."""
+        found = {}
+        for part in include:
+            reasons = [reason for reason, names in self.kept.items() if any(part in name for name in names)]
+            if reasons and not any(part in name for name in self.replaced):
+                found[part] = "; ".join(reasons)
+        return found
+
+    def describe_replaced(self) -> str:
+        """``"layers.*.mlp.up_proj (24), stem"``."""
+        return folded(self.replaced)
+
+    def listed_replaced(self) -> str:
+        """Every name of them."""
+        return ", ".join(map(_shown, self.replaced))
+
+    def listed_kept(self) -> str:
+        """Every name of the others, with the reasons."""
+        return "; ".join(f"{', '.join(map(_shown, names))}: {reason}" for reason, names in self.kept.items())
+
+    def why_nothing(self) -> str:
+        """Why nothing is replaced."""
+        return self.describe_kept() or "the model has no nn.Linear"
+
+    def describe_kept(self) -> str:
+        """The others with their reasons; empty if there are none."""
+        return "; ".join(f"{folded(names)}: {reason}" for reason, names in self.kept.items())
+
+
+def find_linears(
+    model: nn.Module,
+    include: Sequence[str] | None,
+    exclude: Sequence[str],
+    *,
+    degree: int = 1,
+    keep_tied: bool = False,
+) -> Selection:
+    """The linears of ``model`` that compute in fp8.
+
+    Args:
+        model: the model.
+        include: parts of names, one of which a linear's name must contain; ``None`` for all.
+        exclude: parts of names that it may not contain.
+        degree: over how many ranks tensor parallelism divides one dim of each weight.
+        keep_tied: whether a linear whose weight has several names stays as it is, even if ``include`` names it.
+    """
+    heads = Heads(model)
+    shared = _shared_weights(model) if keep_tied else frozenset()
+    replaced: list[str] = []
+    kept: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        name = plain_name(path)
+        if _is_conv1d(module):
+            kept.setdefault(_why_not_named(name, include, exclude) or CONV1D, []).append(name)
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = _why_not_named(name, include, exclude) or _why_not_exact(module)
+        if reason is None and _is_odd(module, DIM_MULTIPLE * degree):
+            reason = (
+                SIZES
+                if degree == 1 or _is_odd(module, DIM_MULTIPLE)
+                else f"{SIZES} on each of {degree} tensor ranks"
+            )
+        if reason is None and include is None and heads.has(name, module):
+            reason = HEAD
+        if reason is None and id(module.weight) in shared:
+            reason = TIED
+        if reason is None:
+            replaced.append(name)
+        else:
+            kept.setdefault(reason, []).append(name)
+    return Selection(tuple(replaced), {reason: tuple(names) for reason, names in kept.items()})
+
+
+def is_named(name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> bool:
+    """Whether include and exclude let a layer of this name through."""
+    if any(part in name for part in exclude):
+        return False
+    return include is None or any(part in name for part in include)
+
+
+def lora_layers(
+    module_classes: Mapping[str, Iterable[str]], include: Sequence[str] | None, exclude: Sequence[str]
+) -> list[str]:
+    """The paths of peft's LoRA layers that include and exclude let through.
+
+    Args:
+        module_classes: for every path the names of its classes.
+        include, exclude: as for :func:`find_linears`.
+    """
+    return [
+        path
+        for path, classes in module_classes.items()
+        if f"{path}.lora_A" in module_classes
+        and any(name.startswith("peft.") for name in classes)
+        and is_named(path, include, exclude)
+    ]
+
+
+def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
+    """Those of ``parts`` that no linear's name contains, each with the parts of names nearest to it.
+
+    Args:
+        model: the model.
+        parts: as in include and exclude.
+    """
+    names = [
+        plain_name(path)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear) or _is_conv1d(module)
+    ]
+    return {
+        part: near_matches(part, _runs(names, part.count(".") + 1))
+        for part in parts
+        if not any(part in name for name in names)
+    }
+
+
+def _runs(names: Iterable[str], length: int) -> list[str]:
+    """All runs of so many parts in dotted names."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        for start in range(len(parts) - length + 1):
+            found[".".join(parts[start : start + length])] = None
+    return list(found)
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names with their numbers replaced by ``*``, equal ones counted: ``"layers.*.up (24), stem"``."""
+    counts: dict[str, list[str]] = {}
+    for name in names:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+        counts.setdefault(pattern, []).append(_shown(name))
+    return ", ".join(
+        found[0] if len(found) == 1 else f"{pattern} ({len(found)})" for pattern, found in counts.items()
+    )
+
+
+def _shown(name: str) -> str:
+    return name or "the model itself"
+
+
+def _why_not_named(name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> str | None:
+    if is_named(name, include, exclude):
+        return None
+    return EXCLUDED if any(part in name for part in exclude) else NOT_INCLUDED
+
+
+def _why_not_exact(module: nn.Linear) -> str | None:
+    if any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__):
+        return FP8_ALREADY
+    if isinstance(module, Derived):
+        return REPLACED
+    if type(module) is not nn.Linear:
+        return SUBCLASS
+    if _is_hooked(module):
+        return HOOKED
+    more = _more_than_a_linear(module)
+    if more:
+        return f"it holds {', '.join(more)} besides what an nn.Linear has, which another module would lose"
+    return None
+
+
+def _is_odd(module: nn.Linear, multiple: int) -> bool:
+    return bool(module.in_features % multiple or module.out_features % multiple)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+_TENSORS_AND_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether it has hooks of any kind: all that a module registers is in containers, empty in a new one."""
+    containers = (
+        value
+        for name, value in vars(module).items()
+        if name.startswith("_") and name.endswith("hooks") and isinstance(value, Sized)
+    )
+    return any(len(each) for each in containers) or "forward" in vars(module)
+
+
+def _more_than_a_linear(module: nn.Linear) -> list[str]:
+    """Names of attributes, parameters, buffers and children that a new ``nn.Linear`` does not have."""
+    new = nn.Linear(1, 1, device="meta")
+    held = set(vars(module)).difference(_MARKS, vars(new))
+    for name in _TENSORS_AND_MODULES:
+        held.update(set(vars(module)[name]).difference(vars(new)[name]))
+    return sorted(held)
+
+
+def _shared_weights(model: nn.Module) -> frozenset[int]:
+    counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return frozenset(key for key, count in counts.items() if count > 1)

@@ -1,0 +1,166 @@
+"""fp8 by torchao: ``Float8Linear`` in the places of linears, with scales found in every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from atorch_ns.job import Job, ParameterStates, make_user_optimizer
+from opt_lib._config_checks import require
+from opt_lib._fp8.config import Fp8Config
+
+INSTALL = "pip install torchao"
+
+_LOUD = ("torchao", "torch.utils._pytree")
+"""Loggers that warn while torchao is imported: of kernels built for other GPUs, none of which float8 uses, and of
+its own use of torch."""
+
+
+def load() -> ModuleType:
+    """``torchao.float8``, imported without the warnings that its import gives.
+
+    Raises:
+        MissingPackageError: if it cannot be imported.
+    """
+    with warnings.catch_warnings(), _quiet(_LOUD):
+        warnings.simplefilter("ignore")
+        return require("torchao.float8", needed_by="the backend torchao of fp8", install=INSTALL)
+
+
+def gathers_in_fp8(job: Job, config: Fp8Config) -> bool:
+    """Whether weights are gathered in fp8: only ``fully_shard`` asks a weight how it is to be gathered."""
+    return (
+        config.fsdp_all_gather
+        and bool(job.plan.sharding.gradients_over)
+        and job.plan.sharding.layout == "rows"
+    )
+
+
+def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
+    """Puts a ``Float8Linear`` with the same parameters in the place of each of these linears.
+
+    A linear with several names stays one module. On a CPU it takes its input in the dtype of autocast, as torchao's
+    module by itself does on GPUs only.
+    """
+    float8 = load()
+    settings = dataclasses.replace(
+        float8.Float8LinearConfig.from_recipe_name(config.recipe),
+        enable_fsdp_float8_all_gather=gathers_in_fp8(job, config),
+        emulate=config.emulate,
+    )
+    chosen = {id(job.module.get_submodule(name)) for name in names}
+    everywhere = job.module.named_modules(remove_duplicate=False)
+    linears = {path: module for path, module in everywhere if id(module) in chosen}
+    converted = float8.convert_to_float8_training(
+        job.module, module_filter_fn=lambda module, _: id(module) in chosen, config=settings
+    )
+    if converted is not job.module:  # the model is one linear
+        job.replace_model(converted)
+    made: dict[
+        int, nn.Module
+    ] = {}  # torchao replaces one of the names in one parent, and makes one for each parent
+    for path, module in linears.items():
+        new: Any = job.module.get_submodule(path)
+        if new is not module:
+            made.setdefault(id(module), new)
+    for path, module in linears.items():
+        new = made[id(module)]
+        parent, _, child = path.rpartition(".")
+        if path:
+            setattr(job.module.get_submodule(parent), child, new)
+        if not hasattr(new, "is_exact"):
+            kind: Any = type(new)
+            new.__class__ = _switchable(kind)
+        new.train(module.training)
+    job.precision.restore = _restore_precision
+
+
+@functools.cache
+def _switchable(kind: Any) -> type[nn.Module]:
+    """torchao's class, with a switch to the dtype of the weights, and with autocast on CPUs as on GPUs."""
+
+    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if module.is_exact:
+            return F.linear(x, module.weight, module.bias)
+        if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        out: torch.Tensor = kind.forward(module, x)
+        return out
+
+    body = {"__doc__": kind.__doc__, "__module__": __name__, "is_exact": False, "forward": forward}
+    return type("Float8Linear", (kind,), body)
+
+
+def __getattr__(name: str) -> Any:
+    """The class of the replaced layers, by whose name pickles find it."""
+    if name != "Float8Linear":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    load()
+    return _switchable(importlib.import_module("torchao.float8.float8_linear").Float8Linear)
+
+
+def _restore_precision(model: nn.Module) -> None:
+    """Lets the linears compute in the dtype of their weights, or of autocast.
+
+    In fp8 a divided layer differs from the whole one by the rounding of its scales, which hides what a test of the
+    division is to find.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "is_exact"):
+            module.is_exact = True
+
+
+def scale_after_steps(job: Job) -> None:
+    """Finds the scales of all weights that are gathered in fp8 at once, whenever the weights have changed.
+
+    That is one small all-reduce instead of one for each weight. The gathering itself finds a scale that nobody has
+    found before; so it stays where fp32 masters are rounded into the weights after the optimizer's step.
+    """
+    if job.plan.precision.master_dtype is not None or job.inputs.optim_func is None:
+        return
+    precompute = load().precompute_float8_dynamic_scale_for_fsdp
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = make_user_optimizer(job, groups)
+        optimizer.register_step_post_hook(lambda *_: precompute(job.module))
+        return optimizer
+
+    job.optimizer.make = make
+    job.make_states = _ScaledStates
+
+
+class _ScaledStates(ParameterStates):
+    """Weights whose scales are found anew when a checkpoint is loaded."""
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().set_weights(weights)
+        load().precompute_float8_dynamic_scale_for_fsdp(self._job.module)
+
+
+@contextmanager
+def _quiet(names: Iterable[str]) -> Iterator[None]:
+    """Lets no record of these loggers through."""
+
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
+
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(nothing)

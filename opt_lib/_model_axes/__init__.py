@@ -1,0 +1,1 @@
+"""Helpers of the methods that divide a model over axes of the mesh."""

@@ -1,0 +1,346 @@
+"""Cutting a job's model into stages, for every engine that runs them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.cluster import agree, same_everywhere
+from atorch_ns.errors import BatchSizeError, StepError
+from atorch_ns.job import Job, is_on_meta
+from atorch_ns.pipeline import (
+    CallGraph,
+    HowToRun,
+    Signature,
+    StageAssignment,
+    StageSet,
+    StageSettings,
+    divide_parameters,
+    get_schedule,
+    install_stages,
+    signature,
+    train_step_only,
+    without_memory,
+)
+from atorch_ns.text import seconds_text
+from atorch_ns.torch_compat import group_timeout, plain_name
+from opt_lib._model_axes.pipeline_plan import CutRequest, PipelinePlan, plan_pipeline, splitter
+
+
+def all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of every parameter by the first of them."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: tuple(names) for names in found.values()}
+
+
+@torch.no_grad()
+def share_parameters(job: Job, assignment: StageAssignment) -> None:
+    """Gives what several ranks of a pipeline hold the values it has on the first of them; collective over all ranks.
+
+    Their gradients are summed once a step, and only the first of them counts them in norms. To be called while the
+    model is whole.
+    """
+    assert job.mesh is not None
+    rank = job.mesh.axis("pipeline").get_local_rank()
+    names = all_names(job.module)
+    parameters = dict(job.module.named_parameters())
+    groups = pipeline_groups(job, sorted({assignment.ranks_holding(name) for name in assignment.shared}))
+    materialiser = job.materialiser()
+    for name in assignment.shared:
+        holders = assignment.ranks_holding(name)
+        if rank not in holders:
+            continue
+        group = groups[holders]
+        parameter = parameters[name]
+        if parameter.is_meta:  # drawn by its path, so the same everywhere
+            owners = [job.module.get_submodule(one.rpartition(".")[0]) for one in names[name]]
+            materialiser.materialise(owners, recurse=False)
+        else:
+            _broadcast(parameter, group, job.device)
+        job.gradients.sums.add(names[name], group)
+        if rank != holders[0]:
+            job.gradients.remote_norm_names.update(names[name])
+    for name in assignment.shared_on_rank:
+        if rank in assignment.ranks_holding(name):
+            job.gradients.kept_whole.add(name)
+            job.gradients.sums.add(names[name], job.mesh.data_group, mean=True)
+
+
+def _broadcast(parameter: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    value = parameter.data.to(device)
+    dist.broadcast(value, group=group, group_src=0)
+    if value is not parameter.data:
+        parameter.data.copy_(value)
+
+
+def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of places along the pipeline. Every rank makes the groups of all pipelines."""
+    assert job.mesh is not None
+    mesh = job.mesh.device_mesh
+    names = mesh.mesh_dim_names or ()
+    dim = names.index("pipeline")
+    lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    timeout = group_timeout(job.device)
+    for places in wanted:
+        for line in lines:
+            ranks = [line[place] for place in places]
+            group = dist.new_group(ranks, timeout=timeout)
+            if dist.get_rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                found[places] = group
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutPipeline:
+    """A job's model in stages.
+
+    Attributes:
+        plan: what was decided.
+        stage_set: this rank's stages.
+    """
+
+    plan: PipelinePlan
+    stage_set: StageSet
+
+
+def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
+    """Cuts ``job.module`` into this rank's stages, which become ``job.parts.stages``; collective.
+
+    Args:
+        job: with a mesh that has the axis ``pipeline``.
+        method: its name, for the report.
+        request: what the user asks.
+
+    Raises:
+        InputError: if the model cannot be cut so; on all ranks.
+        RankError: if the ranks would cut differently.
+    """
+    assert job.mesh is not None
+    plan = agree(
+        lambda: plan_pipeline(job, request),
+        what="cutting the model into stages",
+        distributed=job.cluster.distributed,
+    )
+    same_everywhere(
+        {"units, in the order of their calls": ", ".join(plan.graph.paths)},
+        distributed=job.cluster.distributed,
+    )
+    plan = _as_first_rank(plan)
+    make_weights_equal(job, method)
+    num_ranks = job.mesh.size("pipeline")
+    rank_of = plan.rank_of(num_ranks)
+    assignment = divide_parameters(job.module, plan.units, plan.graph, plan.cuts, rank_of)
+    _place_what_lies_between(job, plan)
+    if any(job.mesh.size(axis) > 1 for axis in ("tensor", "sequence", "expert")):
+        job.parts.full_structure = without_memory(job.module)
+    share_parameters(job, assignment)
+    stages = install_stages(
+        job.module,
+        plan.units,
+        assignment,
+        job.mesh.axis("pipeline").get_local_rank(),
+        StageSettings(
+            device=job.device,
+            model_input_format=job.inputs.model_input_format,
+            method=method,
+        ),
+    )
+    job.parts.stages = stages
+    job.parts.pipeline = plan.step
+    job.step.num_micro_batches = plan.num_micro_batches
+    job.step.split = splitter(plan, num_ranks)
+    job.plan = job.plan.changed(
+        num_micro_batches=plan.num_micro_batches,
+        pipeline={"schedule": plan.info.name, "stages_per_rank": plan.stages_per_rank},
+    )
+    _explain(job, method, plan, num_ranks, len(assignment.shared))
+    return CutPipeline(
+        plan=plan,
+        stage_set=StageSet(
+            stages, plan.cuts, rank_of, plan.graph.paths, _tracing(job, plan), lambda: _seed(job)
+        ),
+    )
+
+
+def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
+    """What rank 0 has decided: estimates may differ between ranks, by the samples they have seen or by their nodes."""
+    decided: list[Any] = [(plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)]
+    dist.broadcast_object_list(decided, src=0)
+    name, on_rank, num, cuts = decided[0]
+    if (plan.info.name, plan.stages_per_rank, plan.cuts) == (name, on_rank, cuts):
+        return plan
+    return replace(
+        plan, info=get_schedule(name), stages_per_rank=on_rank, num_micro_batches=num, cuts=tuple(cuts)
+    )
+
+
+def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any], CallGraph]:
+    def trace(micro_batch: Any) -> CallGraph:
+        same = signature(micro_batch) == plan.traced_with
+        if plan.tracer is None and not same:
+            raise BatchSizeError(
+                "the model does not run on tensors without memory, so its stages can only exchange what they did "
+                f"when it was cut, for micro-batches of {_shapes(plan.traced_with)}; this one has "
+                f"{_shapes(signature(micro_batch))}. Use drop_last=True and samples of one length."
+            )
+        if plan.tracer is None or (
+            same and job.precision.autocast is None and job.precision.input_dtype is None
+        ):
+            return plan.graph
+        how = HowToRun(
+            model_input_format=job.inputs.model_input_format,
+            loss_func=job.inputs.loss_func,
+            autocast=_autocast(job),
+            weights=job.precision.input_dtype,
+        )
+        return plan.tracer.trace(micro_batch, how)
+
+    return trace
+
+
+def _shapes(traced: Signature) -> str:
+    return ", ".join(str(list(shape)) for shape, _ in traced)
+
+
+def _seed(job: Job) -> int:
+    """Of the next batch: it goes on with training where a checkpoint was taken, and is another on other data."""
+    state = job.step.randomness.state().tolist() if job.step.randomness is not None else [job.seed]
+    text = repr((*state, job.data_rank)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def _autocast(job: Job) -> torch.dtype | None:
+    return job.precision.autocast.dtype if job.precision.autocast is not None else None
+
+
+def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:
+    """Gives memory to buffers that belong to no unit: every stage computes with them."""
+    if not is_on_meta(job.module):
+        return
+    inside = {id(child) for unit in plan.units for child in unit.module.modules()}
+    between = [
+        module
+        for module in job.module.modules()
+        if id(module) not in inside and module._buffers and not module._parameters
+    ]
+    job.materialiser().materialise(between, recurse=False)
+
+
+def _cut_names(plan: PipelinePlan) -> str:
+    return ", ".join(plan.graph.paths[cut] for cut in plan.cuts)
+
+
+def _explain(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shared: int) -> None:
+    on_rank = f", {plan.stages_per_rank} on each rank" if plan.stages_per_rank > 1 else ""
+    text = (
+        f"{len(plan.cuts) + 1} stages{on_rank}, cut before {_cut_names(plan)}; {plan.info.name} with "
+        f"{plan.num_micro_batches} micro-batches"
+    )
+    if num_shared:
+        text += f"; {num_shared} parameter(s) shared by stages"
+    if job.gradients.kept_whole and job.num_data_ranks > 1:
+        text += f"; {len(job.gradients.kept_whole)} of them whole on every data rank, since two stages of a rank use them"
+    job.explain(method, text)
+    job.explain(method, train_step_only(method))
+    if plan.choice is not None and len(plan.choice.candidates) > 1:
+        weighed = [one for one in plan.choice.candidates if not one.problem][:3]
+        shown = ", ".join(
+            f"{one.schedule.name} {seconds_text(one.step_seconds)} with {one.bubble_share:.0%} idle"
+            for one in weighed
+        )
+        job.explain(method, f"the fastest by simulation (predicted): {shown}")
+    if plan.refused:
+        cut, reason = next(iter(plan.refused.items()))
+        job.explain(
+            method,
+            f"cannot be cut in {len(plan.refused)} place(s), as before {plan.graph.paths[cut]}: {reason}",
+        )
+    if plan.info.note:
+        job.explain(method, plan.info.note)
+
+
+@torch.no_grad()
+def make_weights_equal(job: Job, method: str) -> None:
+    """Gives all ranks of a pipeline the weights of its first if theirs differ; collective over the pipeline."""
+    group = job.stage_group
+    if group is None or is_on_meta(job.module):
+        return
+    tensors = [*job.module.parameters(), *job.module.buffers()]
+    sums = [_sum(tensor).to(job.device) for tensor in tensors]
+    if not sums:
+        return
+    own = torch.stack(sums)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    differ = torch.stack([(one != gathered[0]) for one in gathered]).any(0)
+    if not differ.any():
+        return
+    for tensor in tensors:
+        value = tensor.data.to(job.device).contiguous()
+        dist.broadcast(value, group=group, group_src=0)
+        if value is not tensor.data:
+            tensor.data.copy_(value)
+    job.explain(
+        method,
+        f"{int(differ.sum())} of {len(tensors)} parameters and buffers differed between the ranks of a pipeline, which "
+        "were seeded differently; all take those of its first rank",
+    )
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    value = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    return value.sum(dtype=torch.float64).nan_to_num()
+
+
+class OutputsAlone(TorchFunctionMode):
+    """Watches a loss function and refuses the model's parameters in it: a rank has those of its stages alone.
+
+    Args:
+        names: names of the parameters by their ids.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(made.requires_grad for made in tensors_of(result)):
+            for given in tensors_of((args, dict(kwargs))):
+                if isinstance(given, nn.Parameter) and id(given) in self._names:
+                    raise StepError(
+                        f"loss_func computes with {self._names[id(given)]}, a parameter of the model. In a pipeline it "
+                        "runs on the last stage, which has no parameters of the others, so the loss would lack them. "
+                        "Use the optimizer's weight_decay for a penalty on weights, return from the model what the "
+                        "loss needs, or train without pipeline."
+                    )
+        return result
+
+    @classmethod
+    def once(cls, model: nn.Module, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """``loss``, watched at its first call that computes gradients."""
+        waiting = [True]
+
+        def watched(batch: Any, output: Any) -> Any:
+            if not (waiting and torch.is_grad_enabled()):
+                return loss(batch, output)
+            waiting.clear()
+            with cls({id(parameter): plain_name(name) for name, parameter in model.named_parameters()}):
+                return loss(batch, output)
+
+        return watched

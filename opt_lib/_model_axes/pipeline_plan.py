@@ -1,0 +1,455 @@
+"""Deciding a pipeline before anything is changed: schedule, micro-batches, cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from atorch_ns.cluster import Cluster, Hardware
+from atorch_ns.data import split_batch
+from atorch_ns.errors import BatchSizeError, InputError
+from atorch_ns.job import Job, is_on_meta
+from atorch_ns.pipeline import (
+    BlockCosts,
+    CallGraph,
+    CallTracer,
+    HowToRun,
+    PipelineStep,
+    ScheduleChoice,
+    ScheduleInfo,
+    Signature,
+    choose_for_device,
+    custom_cuts,
+    find_units,
+    get_schedule,
+    num_rows,
+    parameter_cuts,
+    plan_crossings,
+    refused_cuts,
+    signature,
+    split_backward,
+    trace_with_values,
+    uniform_cuts,
+    uniform_floor_cuts,
+)
+from atorch_ns.profile import NamedModule, repeated_blocks
+from atorch_ns.strategy import Plan
+from opt_lib._model_axes.sample_batch import local_batch_size, sample_micro_batch
+
+
+def asked_micro_batches(job: Job, request: CutRequest) -> int | None:
+    """The number that the user gave, here or as gradient accumulation; ``None`` for none."""
+    if request.num_micro_batches is not None:
+        return request.num_micro_batches
+    given = (job.inputs.gradient_accumulation_steps, job.plan.num_micro_batches)
+    return next((number for number in given if number > 1), None)
+
+
+def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows: int) -> int:
+    """The number that divides ``rows``, suits the schedule and is nearest to twice the stages, below four times them.
+
+    Raises:
+        BatchSizeError: if there is none.
+    """
+    number = info.usual_micro_batches(num_ranks, on_rank, rows)
+    if number is None:
+        parts = [part for part in range(1, rows + 1) if rows % part == 0]
+        raise BatchSizeError(
+            f"a batch of {rows} rows per data rank splits into {', '.join(map(str, parts))} micro-batches, but "
+            f"{info.problem(num_ranks, rows, on_rank)} Use a larger batch_size, drop_last=True in dataloader_args if "
+            "it is the last batch of an epoch, or schedule='GPipe', which runs any number."
+        )
+    return number
+
+
+def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, asked: int, rows: int) -> str:
+    """Why a batch of so many rows is not run in ``asked`` micro-batches, and what to do."""
+    legal = info.dividing(num_ranks, on_rank, rows)
+    why = (
+        f"a batch of {rows} rows per rank cannot be split into {asked} equal micro-batches."
+        if rows % asked
+        else info.reason(num_ranks, asked, on_rank)
+    )
+    return (
+        f"{why} {_use(legal)}, drop_last=True in dataloader_args if it is the last batch of an epoch, or another "
+        "batch_size."
+    )
+
+
+def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
+    """Splits batches: into the plan's number of micro-batches, and where it does not divide one and the user has not
+    asked for it, into another."""
+
+    def split(data: Any) -> list[Any]:
+        number, rows = plan.num_micro_batches, num_rows(data)
+        if rows is not None and rows % number:
+            if plan.num_is_asked:
+                raise BatchSizeError(number_problem(plan.info, num_ranks, plan.stages_per_rank, number, rows))
+            number = fitting_micro_batches(plan.info, num_ranks, plan.stages_per_rank, rows)
+        return split_batch(data, number)
+
+    return split
+
+
+def _use(legal: list[int]) -> str:
+    return f"Use num_micro_batches={' or '.join(map(str, legal))}" if legal else "Use schedule='GPipe'"
+
+
+SplitMethod = Literal["auto", "uniform", "uniform_floor", "parameters", "custom"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRequest:
+    """What the user asks of a pipeline; the fields of ``pipeline_parallel``'s config.
+
+    Attributes:
+        schedule: its name, or ``"auto"``.
+        stages_per_rank: ``None`` for the schedule's usual number.
+        num_micro_batches: ``None`` for what fits.
+        split_method: how cuts are found where ``split_points`` and ``custom_partition`` are empty.
+        split_points: names of modules that begin a stage.
+        custom_partition: the first unit of every stage.
+        memory_limit_bytes: of a rank; ``None`` for that of its device where it is known.
+    """
+
+    schedule: str = "1F1B"
+    stages_per_rank: int | None = None
+    num_micro_batches: int | None = None
+    split_method: SplitMethod = "auto"
+    split_points: tuple[str, ...] = ()
+    custom_partition: tuple[int, ...] = ()
+    memory_limit_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A pipeline, decided.
+
+    Attributes:
+        info: the schedule.
+        stages_per_rank: stages on each rank.
+        num_micro_batches: parts of a batch.
+        num_is_asked: whether the user gave that number.
+        cuts: calls before which the model is cut.
+        units: the modules that stages are made of.
+        graph: a pass of one micro-batch.
+        traced_with: shapes of that micro-batch.
+        tracer: traces more of them; ``None`` for a model that had to be run really.
+        costs: of the calls.
+        choice: how cuts were chosen by time, where they were.
+        refused: where the model cannot be cut, and why.
+    """
+
+    info: ScheduleInfo
+    stages_per_rank: int
+    num_micro_batches: int
+    num_is_asked: bool
+    cuts: tuple[int, ...]
+    units: tuple[NamedModule, ...]
+    graph: CallGraph
+    traced_with: Signature
+    tracer: CallTracer | None
+    costs: BlockCosts
+    choice: ScheduleChoice | None
+    refused: dict[int, str]
+
+    @property
+    def step(self) -> PipelineStep:
+        """What can be simulated for its timeline."""
+        return PipelineStep(
+            schedule=self.info.name,
+            num_ranks=(len(self.cuts) + 1) // self.stages_per_rank,
+            num_micro_batches=self.num_micro_batches,
+            stages_per_rank=self.stages_per_rank,
+            costs=self.costs.stages(self.cuts),
+        )
+
+    def rank_of(self, num_ranks: int) -> tuple[int, ...]:
+        """The rank along the pipeline of every stage."""
+        return tuple(self.info.rank_of(stage, num_ranks) for stage in range(len(self.cuts) + 1))
+
+
+def plan_pipeline(job: Job, request: CutRequest) -> PipelinePlan:
+    """Decides a pipeline for the job's model and mesh, alike on every rank.
+
+    Raises:
+        InputError: naming the numbers and the choices.
+    """
+    assert job.mesh is not None
+    num_ranks = job.mesh.size("pipeline")
+    info = get_schedule(request.schedule if request.schedule != "auto" else "1F1B")
+    on_rank = request.stages_per_rank or info.usual_stages
+    num = _num_micro_batches(job, request, info, num_ranks, on_rank)
+    units = find_units(job.module, at_least=num_ranks * on_rank, starts=request.split_points)
+    batch = sample_micro_batch(job, num)
+    tracer, graph = _trace(job, units, batch)
+    refused = refused_cuts(graph)
+    costs = call_costs(
+        graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=block_paths(job.module)
+    )
+    _check_count(graph, num_ranks, 1 if request.schedule == "auto" else on_rank, info)
+    known = _cuts(request, graph, units, num_ranks * on_rank, refused)
+    choice = None
+    if known is None or request.schedule == "auto":
+        try:
+            choice = _choose(job, request, costs, known, num_ranks, num, info, on_rank)
+        except InputError as error:
+            raise InputError(f"{error}{_where_not(graph, refused)}") from error
+        info, on_rank, known = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
+    return PipelinePlan(
+        info=info,
+        stages_per_rank=on_rank,
+        num_micro_batches=num,
+        num_is_asked=asked_micro_batches(job, request) is not None,
+        cuts=tuple(known),
+        units=tuple(units),
+        graph=graph,
+        traced_with=signature(batch),
+        tracer=tracer,
+        costs=costs,
+        choice=choice,
+        refused=refused,
+    )
+
+
+def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTracer | None, CallGraph]:
+    how = HowToRun(model_input_format=job.inputs.model_input_format, loss_func=job.inputs.loss_func)
+    tracer = CallTracer(job.module, units, job.device)
+    try:
+        return tracer, tracer.trace(batch, how)
+    except InputError:
+        if is_on_meta(job.module):
+            raise
+        job.module.to(job.device)
+        return None, trace_with_values(job.module, units, batch, how, job.device)
+
+
+def _num_micro_batches(
+    job: Job, request: CutRequest, info: ScheduleInfo, num_ranks: int, on_rank: int
+) -> int:
+    """The user's number, else what :func:`fitting_micro_batches` finds for the loader's batches."""
+    asked = asked_micro_batches(job, request)
+    size = local_batch_size(job)
+    if asked is not None:
+        if info.problem(num_ranks, asked, on_rank) and size is not None:
+            raise BatchSizeError(number_problem(info, num_ranks, on_rank, asked, size))
+        info.check(num_ranks, asked, on_rank)
+        return asked
+    if size is None:
+        return info.near_micro_batches(num_ranks, 2 * num_ranks * on_rank + 1, on_rank)[-3]
+    return fitting_micro_batches(info, num_ranks, on_rank, size)
+
+
+def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo) -> None:
+    num_stages = num_ranks * on_rank
+    if len(graph.calls) < num_stages:
+        names = ", ".join(graph.paths[:8]) + (", …" if len(graph.paths) > 8 else "")
+        raise InputError(
+            f"pipeline={num_ranks} with {on_rank} stage(s) per rank ({info.name}) makes {num_stages} stages, but the "
+            f"model has {len(graph.calls)} units to make them of: {names}. Use pipeline={len(graph.calls) // on_rank} "
+            "or less, or name modules inside them in split_points."
+        )
+
+
+def _cuts(
+    request: CutRequest,
+    graph: CallGraph,
+    units: Sequence[NamedModule],
+    num_stages: int,
+    refused: Mapping[int, str],
+) -> tuple[int, ...] | None:
+    """Cuts that do not depend on time; ``None`` to look for the fastest."""
+    num = len(graph.calls)
+    points = request.split_points or request.custom_partition
+    if request.schedule == "auto" and points:
+        num_stages = len(request.split_points) + 1 if request.split_points else len(points) - 1
+    if points:
+        where = _positions(request.split_points, graph) if request.split_points else request.custom_partition
+        if request.split_points and len(where) != num_stages - 1:
+            raise InputError(
+                f"split_points names {len(where)} module(s) ({', '.join(request.split_points)}), but {num_stages} "
+                f"stages need {num_stages - 1}: one for each but the first. They can be {_names(graph)}."
+            )
+        if request.split_points and list(where) != sorted(set(where)):
+            raise InputError(
+                f"split_points are to be named once each, in the order in which the model calls them; they are "
+                f"{', '.join(request.split_points)}, and the model calls {_names(graph)}."
+            )
+        return custom_cuts(where, num, num_stages, refused=refused)
+    allowed = [cut for cut in range(1, num) if cut not in refused]
+    try:
+        if request.split_method == "uniform":
+            return uniform_cuts(num, num_stages, allowed_cuts=allowed)
+        if request.split_method == "uniform_floor":
+            return uniform_floor_cuts(num, num_stages, allowed_cuts=allowed)
+        if request.split_method == "parameters":
+            return parameter_cuts(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
+    except InputError as error:
+        raise InputError(f"{error}{_where_not(graph, refused)}") from error
+    return None
+
+
+def _where_not(graph: CallGraph, refused: Mapping[int, str]) -> str:
+    if not refused:
+        return ""
+    cut, reason = next(iter(refused.items()))
+    return (
+        f" The model cannot be cut in {len(refused)} place(s), such as before {graph.paths[cut]}: "
+        f"{reason.rstrip('.')}."
+    )
+
+
+def _positions(points: Sequence[str], graph: CallGraph) -> list[int]:
+    found = []
+    for point in points:
+        inside = [i for i, path in enumerate(graph.paths) if path == point or path.startswith(f"{point}.")]
+        if not inside:
+            raise InputError(
+                f"split_points names {point!r}, which the model does not call. Stages can begin at {_names(graph)}."
+            )
+        if inside[0] == 0:
+            raise InputError(
+                f"split_points names {point!r}, but it begins the model already: the first stage needs no name. "
+                f"Name the modules that begin the other stages, of {_names(graph)}."
+            )
+        found.append(inside[0])
+    return found
+
+
+def _names(graph: CallGraph) -> str:
+    """The units that a stage after the first can begin with."""
+    return ", ".join(dict.fromkeys(graph.paths[1:25])) + (", …" if len(graph.paths) > 25 else "")
+
+
+def _choose(
+    job: Job,
+    request: CutRequest,
+    costs: BlockCosts,
+    cuts: Sequence[int] | None,
+    num_ranks: int,
+    num: int,
+    info: ScheduleInfo,
+    on_rank: int,
+) -> ScheduleChoice:
+    """The fastest cut, and with it the fastest schedule where none is named, that fits the memory."""
+    return choose_for_device(
+        costs,
+        num_ranks,
+        num,
+        schedule=None if request.schedule == "auto" else info,
+        stages_per_rank=request.stages_per_rank if request.schedule == "auto" else on_rank,
+        whole_backward=job.plan.whole_backward,
+        limit_bytes=request.memory_limit_bytes,
+        memory_bytes=known_hardware(job.cluster).device.memory_bytes,
+        cuts=cuts,
+    )
+
+
+def call_costs(
+    graph: CallGraph,
+    units: Sequence[NamedModule],
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    refused: Collection[int],
+    blocks: Collection[str],
+) -> BlockCosts:
+    """Seconds and bytes of every call.
+
+    A call computes for as long as its operations take and moves memory for as long as its bytes take. Both are
+    added, as for models of many small operators; only their proportions matter for a cut.
+
+    Args:
+        graph: the calls.
+        units: what they call.
+        plan: tells what is sharded and what is recomputed.
+        hardware: the speeds of device and links.
+        refused: positions that cannot be cut.
+        blocks: paths of the repeated blocks.
+    """
+    device, link = hardware.device, hardware.within_node.rate_of("send")
+    flops = (
+        device.flops_of(plan.precision.compute_dtype or plan.precision.parameter_dtype) * device.efficiency
+    )
+    forward = tuple(call.flops / flops + call.moved_bytes / device.memory_bytes_per_s for call in graph.calls)
+    again = tuple(
+        seconds if _recomputed(plan, call.path, blocks) else 0.0
+        for seconds, call in zip(forward, graph.calls, strict=True)
+    )
+    for_input, for_weight = split_backward([2 * seconds for seconds in forward], again)
+    sizes = _cut_bytes(graph, refused)
+    return BlockCosts(
+        forward=forward,
+        backward_input=for_input,
+        backward_weight=for_weight,
+        backward=tuple(2 * seconds + more for seconds, more in zip(forward, again, strict=True)),
+        send=tuple(link.latency_s + size / link.bytes_per_s for size in sizes),
+        state_bytes=tuple(size * _copies(plan) for size in parameter_bytes(units, graph)),
+        activation_bytes=tuple(
+            float(
+                _argument_bytes(graph, number) if _recomputed(plan, call.path, blocks) else call.saved_bytes
+            )
+            for number, call in enumerate(graph.calls)
+        ),
+        boundary_bytes=sizes,
+        allowed_cuts=[cut for cut in range(1, len(graph.calls)) if cut not in refused],
+    )
+
+
+def known_hardware(cluster: Cluster) -> Hardware:
+    """The speeds of devices and links; a CPU's, whose proportions will do, where nobody knows the device."""
+    try:
+        found = cluster.with_hardware().hardware
+    except InputError:
+        found = replace(cluster, device_type="cpu", hardware=None).with_hardware().hardware
+        assert found is not None
+        found = replace(found, device=replace(found.device, memory_bytes=cluster.device_memory_bytes))
+    assert found is not None
+    return found
+
+
+def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]:
+    """Bytes of the parameters of each call's unit; of those that several calls use, with the first."""
+    modules = {unit.name: unit.module for unit in units}
+    counted: set[int] = set()
+    found = []
+    for path in graph.paths:
+        new = [p for p in modules[path].parameters() if id(p) not in counted]
+        counted.update(map(id, new))
+        found.append(sum(p.numel() * p.element_size() for p in new))
+    return found
+
+
+def block_paths(model: nn.Module) -> set[str]:
+    """Paths of the repeated blocks."""
+    return {block.name for block in repeated_blocks(model)}
+
+
+def _copies(plan: Plan) -> float:
+    """Bytes on a rank for each byte of a parameter: itself, its gradient, and two moments as of Adam."""
+    sharding = plan.sharding
+    axes_of_each = (sharding.parameters_over, sharding.gradients_over, sharding.optimizer_over)
+    shares = [plan.size(axes) for axes in axes_of_each]
+    divided = plan.size("tensor")
+    return (1 / shares[0] + 1 / shares[1] + 2 / shares[2]) / divided
+
+
+def _recomputed(plan: Plan, path: str, blocks: Collection[str]) -> bool:
+    return plan.recomputation.kind == "blocks" and plan.recomputation.selectors is None and path in blocks
+
+
+def _argument_bytes(graph: CallGraph, number: int) -> int:
+    arguments = set(graph.calls[number].arguments)
+    return sum(
+        graph.values[value].spec.num_bytes for value in arguments if graph.values[value].last_call >= 0
+    )
+
+
+def _cut_bytes(graph: CallGraph, refused: Collection[int]) -> tuple[float, ...]:
+    return tuple(
+        0.0 if cut in refused else float(plan_crossings(graph, [cut])[0].num_bytes)
+        for cut in range(1, len(graph.calls))
+    )

@@ -1,0 +1,301 @@
+"""Settings of tensor_parallel, and the loss on logits divided over the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from pydantic import Field, field_validator
+from torch import nn
+
+from atorch_ns.cluster import agree
+from atorch_ns.data import call_model
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job
+from atorch_ns.method import Flag, MethodConfig
+from atorch_ns.profile import repeated_blocks
+from atorch_ns.sharding import (
+    LOSS_TOLERANCE,
+    ChosenPlan,
+    LayerGraph,
+    Layout,
+    LogitOutputs,
+    LogitUses,
+    LossStudy,
+    TensorGroup,
+    TensorPlan,
+    compare_losses,
+    explain_divided_weights,
+    kind_of,
+    study_logits,
+    style_named,
+)
+from atorch_ns.torch_compat import plain_name
+
+_MERAK_STYLES = {"col": "colwise", "row": "rowwise"}
+
+
+class TensorParallelConfig(MethodConfig):
+    """Which layers are divided, and how. With no plan, the model's own is used, or one is found."""
+
+    plan: dict[str, str] | None = Field(
+        default=None,
+        description="Style by module: colwise, rowwise, colwise_gather_output, embedding_rowwise, replicate or "
+        "sequence by dotted path, which may hold *, or by the end of paths. Layers that are not named stay whole.",
+    )
+    attributes: tuple[str, ...] = Field(
+        default=(),
+        description="Paths of numbers that code divides by, as h.*.attn.num_heads; made smaller too.",
+    )
+    parts: dict[str, tuple[int, ...]] = Field(
+        default_factory=dict, description="Sizes of the outputs of fused layers, by path, as [768, 768, 768]."
+    )
+    narrow_inputs: tuple[str, ...] = Field(
+        default=(),
+        description="Arguments of modules' forward, as h.*.attn.x, whose width code takes for that of its results: "
+        "the code sees the share of one rank, its layers the whole.",
+    )
+    source: Literal["auto", "model", "found"] = Field(
+        default="auto",
+        description="Where a plan comes from if none is given: the model's own (as models of transformers have) "
+        "or a found one; auto tries them in this order.",
+    )
+    sequence: Flag = Field(
+        default=False,
+        description="Divide the sequence between divided layers: activations there take a part of the memory.",
+    )
+    sequence_dim: int = Field(default=1, ge=0, description="The dimension of the sequence in hidden states.")
+    self_test: Flag = Field(
+        default=True,
+        description="Compare each distinct block, divided and whole, on a small input before use. Without it a plan "
+        "that reshapes heads wrongly trains wrongly and says nothing.",
+    )
+    parallel_loss: Flag | Literal["auto"] = Field(
+        default="auto",
+        description="Leave logits divided over the vocabulary and compute cross-entropy on the parts, in train_step. "
+        "auto: where a test of the loss on a small batch gives the same loss and gradients, and nothing else needs "
+        "the logits whole.",
+    )
+    undivided: Literal["error", "keep"] = Field(
+        default="error",
+        description="What becomes of attention whose heads, or heads of keys and values, the degree does not divide: "
+        "an error that names degrees that would work, or it is kept whole on every rank.",
+    )
+    col_para_list: tuple[str, ...] = Field(default=(), description="As in Merak: layers that are colwise.")
+    row_para_list: tuple[str, ...] = Field(default=(), description="As in Merak: layers that are rowwise.")
+    tp_attr_list: tuple[str, ...] = Field(default=(), description="As in Merak: attributes.")
+    weight_change_list: tuple[tuple[str, int], ...] = Field(
+        default=(), description="As in Merak: (layer, dimension of its weight that is divided)."
+    )
+    input_output_mapping: tuple[tuple[float, float, str], ...] = Field(
+        default=(),
+        description="As in Merak: (input, output, 'row' or 'col'): the style of layers by their ratio.",
+    )
+
+    @field_validator("plan")
+    @classmethod
+    def _known_styles(cls, plan: dict[str, str] | None) -> dict[str, str] | None:
+        return None if plan is None else {pattern: style_named(style) for pattern, style in plan.items()}
+
+    @field_validator("input_output_mapping")
+    @classmethod
+    def _known_ratios(
+        cls, ratios: tuple[tuple[float, float, str], ...]
+    ) -> tuple[tuple[float, float, str], ...]:
+        for inputs, outputs, style in ratios:
+            if style not in _MERAK_STYLES or inputs <= 0 or outputs <= 0:
+                raise ValueError(f"({inputs}, {outputs}, {style!r}): write two sizes and 'row' or 'col'")
+        return ratios
+
+
+def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | None:
+    """The plan that a config spells out; ``None`` if it leaves the plan open.
+
+    Raises:
+        InputError: if attributes or parts are given without any layer, or a dimension does not exist.
+    """
+    styles = {**_by_ratio(config, model), **_by_weight(config, model)}
+    styles |= dict.fromkeys(config.col_para_list, "colwise")
+    styles |= dict.fromkeys(config.row_para_list, "rowwise")
+    styles |= config.plan or {}
+    attributes = (*config.attributes, *config.tp_attr_list)
+    if not styles:
+        if attributes or config.parts or config.narrow_inputs:
+            raise InputError(
+                "attributes, parts and narrow_inputs of tensor_parallel belong to a plan; give plan (or col_para_list and "
+                "row_para_list) as well, or leave them out to have a plan found."
+            )
+        return None
+    return TensorPlan(
+        styles=styles,
+        attributes=attributes,
+        parts=config.parts,
+        narrow_inputs=config.narrow_inputs,
+        where="user",
+    )
+
+
+def _by_ratio(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is None or isinstance(module, nn.Embedding):
+            continue
+        own_outputs, own_inputs = kind.sizes(module)
+        for inputs, outputs, style in config.input_output_mapping:
+            if own_inputs * outputs == own_outputs * inputs:
+                found[path] = _MERAK_STYLES[style]
+    return found
+
+
+def _by_weight(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    modules: Mapping[str, Any] = dict(model.named_modules())
+    for name, dim in config.weight_change_list:
+        layer = name.removesuffix(".weight")
+        if not -2 <= dim <= 1:
+            raise InputError(
+                f"weight_change_list of tensor_parallel names dimension {dim} of {name}, and weights of layers have "
+                "two: use 0 or 1."
+            )
+        for path, module in modules.items():
+            kind = kind_of(module)
+            if kind is not None and (path == layer or path.endswith(f".{layer}")):
+                embedding = isinstance(module, nn.Embedding)
+                column = "embedding_rowwise" if embedding else "colwise"
+                found[path] = column if dim % 2 == kind.out_dim else "rowwise"
+    return found
+
+
+ParallelLoss = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class LossOnParts:
+    """Whether a loss is computed on parts of the logits.
+
+    Attributes:
+        heads: paths of the layers whose outputs stay divided; empty where they are gathered.
+        note: what was decided and why, for the report; empty if there is nothing to decide.
+    """
+
+    heads: tuple[str, ...] = ()
+    note: str = ""
+
+
+def loss_on_parts(
+    job: Job,
+    model: nn.Module,
+    batch: Any,
+    chosen: ChosenPlan,
+    graph: LayerGraph,
+    group: TensorGroup,
+    *,
+    wanted: ParallelLoss,
+    run_numerics: bool,
+) -> LossOnParts:
+    """Tests the user's loss on a small batch, on divided and on whole logits; collective.
+
+    Args:
+        job: the loss and how batches are passed.
+        model: whole.
+        batch: a sample batch on the CPU.
+        chosen: how layers are divided.
+        graph: how they are connected.
+        group: this rank's place.
+        wanted: the user's setting.
+        run_numerics: whether to compute in the test.
+
+    Raises:
+        InputError: if the user wants it and it would be wrong.
+    """
+    heads = tuple(
+        path
+        for path, layer in chosen.layout.layers.items()
+        if layer.style == "colwise_gather_output" and path in graph.outputs
+    )
+    if wanted is False or not heads:
+        why = "no layer that gives logits is divided" if wanted is True else ""
+        return LossOnParts(note=f"parallel_loss=True changes nothing: {why}" if why else "")
+    wrong, idle = _reasons(job, model, batch, heads, group, run_numerics=run_numerics)
+    if wanted is True and wrong:
+        raise InputError(
+            f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
+        )
+    if wrong or (idle and wanted == "auto"):
+        return LossOnParts(note=f"logits are gathered before the loss: {wrong or idle}")
+    note = "the loss is computed on parts of the logits" + (f", although {idle}" if idle else "")
+    return LossOnParts(heads, note)
+
+
+def _reasons(
+    job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], group: TensorGroup, *, run_numerics: bool
+) -> tuple[str, str]:
+    """Why a loss on parts would be wrong, and why it would be of no use; empty where neither is so."""
+    if job.plan.compiled and not repeated_blocks(model):
+        return "the compiler would compile the whole model with its loss", ""
+
+    def run(module: nn.Module, data: Any) -> Any:
+        return call_model(module, data, job.inputs.model_input_format)
+
+    study = agree(
+        lambda: study_logits(model, batch, run, heads, group.size),
+        what="following the logits",
+        distributed=True,
+    )
+    if study.uses.changed:
+        return f"{job.original.model_class} changes them in place, by {study.uses.changed[0]}", ""
+    if study.failure:
+        return "", f"{job.original.model_class} does not run on parts of them: {study.failure}"
+    if not run_numerics:
+        return "", "nothing is tested, since self_test=False"
+    return _by_numbers(job, study, group)
+
+
+def _by_numbers(job: Job, study: LossStudy, group: TensorGroup) -> tuple[str, str]:
+    seen = LogitUses()
+    failure = ""
+    error = 0.0
+    try:
+        error = compare_losses(study, job.inputs.loss_func, group, seen)
+    except Exception as failed:
+        failure = f"{type(failed).__name__}: {failed}".splitlines()[0]
+    failures: list[Any] = [None] * group.size
+    dist.all_gather_object(failures, (failure, list(seen.changed)), group=group.process_group)
+    changed = next((names[0] for _, names in failures if names), "")
+    if changed:
+        return f"loss_func changes them in place, by {changed}", ""
+    failure = next((text for text, _ in failures if text), "")
+    if failure:
+        return "", f"loss_func cannot be tested on a small batch: {failure}"
+    if error > LOSS_TOLERANCE:
+        return f"on a small batch loss or gradients differ by {error:.1e} of their largest value", ""
+    gathered = {**study.uses.gathered, **seen.gathered}
+    if gathered:
+        return "", f"they are needed whole by {', '.join(gathered.values())}"
+    if not (study.uses.losses or seen.losses):
+        return "", "no cross_entropy of them is computed"
+    return "", ""
+
+
+def divide_logits(job: Job, found: LossOnParts, here: Layout) -> None:
+    """Lets the heads of this rank's part of the divided model give divided logits in training steps.
+
+    Args:
+        job: with the divided model.
+        found: the heads.
+        here: the layers that are divided on this rank.
+    """
+    modules = {plain_name(path): module for path, module in job.module.named_modules()}
+    heads = [modules[path] for path in found.heads if path in here.layers]
+    if heads:
+        outputs = LogitOutputs()
+        outputs.attach(job.module, heads)
+        job.step.context = outputs.stay_divided
+
+
+def guard_loss(job: Job) -> None:
+    """Lets a loss that reads divided weights say so."""
+    job.step.watch_loss = lambda loss: explain_divided_weights(loss, job.module)

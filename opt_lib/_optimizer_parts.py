@@ -1,0 +1,122 @@
+"""Optimizers of which every rank has a part: what they show, and the norm of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.errors import CheckpointError
+
+
+class _CheckpointHint:
+    """Goes before an optimizer's class; says what saves the states that its ranks have in parts."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The optimizer's own, by its arguments, if it has been put together on this rank.
+
+        Raises:
+            CheckpointError: if it has not.
+        """
+        try:
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
+        except RuntimeError as error:
+            if "consolidated" not in str(error):
+                raise
+            raise CheckpointError(
+                "optim.state_dict() is not there: each rank has the states of the parameters that it updates. Save by "
+                "atorch_ns.checkpoint.save(folder, result) and load by atorch_ns.checkpoint.load, under any strategy. "
+                "For the states in one place alone, call optim.consolidate_state_dict on all ranks first."
+            ) from error
+        return found
+
+
+@cache
+def with_checkpoint_hint(kind: type[Any]) -> type[Any]:
+    """``kind`` with a ``state_dict`` that says what to use in its place; the class itself stays as it is.
+
+    Args:
+        kind: torch's ``ZeroRedundancyOptimizer`` or fairscale's ``OSS``.
+    """
+    return type(kind.__name__, (_CheckpointHint, kind), {"__doc__": kind.__doc__})
+
+
+def local_state_view(optimizer: Any) -> None:
+    """Gives ``optimizer`` the defaults and the state of ``optimizer.optim``, which has this rank's parameters.
+
+    Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold, and users look up
+    step counts in its state. What it would keep itself stays empty.
+
+    Args:
+        optimizer: torch's ``ZeroRedundancyOptimizer`` or fairscale's ``OSS``.
+    """
+    optimizer.defaults.update(optimizer.optim.defaults)
+    _share_state(optimizer)
+    optimizer.register_load_state_dict_post_hook(_share_state)  # loading gives it a dict of its own
+
+
+def _share_state(optimizer: Any) -> None:
+    optimizer.state = optimizer.optim.state
+
+
+@torch.no_grad()
+def norm_of_parts(
+    parts: Iterable[torch.Tensor], norm_type: float, *, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """The norm of all parts on all ranks of ``group`` as if they were one vector; collective.
+
+    Args:
+        parts: this rank's; may be none.
+        norm_type: the p of the p-norm, positive; ``float("inf")`` for the largest absolute value.
+        group: the ranks that hold the others.
+        device: where the result is.
+
+    Returns:
+        A 0-d float32 tensor, the same on every rank.
+    """
+    norms = [
+        torch.linalg.vector_norm(part, norm_type, dtype=torch.float32).to(device)
+        for part in parts
+        if part.numel()
+    ]
+    here = (
+        torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    )
+    if norm_type == float("inf"):
+        dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
+        return here
+    total = here**norm_type
+    dist.all_reduce(total, group=group)
+    norm: torch.Tensor = total ** (1.0 / norm_type)
+    return norm
+
+
+@torch.no_grad()
+def clip_parts(
+    parts: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    uncounted: Iterable[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Scales all parts so that their norm is at most ``max_norm``; collective.
+
+    Args:
+        parts, norm_type, group, device: as :func:`norm_of_parts` has them.
+        max_norm: the largest norm to leave.
+        uncounted: parts that another rank has too and counts; only scaled.
+
+    Returns:
+        The norm before, as :func:`norm_of_parts`.
+    """
+    here = list(parts)
+    norm = norm_of_parts(here, norm_type, group=group, device=device)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for part in (*here, *uncounted):
+        part.mul_(scale.to(part.device, part.dtype))
+    return norm

@@ -1,0 +1,180 @@
+"""Recomputation that leaves alone what the forward pass has written: running statistics, and other buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+from atorch_ns.torch_compat import leave_uncompiled
+
+
+def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``function(module, *args, **kwargs)``, with what it saves for the backward pass in pinned host memory.
+
+    Of a recomputed module that is its positional inputs: what is saved inside is not kept. The copies are not hidden
+    behind computation. On a CPU, whose memory is the host's, nothing is copied.
+    """
+    if device.type == "cpu":
+        return function
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=True, device_type=device.type):
+            return function(module, *args, **kwargs)
+
+    return call
+
+
+class _NeverRaised(Exception):
+    """Of a handler that is only there to be open."""
+
+
+class _Place(NamedTuple):
+    """Where a buffer is."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def buffer(self) -> Tensor | None:
+        found: Tensor | None = getattr(self.owner, self.name)
+        return found
+
+    @property
+    def is_statistic(self) -> bool:
+        """Of a batch or instance norm, whose kernels write without counting versions."""
+        return bool(getattr(self.owner, "track_running_stats", False))
+
+
+@final
+class BufferSafeRecompute:
+    """``function(module, *args, **kwargs)``, a recomputation, with each buffer of the module written once.
+
+    The recomputation is given the buffers as they were before the forward pass, so that it computes the same, and
+    what it writes is thrown away. Made for one module.
+
+    Copied are the buffers that a forward pass changes. Those are the statistics of batch and instance norms, and
+    what the first forward pass in training mode is seen to change; others are left alone, but watched by their
+    version, and copied from the first change on. A block that is compiled as one graph writes once as it is.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._written: list[_Place] = []
+        self._watched: list[_Place] | None = None
+        """Not seen to be written; ``None`` before the first forward pass."""
+        self._compared = False
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What ``module`` gives for these arguments."""
+        if torch.compiler.is_compiling():
+            # Where the module cannot be compiled as one graph, the compiler leaves a frame with an open handler out,
+            # and the call comes again, uncompiled.
+            try:
+                return self._function(module, *args, **kwargs)
+            except _NeverRaised:
+                raise
+        if not torch.is_grad_enabled():
+            return self._function(module, *args, **kwargs)
+        if self._watched is None:
+            self._list_buffers(module)
+        if not self._written and not self._watched:
+            return self._function(module, *args, **kwargs)
+        return self._function(_Passes(self, module), *args, **kwargs)
+
+    def _list_buffers(self, module: nn.Module) -> None:
+        places = [
+            _Place(owner, name)
+            for owner in module.modules()
+            for name, _ in owner.named_buffers(recurse=False)
+        ]
+        self._written = [place for place in places if place.is_statistic]
+        self._watched = [place for place in places if not place.is_statistic]
+
+    @contextmanager
+    def watch(self, training: bool) -> Iterator[dict[_Place, Tensor]]:
+        """What the buffers that a forward pass writes were before it; filled when it is through."""
+        before: dict[_Place, Tensor] = {}
+        _copy(self._written, before)
+        watched = list(self._watched or ())
+        compares = training and not self._compared
+        values: dict[_Place, Tensor] = {}
+        if compares:
+            _copy(watched, values)
+        seen = [(place, place.buffer, _version(place.buffer)) for place in watched]
+        yield before
+        for place, buffer, version in seen:
+            now = place.buffer
+            if now is not buffer or _version(now) != version or _differs(now, values.get(place)):
+                _copy([place], before)
+                if place in values:
+                    before[place] = values[place]
+                self._notice(place)
+        self._compared |= compares
+
+    def _notice(self, place: _Place) -> None:
+        if place not in self._written:
+            self._written.append(place)
+        self._watched = [other for other in self._watched or () if other != place]
+
+
+@final
+class _Passes:
+    """A module that is called once in the forward pass, and then again for each recomputation of that pass."""
+
+    def __init__(self, owner: BufferSafeRecompute, module: nn.Module) -> None:
+        self._owner = owner
+        self._module = module
+        self._before: dict[_Place, Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            with _in_place_of(self._before):
+                leave_uncompiled()
+                return self._module(*args, **kwargs)
+        with self._owner.watch(self._module.training) as before:
+            leave_uncompiled()
+            out = self._module(*args, **kwargs)
+        self._before = before
+        return out
+
+
+@contextmanager
+def _in_place_of(before: dict[_Place, Tensor]) -> Iterator[None]:
+    """Copies of ``before`` stand where the buffers are; the buffers themselves come back, untouched."""
+    buffers = {place: place.buffer for place in before}
+    try:
+        for place, value in before.items():
+            setattr(place.owner, place.name, _clone(value))
+        yield
+    finally:
+        for place, buffer in buffers.items():
+            setattr(place.owner, place.name, buffer)
+
+
+def _copy(places: list[_Place], into: dict[_Place, Tensor]) -> None:
+    for place in places:
+        buffer = place.buffer
+        if buffer is not None:
+            into[place] = _clone(buffer)
+
+
+def _clone(value: Tensor) -> Tensor:
+    """A copy, not by ``aten.clone``: a selective recomputation would take that for one of the module's."""
+    with torch.no_grad():
+        return torch.empty_like(value).copy_(value)
+
+
+def _version(buffer: Tensor | None) -> int | None:
+    return None if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _differs(now: Tensor | None, before: Tensor | None) -> bool:
+    """Whether values changed though the version did not: written through ``.data``, or by a kernel of the user's."""
+    if before is None or type(now) is not Tensor or now.is_meta or now.layout != torch.strided:
+        return False
+    return now.shape == before.shape and not torch.equal(now, before)

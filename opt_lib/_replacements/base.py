@@ -1,0 +1,317 @@
+"""Modules of one class replaced by modules of another."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from atorch_ns.cluster import OPTIONAL_PACKAGES, Cluster
+from atorch_ns.errors import AtorchError, InputError, RegistrationError
+from atorch_ns.profile import Profile
+from opt_lib._replacements.making import Convert, move_state, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a replacement needs of a job; nothing by default.
+
+    Attributes:
+        dtypes: names of the dtypes it computes in; ``None`` for any.
+        package: import name of the package it calls; ``None`` for torch alone.
+        install: how the package is installed, where ``pip install`` of its distribution is not the way.
+        imports: modules of the package that must be importable here: a package may be there and be broken, or
+            be another one of the same name.
+        device_types: the kinds of device it runs on; ``None`` for any.
+        capability: lowest CUDA compute capability; ``None`` for any.
+        not_over: axes over which the model must not be divided.
+    """
+
+    dtypes: frozenset[str] | None = None
+    package: str | None = None
+    install: str | None = None
+    imports: tuple[str, ...] = ()
+    device_types: frozenset[str] | None = None
+    capability: tuple[int, int] | None = None
+    not_over: frozenset[str] = frozenset()
+
+    def usable_on(self, cluster: Cluster) -> bool:
+        """Whether some job on ``cluster`` can use it."""
+        dtypes = self.dtypes or {"float32"}
+        return any(self.unmet(cluster, dtype) is None for dtype in dtypes)
+
+    def unmet(self, cluster: Cluster, dtype: str, divided: tuple[str, ...] = ()) -> str | None:
+        """Why a job cannot use it; ``None`` if it can.
+
+        Args:
+            cluster: where the job runs.
+            dtype: that the job computes in.
+            divided: the axes that the model itself is divided over.
+        """
+        if self.device_types is not None and cluster.device_type not in self.device_types:
+            return f"it runs on {_listed(self.device_types)}, and this job runs on {cluster.device_type}"
+        if self.capability is not None and (cluster.capability or (0, 0)) < self.capability:
+            return f"it needs compute capability {self.capability}; {cluster.device_name} has {cluster.capability}"
+        if self.package is not None and self.package not in cluster.packages:
+            distribution = OPTIONAL_PACKAGES.get(self.package, self.package)
+            install = self.install or f"install it with: pip install {distribution}"
+            return f"the package {self.package!r} is absent; {install}"
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return f"it supports {_listed(self.dtypes)}, and this job computes in {dtype}"
+        if clash := self.not_over.intersection(divided):
+            return f"it cannot be used where the model is divided over the axis {_listed(clash)}"
+        broken = next((reason for reason in map(_import_error, self.imports) if reason is not None), None)
+        return broken if broken is None or self.install is None else f"{broken}; {self.install}"
+
+
+ANYWHERE = Requirements()
+"""Of a replacement that needs nothing but torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a replacement did to a model.
+
+    Attributes:
+        model: the model, another object only if its root was replaced.
+        replaced: what became what, and how often.
+        kept: what was left as it is and why, as a clause, and how often.
+        made: the new modules, which later replacements leave as they are.
+    """
+
+    model: nn.Module
+    replaced: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+    made: set[nn.Module] = field(default_factory=set)
+
+
+class Replacement(ABC):
+    """One kind of optimized module.
+
+    Attributes:
+        name: as written in ``include`` and ``exclude``.
+        requirements: what it needs of a job.
+        looks_for: what it replaces, as a noun phrase in the plural.
+        by_user: whether a user registered it.
+        only_by_name: whether it is used only where ``include`` names it, since it changes what a model gives.
+    """
+
+    name: str
+    requirements: Requirements = ANYWHERE
+    looks_for: ClassVar[str]
+    by_user: ClassVar[bool] = False
+    only_by_name: ClassVar[bool] = False
+
+    def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
+        """Whether a search may gain from it: it is usable on ``cluster``, and the model likely holds what it replaces."""
+        return False
+
+    def concerns(self, model: nn.Module) -> bool:
+        """Whether ``model`` holds what it replaces, as far as that shows without trying."""
+        return True
+
+    def configured(self, config: Mapping[str, Any]) -> Replacement:
+        """The same with settings of its own.
+
+        Raises:
+            InputError: if it has none.
+        """
+        raise InputError(f"the replacement {self.name!r} has no settings, and configs gives it some.")
+
+    def unknown_settings(self, config: Mapping[str, Any]) -> Mapping[str, Iterable[str]]:
+        """Settings of ``config`` that it does not take, each with those that it takes; as far as known unbuilt."""
+        return {}
+
+    @abstractmethod
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+        """Replaces what it can in ``model``, in place, keeping parameters, buffers and their names.
+
+        Args:
+            model: where to look.
+            spared: modules that earlier replacements made; they stay.
+        """
+
+
+class ModuleReplacement(Replacement):
+    """A replacement that makes a new module for each that it wants, whatever is around it."""
+
+    @abstractmethod
+    def wants(self, module: nn.Module) -> bool:
+        """Whether a module is of the kind that is replaced."""
+
+    @abstractmethod
+    def make(self, module: nn.Module) -> nn.Module | str:
+        """The new module, or the reason why there is none."""
+
+    def concerns(self, model: nn.Module) -> bool:
+        """Whether the model holds a module of the kind."""
+        return any(map(self.wants, model.modules()))
+
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+        """Replaces every module of the kind for which there is a new one."""
+        return replace_modules(model, self.wants, self.make, spared)
+
+
+def classes_in(profile: Profile) -> set[str]:
+    """Names of the classes of all modules, bare and qualified."""
+    return {name for names in profile.module_classes.values() for name in names}
+
+
+def why_untouchable(module: nn.Module) -> str | None:
+    """Why a module cannot be replaced without losing what was attached to it; ``None`` if it can be."""
+    for part in module.modules():
+        if _has_hooks(part):
+            return "it has hooks, which a new module would not have"
+        if "forward" in vars(part):
+            return "its forward is set on the object"
+        if parametrize.is_parametrized(part):
+            return "it is parametrized"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+@functools.cache
+def _import_error(module: str) -> str | None:
+    """Why ``module`` cannot be imported in this process; ``None`` if it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken wheel raises anything
+        text = " ".join(str(error).split())
+        return f"{module} cannot be imported ({type(error).__name__}: {text[:200]})"
+    return None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassPair(ModuleReplacement):
+    """Replaces every module whose class is ``source``.
+
+    Attributes:
+        name: as written in ``include`` and ``exclude``.
+        source: the class that is replaced.
+        convert: makes the new module; parameters and buffers are moved into it afterwards.
+        target: the class that ``convert`` must give; ``None`` for any module.
+        requirements: what the pair needs of a job.
+        include_subclasses: whether modules of the source's subclasses are replaced too.
+        config: settings that the new modules are made with.
+    """
+
+    name: str
+    source: type[nn.Module]
+    convert: Convert
+    target: type[nn.Module] | None = None
+    requirements: Requirements = ANYWHERE
+    include_subclasses: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    by_user = True
+
+    @property
+    def looks_for(self) -> str:  # type: ignore[override]  # it depends on the pair
+        """Modules of the source class."""
+        return f"{self.source.__name__} modules"
+
+    def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
+        """Whether the source class is there."""
+        name = f"{self.source.__module__}.{self.source.__qualname__}"
+        return name in classes_in(profile) and self.requirements.usable_on(cluster)
+
+    def configured(self, config: Mapping[str, Any]) -> ClassPair:
+        """The same with these settings over its own."""
+        return replace(self, config={**self.config, **config})
+
+    def unknown_settings(self, config: Mapping[str, Any]) -> Mapping[str, Iterable[str]]:
+        """Those that neither the function nor the constructor takes."""
+        accepted = settings_of(self.convert)
+        return {} if accepted is None else {key: accepted for key in config if key not in accepted}
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether it is of the source class, or a subclass where these are included."""
+        if self.target is not None and type(module) is self.target:
+            return False
+        return isinstance(module, self.source) if self.include_subclasses else type(module) is self.source
+
+    def make(self, module: nn.Module) -> nn.Module:
+        """The new module, with the old one's parameters and buffers.
+
+        Raises:
+            RegistrationError: if it cannot be made, or does not have the old one's parameters and buffers.
+        """
+        old = f"{self.name!r}, replacing {type(module).__name__}"
+        accepted = settings_of(self.convert, module)
+        unknown = [] if accepted is None else [key for key in self.config if key not in accepted]
+        if unknown:
+            raise RegistrationError(
+                f"{old}: module_replace.configs.{self.name}.{unknown[0]} (or config= of register_replace_pair) "
+                f"is no setting of it. Accepted: {', '.join(accepted or ()) or 'none'}."
+            )
+        try:
+            new = self.convert(module, **self.config)
+        except AtorchError as error:
+            raise RegistrationError(f"{old}: {error}") from error
+        except Exception as error:
+            raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
+        if not isinstance(new, nn.Module if self.target is None else self.target):
+            wanted = "a module" if self.target is None else f"a {self.target.__name__}"
+            raise RegistrationError(f"{old}: the function gave a {type(new).__name__} instead of {wanted}.")
+        try:
+            move_state(module, new)
+        except RegistrationError as error:
+            raise RegistrationError(f"{old}: {error}") from error
+        return new
+
+
+def replace_modules(
+    model: nn.Module,
+    wanted: Callable[[nn.Module], bool],
+    make: Callable[[nn.Module], nn.Module | str],
+    spared: Set[nn.Module] = frozenset(),
+) -> Outcome:
+    """Replaces modules of ``model`` in place, wherever each of them stands; inner ones first.
+
+    Args:
+        model: where to look, the root included.
+        wanted: whether a module is to be replaced.
+        make: gives the new module, or the reason why there is none.
+        spared: modules that stay, since an earlier replacement made them; what is inside them does not.
+    """
+    places: defaultdict[nn.Module, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module not in spared and wanted(module):
+            places[module].append(path)
+    replaced: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    made: set[nn.Module] = set()
+    root = model
+    for module, paths in reversed(places.items()):
+        new = why_untouchable(module) or make(module)
+        if isinstance(new, str):
+            kept[f"{type(module).__name__}: {new}"] += 1
+            continue
+        replaced[f"{type(module).__name__} → {type(new).__name__}"] += 1
+        made.add(new)
+        for path in paths:
+            if path:
+                parent, _, child = path.rpartition(".")
+                setattr(root.get_submodule(parent), child, new)
+            else:
+                root = new
+    return Outcome(model=root, replaced=replaced, kept=kept, made=made)

@@ -1,0 +1,347 @@
+"""Last layer and loss of a causal language model of transformers as one, without all logits at once.
+
+A model's forward pass stays as it is. In training with labels its last layer gives :class:`DeferredLogits` in the
+place of a tensor, and its loss function, transformers' own, is exchanged for one that takes them and never holds
+the [N, V] logits. Whatever else a model does to its logits before the loss, such as capping them, makes them a
+tensor first, and then its own loss is computed: the result is right in any case.
+
+Legend: B samples, T tokens, N tokens of all samples, D features, V classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from opt_lib._replacements import kernels
+from opt_lib._replacements.attention import is_pretrained
+from opt_lib._replacements.base import Outcome, Replacement, Requirements, replace_modules, why_untouchable
+from opt_lib._replacements.making import Derived, Forward, derive
+
+CHUNK_BYTES: Final = 64 * 2**20
+"""Of the fp32 logits that are computed at once."""
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int, str], torch.Tensor]
+"""From x [N, D], weight [V, D], bias [V], target [N], ignore_index and reduction (mean or sum) to a scalar."""
+
+
+class DeferredLogits:
+    """Logits [B, T, V] that are not computed yet. Any use but that of :class:`DeferredLoss` computes them.
+
+    Args:
+        head: the last layer.
+        x: what it is applied to, [B, T, D].
+    """
+
+    def __init__(self, head: Any, x: torch.Tensor) -> None:
+        self._head = head
+        self._x = x
+        self._computed: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """The logits."""
+        if self._computed is None:
+            deferring, self._head._deferring = self._head._deferring, False
+            try:
+                self._computed = cast(torch.Tensor, self._head(self._x))
+            finally:
+                self._head._deferring = deferring
+        return self._computed
+
+    @property
+    def if_computed(self) -> torch.Tensor | None:
+        """The logits, where something has asked for them."""
+        return self._computed
+
+    def operands(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """x [N, D], weight and bias; ``None`` where the logits exist, or the weight is in parts or flat."""
+        weight = self._head.weight
+        whole = not isinstance(weight, DTensor) and weight.shape == (vocab_size, self._x.shape[-1])
+        if self._computed is not None or not whole:
+            return None
+        return self._x.reshape(-1, self._x.shape[-1]), weight, self._head.bias
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Computes them and goes on."""
+        return func(*map(computed, args), **{key: computed(value) for key, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor()[index]
+
+    def __mul__(self, other: Any) -> Any:
+        return self.tensor() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.tensor() / other
+
+    def __add__(self, other: Any) -> Any:
+        return self.tensor() + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self.tensor() - other
+
+    def __neg__(self) -> Any:
+        return -self.tensor()
+
+
+def computed(value: Any) -> Any:
+    """Logits as a tensor; anything else as it is."""
+    return value.tensor() if isinstance(value, DeferredLogits) else value
+
+
+class DeferredLoss:
+    """The loss of a causal language model from :class:`DeferredLogits`, or from a tensor by the model's own.
+
+    Args:
+        own: the loss function of the model.
+        kernel: ``torch`` or ``liger``.
+    """
+
+    def __init__(self, own: Callable[..., torch.Tensor], kernel: str) -> None:
+        self._own = own
+        self._kernel = kernel
+
+    def __call__(
+        self,
+        logits: DeferredLogits | torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
+        operands = logits.operands(vocab_size) if isinstance(logits, DeferredLogits) else None
+        if operands is None:
+            return self._own(
+                computed(logits),
+                labels,
+                vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        x, weight, bias = operands
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        target = shift_labels.reshape(-1).to(x.device)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = self._function(x, weight, bias)(x, weight, bias, target, ignore_index, reduction)
+        if num_items_in_batch is None:
+            return loss
+        count = num_items_in_batch
+        return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
+
+    def _function(self, *tensors: torch.Tensor | None) -> Loss:
+        if self._kernel == "liger" and kernels.runs_kernels(*tensors):
+            return kernels.linear_cross_entropy
+        return chunked_cross_entropy
+
+
+def chunked_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> torch.Tensor:
+    """The cross-entropy of ``F.linear(x, weight, bias)`` in fp32; a chunk's logits are computed twice.
+
+    Args:
+        x: [N, D].
+        weight: [V, D].
+        bias: [V], or ``None``.
+        target: [N], classes.
+        ignore_index: the target of tokens that do not count.
+        reduction: ``mean`` over the tokens that count, or ``sum``.
+        chunk_bytes: of a chunk's logits, at least those of one token.
+    """
+    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    total = x.new_zeros((), dtype=torch.float32)
+    for part, wanted in zip(x.split(rows), target.split(rows), strict=True):
+        total = total + checkpoint(
+            _summed, part, weight, bias, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False
+        )
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+def _summed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    logits = F.linear(x, weight, bias).float()
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+
+
+NOT_OVER: Final = frozenset({"tensor", "sequence", "pipeline"})
+"""Where these divide the model, its last layer or its tokens are in parts."""
+
+_WHOLE_HEAD: Final = Requirements(not_over=NOT_OVER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropy(Replacement):
+    """Last layer and loss of transformers' causal language models, in chunks of tokens.
+
+    Attributes:
+        name: as written in ``include`` and ``exclude``.
+        kernel: ``torch``, which recomputes a chunk's logits in the backward pass, or ``liger``.
+        requirements: what the kernel needs of a job.
+    """
+
+    name: str = "chunked_linear_cross_entropy"
+    kernel: str = "torch"
+    requirements: Requirements = _WHOLE_HEAD
+
+    only_by_name = True
+
+    looks_for = "causal language models of transformers"
+
+    def concerns(self, model: nn.Module) -> bool:
+        """Whether a model computes a loss."""
+        return any(map(_computes_a_loss, model.modules()))
+
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+        """Replaces the last layer, and the classes of the models that compute a loss with it."""
+        kept: dict[str, int] = {}
+        outcome = Outcome(model=model)
+        for part in [each for each in model.modules() if _computes_a_loss(each) and each not in spared]:
+            reason = _why_not(part)
+            if reason is not None:
+                kept[f"{type(part).__name__}: {reason}"] = 1
+                continue
+            outcome = self._join(outcome, part)
+        outcome.kept.update(kept)
+        return outcome
+
+    def _join(self, outcome: Outcome, part: Any) -> Outcome:
+        old = part.get_output_embeddings()
+        head: Any = derive(old, "Deferring", _head_forward)
+        head._deferring = False
+        replace_modules(part, lambda module: module is old, lambda module: head)
+        joined: Any = derive(part, "Chunked" if self.kernel == "torch" else "Liger", _model_forward)
+        # Not a module of it: it stands in its place already, under its own name.
+        object.__setattr__(joined, "_deferring_head", _Reference(head))
+        joined._loss_function = DeferredLoss(part.loss_function, self.kernel)
+        done = _put(outcome.model, part, joined)
+        outcome.replaced[f"last layer and loss of {type(part).__name__}"] += 1
+        return Outcome(model=done, replaced=outcome.replaced, kept=outcome.kept)
+
+
+def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """The model with ``new`` wherever ``old`` stood."""
+    if model is old:
+        return new
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                setattr(parent, name, new)
+    return model
+
+
+def _computes_a_loss(module: nn.Module) -> bool:
+    if not is_pretrained(module) or isinstance(module, Derived):
+        return False
+    return "labels" in inspect.signature(type(module).forward).parameters
+
+
+def _why_not(model: Any) -> str | None:
+    """Why the loss of a model of transformers cannot be joined with its last layer; ``None`` if it can."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"its last layer is {'no module' if head is None else type(head).__name__}, not a Linear"
+    if (reason := why_untouchable(head)) is not None:
+        return f"its last layer stays, {reason}"
+    if "forward" in vars(model):
+        return "its forward is set on the object"
+    if model.loss_function is not ForCausalLMLoss:
+        return "its loss is not transformers' loss of causal language models"
+    return None
+
+
+class _Reference:
+    """Holds a module without being one, so that it is not found twice in a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def _head_forward(source: Any) -> Forward:
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor | DeferredLogits:  # as Linear names it
+        return DeferredLogits(self, input) if self._deferring else source.forward(self, input)
+
+    return forward
+
+
+def _model_forward(source: Any) -> Forward:
+    place = list(inspect.signature(source.forward).parameters).index("labels") - 1
+
+    @functools.wraps(source.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        head = self._deferring_head.module
+        if (
+            labels is None
+            or not self.training
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or _is_gathered_alone(self, head)
+        ):
+            return source.forward(self, *args, **kwargs)
+        head._deferring = True
+        try:
+            output = source.forward(self, *args, **kwargs)
+        finally:
+            head._deferring = False
+        return _without_logits(output)
+
+    return forward
+
+
+def _is_gathered_alone(model: Any, head: Any) -> bool:
+    """Whether a wrapper such as FSDP1's brings the weight for a forward pass of the layer, and takes it away again.
+
+    It hides inside the wrapper, or its weight is flat before that pass. FSDP2 gives a DTensor, and hooks to the layer.
+    """
+    if model.get_output_embeddings() is not head:
+        return True
+    flat = head.weight.shape != (head.out_features, head.in_features)
+    return flat and not isinstance(head.weight, DTensor)
+
+
+def _without_logits(output: Any) -> Any:
+    """A model's output with ``None`` for logits that were never computed."""
+    if isinstance(output, tuple):
+        return tuple(computed(value) for value in output)
+    if isinstance(output, Mapping):
+        for name, value in output.items():
+            if isinstance(value, DeferredLogits):
+                output[name] = value.if_computed  # type: ignore[index]  # transformers' ModelOutput
+    return output

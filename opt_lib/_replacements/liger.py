@@ -1,0 +1,217 @@
+"""Liger's kernels: rotary embeddings of transformers' attention, and gated MLPs ``down(silu(gate(x)) * up(x))``.
+
+Attention modules of transformers call a function ``apply_rotary_pos_emb`` of their file. A module that is replaced
+has the same forward pass, compiled from the same source, in which this one name means another function: neither the
+file nor its class is altered.
+
+Legend: B samples, H heads, T tokens, D features (of a head, or of an MLP's input), I inner features.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster
+from atorch_ns.profile import Profile
+from opt_lib._replacements.base import ModuleReplacement, Requirements, classes_in
+from opt_lib._replacements.kernels import LIGER, rotate, silu_mul
+from opt_lib._replacements.making import Derived, Forward, derive
+
+_FUNCTION: Final = "apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LigerRope(ModuleReplacement):
+    """Rotary embeddings that turn the two halves of a head against each other, as Llama's do."""
+
+    name: str = "liger_rope"
+    requirements: Requirements = LIGER
+
+    looks_for = "attention modules of transformers with rotary embeddings"
+
+    def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
+        """Whether Liger is usable and a class has the usual name."""
+        return self.requirements.usable_on(cluster) and any(
+            name.startswith("transformers.") and name.endswith("Attention") for name in classes_in(profile)
+        )
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether it is an attention module that rotates."""
+        return _rotation_of(type(module)) is not None
+
+    def make(self, module: nn.Module) -> nn.Module | str:
+        """The module with Liger's function, if its own computes the same."""
+        rotation = _rotation_of(type(module))
+        assert rotation is not None
+        return _why_not_rope(rotation) or derive(module, "LigerRope", _rope_forward)
+
+
+def _rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The function by which the forward pass of a class of transformers rotates; ``None`` if it has none."""
+    forward = kind.forward
+    if issubclass(kind, Derived) or not isinstance(forward, types.FunctionType):
+        return None
+    if not kind.__module__.startswith("transformers.") or _FUNCTION not in forward.__code__.co_names:
+        return None
+    rotation = forward.__globals__.get(_FUNCTION)
+    return rotation if callable(rotation) else None
+
+
+@functools.cache
+def _why_not_rope(rotation: Callable[..., Any]) -> str | None:
+    """Why it is not the rotation that Liger computes, as tried on a small input; ``None`` if it is."""
+    if list(inspect.signature(rotation).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        return f"its {_FUNCTION} takes other arguments"
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 3, 8, generator=generator), torch.randn(2, 2, 3, 8, generator=generator)
+    half = torch.randn(2, 3, 4, generator=generator)
+    cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
+    try:
+        with torch.no_grad():
+            actual = rotation(q, k, cos, sin)
+    except Exception as error:
+        return f"its {_FUNCTION} could not be tried on a small input ({type(error).__name__})"
+    wanted = (_rotated(q, cos, sin), _rotated(k, cos, sin))
+    alike = len(actual) == 2 and all(
+        one.shape == other.shape and torch.allclose(one, other, atol=1e-6)
+        for one, other in zip(actual, wanted, strict=True)
+    )
+    return None if alike else f"its {_FUNCTION} computes something else than Liger's"
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [B, H, T, D] turned by the angles of cos and sin [B, T, D], whose halves are equal."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def _rope_forward(source: Any) -> Forward:
+    old = source.forward
+    original = old.__globals__[_FUNCTION]
+
+    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # heads in another dimension
+            return original(q, k, cos, sin, *args, **kwargs)
+        return rotate(original, q, k, cos, sin)
+
+    new = types.FunctionType(
+        old.__code__,
+        {**old.__globals__, _FUNCTION: rotation},
+        old.__name__,
+        old.__defaults__,
+        old.__closure__,
+    )
+    new.__kwdefaults__ = old.__kwdefaults__
+    return functools.wraps(old)(new)
+
+
+_LAYERS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""How models name the three layers: gate, up, down."""
+
+_D, _I = 4, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LigerSwiglu(ModuleReplacement):
+    """MLPs of Llama's kind. What such a module computes is tried on a small input before it is replaced."""
+
+    name: str = "liger_swiglu"
+    requirements: Requirements = LIGER
+
+    looks_for = "MLPs with a gate"
+
+    def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
+        """Whether Liger is usable and a class has the usual name."""
+        return self.requirements.usable_on(cluster) and any(
+            name.endswith("MLP") for name in classes_in(profile)
+        )
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether it has the three layers."""
+        return _layers_of(module) is not None
+
+    def make(self, module: nn.Module) -> nn.Module | str:
+        """The module with a fused forward pass, if that computes the same."""
+        layers = _layers_of(module)
+        assert layers is not None
+        return _why_not_swiglu(module, layers) or derive(module, "Liger", _swiglu_forward, layers)
+
+
+def _layers_of(module: nn.Module) -> tuple[str, str, str] | None:
+    """The names of its gate, up and down layers, if it has the three, one argument and no parameter of its own."""
+    if isinstance(module, Derived) or any(True for _ in module.parameters(recurse=False)):
+        return None
+    arguments = list(inspect.signature(type(module).forward).parameters)
+    if len(arguments) != 2:
+        return None
+    for names in _LAYERS:
+        if all(type(getattr(module, name, None)) is nn.Linear for name in names):
+            return names
+    return None
+
+
+def _why_not_swiglu(module: nn.Module, layers: tuple[str, str, str]) -> str | None:
+    """Why it does not compute ``down(silu(gate(x)) * up(x))``; ``None`` if it does."""
+    generator = torch.Generator().manual_seed(0)
+    weights = _small_weights(module, layers, generator)
+    others = {name for name, _ in module.named_parameters()} - weights.keys()
+    if others or any(True for _ in module.buffers()):
+        return "it has other parameters or buffers than those of its three layers"
+    x = torch.randn(2, 3, _D, generator=generator)
+    try:
+        # What a user's forward leaves on its module stays on a copy, which shares the weights: others stand for them.
+        tried = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        with torch.no_grad(), random_states_kept():
+            actual = torch.func.functional_call(tried, weights, (x,))
+            again = torch.func.functional_call(tried, weights, (x,))
+    except Exception as error:
+        return f"it could not be tried on a small input ({type(error).__name__})"
+    gate, up, down = layers
+    wanted = _linear(F.silu(_linear(x, weights, gate)) * _linear(x, weights, up), weights, down)
+    same = (
+        isinstance(actual, torch.Tensor)
+        and actual.shape == wanted.shape
+        and torch.equal(actual, again)
+        and torch.allclose(actual, wanted, rtol=1e-6, atol=1e-6)
+    )
+    return None if same else "it computes something else than down(silu(gate(x)) * up(x))"
+
+
+def _small_weights(
+    module: nn.Module, layers: tuple[str, str, str], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Weights of a module of the same kind with D=4 and I=6."""
+    sizes = dict(zip(layers, ((_I, _D), (_I, _D), (_D, _I)), strict=True))
+    weights = {}
+    for name, size in sizes.items():
+        weights[f"{name}.weight"] = torch.randn(size, generator=generator)
+        if getattr(module, name).bias is not None:
+            weights[f"{name}.bias"] = torch.randn(size[0], generator=generator)
+    return weights
+
+
+def _linear(x: torch.Tensor, weights: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
+    return F.linear(x, weights[f"{layer}.weight"], weights.get(f"{layer}.bias"))
+
+
+def _swiglu_forward(source: Any, layers: tuple[str, str, str]) -> Forward:
+    gate, up, down = layers
+
+    def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        (x,) = (*args, *kwargs.values())  # called as the original was, whatever its argument's name
+        inner = silu_mul(getattr(self, gate)(x), getattr(self, up)(x))
+        result: torch.Tensor = getattr(self, down)(inner)
+        return result
+
+    return forward

@@ -1,0 +1,1 @@
+"""Fully sharded training, shared by fsdp and zero2."""

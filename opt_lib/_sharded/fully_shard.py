@@ -1,0 +1,304 @@
+"""Sharding a model with torch's ``fully_shard`` (FSDP2), shared by fsdp and zero2."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import map_tensors
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, Materialiser, SkipSync
+from atorch_ns.pipeline import get_schedule
+from atorch_ns.strategy import MODEL_AXES
+from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
+from opt_lib._sharded.units import (
+    SyncSwitch,
+    average_ignored,
+    broadcast_from_first,
+    expert_modules,
+    expert_parameters,
+    ignored_parameters,
+    init_function,
+    move_to_device,
+    parameters_kept_whole,
+    shard_experts,
+    wrap_units,
+)
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
+    """Shards parameters, gradients and optimizer states over the mesh; collective.
+
+    A model on the meta device is materialised unit by unit, so that a rank never holds more than its shard
+    and one unit.
+
+    Args:
+        job: the job; its model is sharded in place.
+        method: the method's name, for the report.
+        config: the settings.
+        keep_gathered: whether parameters stay gathered from forward to backward.
+    """
+    assert job.mesh is not None
+    materialiser = job.materialiser(init_function(config.param_init_fn))
+    ignored = ignored_parameters(job.module, config, materialiser)
+    options = _options(job, config, ignored, keep_gathered)
+    units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
+    shard_experts(job, options, sync=config.sync_module_states)
+    options["ignored_params"] = ignored | expert_parameters(job) | parameters_kept_whole(job)
+    if config.wrap_trainable_outmost:
+        _shard_trainable(job, config, options, materialiser)
+    norms = _full_precision_norms(job.module, units, options)
+    for norm in norms:
+        _prepare(job, config, materialiser, norm)
+        fully_shard(norm, **{**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
+    # Children before parents: a unit manages what no unit inside it manages.
+    for module in reversed(units):
+        _prepare(job, config, materialiser, module)
+        fully_shard(module, **options)
+    for root in job.roots:
+        _prepare(job, config, materialiser, root)
+        fully_shard(root, **_of_root(job, config, options))
+    if keeps_input_dtypes(job, config):
+        cast_inputs_where_refused(job, units)
+    move_to_device(job, ignored)
+    if config.forward_prefetch:
+        _prefetch_forward(units)
+    job.gradients.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
+    job.placed = True
+    _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
+    note_separate_head(job, method, units)
+
+
+def _options(
+    job: Job, config: ShardConfig, ignored: set[nn.Parameter], keep_gathered: bool
+) -> dict[str, Any]:
+    assert job.mesh is not None
+    options: dict[str, Any] = {"mesh": job.mesh.replicate_and_shard, "ignored_params": ignored}
+    if config.reshard_after_forward is not None:
+        options["reshard_after_forward"] = config.reshard_after_forward
+    elif keep_gathered or config.keeps_gathered or job.plan.sharding.keeps_gathered:
+        options["reshard_after_forward"] = False
+    if job.parts.stages and get_schedule(job.plan.pipeline.schedule).splits_backward:
+        _refuse_resharding(job, config)
+        options["reshard_after_forward"] = False
+    policy = _mixed_precision(job, config)
+    if policy is not None:
+        options["mp_policy"] = policy
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
+    return options
+
+
+def _full_precision_norms(
+    model: nn.Module, units: Iterable[nn.Module], options: dict[str, Any]
+) -> list[nn.Module]:
+    """Batch norms that stay in full precision as units of their own: their statistics do, and torch wants weights of
+    the same dtype. Inputs may be reduced."""
+    policy = options.get("mp_policy")
+    if policy is None or policy.param_dtype in (None, torch.float32):
+        return []
+    own_units = {id(unit) for unit in units}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BATCH_NORMS)
+        and module.track_running_stats
+        and module.affine
+        and id(module) not in own_units
+        and not any(parameter in options["ignored_params"] for parameter in module.parameters())
+    ]
+
+
+def _refuse_resharding(job: Job, config: ShardConfig) -> None:
+    """torch looks for the weights' part of a split backward pass among gathered parameters; where these have been
+    freed after the forward pass, it finds none and computes no gradient."""
+    if config.reshard_after_forward not in (None, False):
+        raise InputError(
+            f"reshard_after_forward={config.reshard_after_forward} cannot stand with the pipeline schedule "
+            f"{job.plan.pipeline.schedule}, which computes gradients of weights apart from those of inputs. Use "
+            "reshard_after_forward=False, or the schedule 1F1B, GPipe, Interleaved1F1B or LoopedBFS."
+        )
+
+
+def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | None:
+    """The dtypes of communication and compute; ``None`` for those of the weights."""
+    wanted = config.mixed_precision
+    if wanted == "auto":
+        if job.plan.precision.compute_dtype is None:
+            return None
+        # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
+        # halves what is sent and held. Gradients are reduced in fp32. The inputs of a unit are cast too: on
+        # CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights. Those of the
+        # root are the user's, and stay.
+        wanted = MixedPrecisionConfig(param_dtype=job.plan.precision.compute_dtype, reduce_dtype="float32")
+    if wanted is None:
+        return None
+    param, reduce, output = (
+        None if name is None else getattr(torch, name)
+        for name in (wanted.param_dtype, wanted.reduce_dtype, wanted.output_dtype)
+    )
+    return MixedPrecisionPolicy(param, reduce, output, wanted.cast_forward_inputs)
+
+
+def _of_root(job: Job, config: ShardConfig, options: dict[str, Any]) -> dict[str, Any]:
+    if not keeps_input_dtypes(job, config):
+        return options
+    return {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+
+
+def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
+    """Gives memory and equal values to what ``module`` holds and no unit inside it manages."""
+    materialiser.materialise([module])
+    if config.sync_module_states:
+        broadcast_from_first(job, [p for p in module.parameters() if not _is_sharded(p)])
+        if module in job.roots:
+            broadcast_from_first(job, list(module.buffers()))
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether a unit inside manages it: a parameter on the model's own axes alone is still to be sharded.
+
+    Experts are not: the ranks that share what is around them hold different ones.
+    """
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return any(name == "expert" or name not in MODEL_AXES for name in names or ())
+
+
+def _shard_trainable(
+    job: Job, config: ShardConfig, options: dict[str, Any], materialiser: Materialiser
+) -> None:
+    """Makes one unit of all modules that own trainable parameters, gathered once a step."""
+    frozen = any(not parameter.requires_grad for parameter in job.module.parameters())
+    modules = [
+        module
+        for module in job.module.modules()
+        if module is not job.module and any(p.requires_grad for p in module.parameters(recurse=False))
+        if module not in expert_modules(job)
+    ]
+    if not frozen or not modules:
+        raise InputError(
+            "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
+            "here " + ("nothing is frozen." if not frozen else "nothing is trainable.")
+        )
+    for module in modules:
+        _prepare(job, config, materialiser, module)
+    fully_shard(modules, **{**options, "reshard_after_forward": False})
+
+
+def skip_sync(roots: Iterable[nn.Module], switch: SyncSwitch) -> SkipSync:
+    """Keeps gradients of sharded or replicated ``roots`` local for a while."""
+    sharded = [root for root in roots if isinstance(root, FSDPModule)]
+
+    @contextmanager
+    def skip() -> Iterator[None]:
+        for root in sharded:
+            root.set_requires_gradient_sync(False)
+        switch.on = False
+        try:
+            yield
+        finally:
+            for root in sharded:
+                root.set_requires_gradient_sync(True)
+            switch.on = True
+
+    return skip
+
+
+def _prefetch_forward(units: list[nn.Module]) -> None:
+    for current, following in itertools.pairwise(units):
+        assert isinstance(current, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        current.set_modules_to_forward_prefetch([following])
+
+
+def _explain(
+    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    assert job.mesh is not None
+    num_units, num_norms, num_ignored = counts
+    ranks = job.mesh.shard.size()
+    copies = job.num_data_ranks // ranks
+    text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
+    if copies > 1:
+        text += f", {copies} replicas"
+    elif config.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        text += " and not replicated: hybrid sharding wants both data and zero in parallel_mode"
+    policy = options.get("mp_policy")
+    if policy is not None and policy.param_dtype is not None:
+        text += f", gathered in {str(policy.param_dtype).removeprefix('torch.')}"
+    if num_norms:
+        text += f", but for {num_norms} batch norm(s), units of their own in full precision"
+    if num_ignored:
+        text += f"; {num_ignored} parameter(s) replicated"
+    job.explain(method, text)
+
+
+_REFUSE: Final = (nn.EmbeddingBag, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Modules that refuse fp32 inputs (of the first: the weights of samples) beside reduced weights, and that autocast
+leaves alone."""
+_REFUSE_ON_CPU: Final = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
+"""On GPUs autocast computes these in fp32; on CPUs it leaves them alone."""
+
+
+def keeps_input_dtypes(job: Job, config: ShardConfig) -> bool:
+    """Whether the model's inputs stay as they are given, as autocast alone leaves them.
+
+    Times, positions and weights of samples lose in 16 bits what the model computes from them; operators that are
+    better off in 16 bits are cast by autocast. Dtypes of the user's own, in ``mixed_precision``, decide for themselves.
+    """
+    return config.mixed_precision == "auto" and job.plan.precision.compute_dtype is not None
+
+
+def cast_inputs_where_refused(job: Job, units: Iterable[nn.Module]) -> None:
+    """Lets modules outside of ``units`` take fp32 inputs beside their reduced weights.
+
+    The inputs of a unit are cast at its edge.
+
+    Args:
+        job: the job; hooks are added to modules of its roots.
+        units: modules that are gathered as one unit each.
+    """
+    kinds = (*_REFUSE, *(_REFUSE_ON_CPU if job.device.type == "cpu" else ()))
+    inside = {id(module) for unit in units for module in unit.modules()}
+    for root in job.roots:
+        for module in root.modules():
+            if isinstance(module, kinds) and id(module) not in inside:
+                module.register_forward_pre_hook(_cast_to_weight, with_kwargs=True)
+
+
+def _cast_to_weight(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    dtype, size = weight.dtype, weight.itemsize
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > size else tensor
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+
+def note_separate_head(job: Job, method: str, units: Iterable[nn.Module]) -> None:
+    """Says in the report where a loss in chunks, which reads the last layer's weight, is not used.
+
+    Args:
+        job: the job.
+        method: the method's name, for the report.
+        units: the modules whose parameters are gathered for their own passes alone.
+    """
+    if any(hasattr(unit, "_deferring") for unit in units):
+        job.explain(
+            method,
+            "the last layer is a unit of its own, gathered for its own passes alone, so the model computes all its "
+            "logits and its own loss in place of chunked_linear_cross_entropy",
+        )

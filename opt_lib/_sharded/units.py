@@ -1,0 +1,229 @@
+"""Units that fully sharded training gathers, parameters that it leaves alone, and divided experts."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job, Materialiser
+from atorch_ns.profile import repeated_blocks, select_modules
+from atorch_ns.torch_compat import plain_name, replicate
+from opt_lib._sharded.config import ShardConfig
+
+
+def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
+    """The modules that are gathered as one unit each, the root excluded, parents before children.
+
+    A module that shares a parameter with another outside it stays with the root: a shared parameter can
+    belong to one unit only.
+    """
+    if config.atorch_wrap_cls is not None:
+        units = [found.module for found in select_modules(model, config.atorch_wrap_cls)]
+    elif config.atorch_size_based_min_num_params is not None:
+        units = _large_modules(model, config.atorch_size_based_min_num_params)
+    else:
+        units = [block.module for block in repeated_blocks(model)]
+    uses = _uses(model)
+    return [unit for unit in units if all(uses[key] == count for key, count in _uses(unit).items())]
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """The number of modules inside ``module`` that hold each parameter, by identity."""
+    return Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
+
+
+def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules that have enough parameters left when the large ones inside them are taken out."""
+    units: list[nn.Module] = []
+
+    def remaining(module: nn.Module) -> int:
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        total = own + sum(remaining(child) for child in module.children())
+        if module is not model and total >= min_num_params and not isinstance(module, nn.ModuleList):
+            units.append(module)
+            return 0
+        return total
+
+    remaining(model)
+    return list(reversed(units))
+
+
+def ignored_parameters(
+    model: nn.Module, config: ShardConfig, materialiser: Materialiser
+) -> set[nn.Parameter]:
+    """The parameters that are replicated instead of sharded, with memory if the model is on meta.
+
+    Those of ignored modules, and single numbers (a learned temperature, say), which cannot be divided.
+    """
+    modules = [found.module for found in select_modules(model, config.ignored)]
+    materialiser.materialise(modules)
+    scalars = [module for module in model.modules() if any(p.ndim == 0 for p in _own(module))]
+    materialiser.materialise(scalars, recurse=False)
+    ignored = {parameter for module in modules for parameter in module.parameters()}
+    return ignored | {parameter for module in scalars for parameter in _own(module) if parameter.ndim == 0}
+
+
+def _own(module: nn.Module) -> Iterable[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def parameters_kept_whole(job: Job) -> set[nn.Parameter]:
+    """Parameters that several stages of this rank use, so that they are neither sharded nor averaged with the
+    others; moved to this rank's device."""
+    named = job.module.named_parameters() if job.gradients.kept_whole else ()
+    found = {parameter for name, parameter in named if plain_name(name) in job.gradients.kept_whole}
+    move_to_device(job, found)
+    return found
+
+
+def move_to_device(job: Job, parameters: Iterable[nn.Parameter]) -> None:
+    """Moves replicated parameters to this rank's device."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(job.device)
+
+
+class SyncSwitch:
+    """Whether gradients of replicated parameters are averaged in the present backward pass."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+
+def average_ignored(job: Job, ignored: set[nn.Parameter]) -> SyncSwitch:
+    """Averages the gradients of ignored parameters after each backward pass; the switch pauses it."""
+    assert job.mesh is not None
+    group, size, switch = job.mesh.data_group, job.mesh.data.size(), SyncSwitch()
+
+    def average(parameter: torch.Tensor) -> None:
+        if switch.on and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= size
+
+    for parameter in ignored:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+    return switch
+
+
+def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
+    """The function of that qualified name.
+
+    Raises:
+        InputError: if there is none.
+    """
+    if name is None:
+        return None
+    module, _, function = name.rpartition(".")
+    try:
+        found: Callable[[nn.Module], object] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"param_init_fn={name!r} cannot be imported: {error}") from error
+    return found
+
+
+@torch.no_grad()
+def broadcast_from_first(
+    job: Job, tensors: Iterable[torch.Tensor], *, mesh: DeviceMesh | None = None
+) -> None:
+    """Gives ``tensors``, or this rank's shards of them, the values they have on the first data rank; collective.
+
+    Args:
+        job: the job.
+        tensors: on all ranks the same ones.
+        mesh: a one-dimensional one, in place of that of the data.
+    """
+    assert job.mesh is not None
+    group = (mesh or job.mesh.data).get_group()
+    source = dist.get_process_group_ranks(group)[0]
+    for tensor in tensors:
+        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+        local = data.to(job.device)
+        dist.broadcast(local, src=source, group=group)
+        if local is not data:
+            data.copy_(local)
+
+
+# Experts that are divided over the expert axis. The ranks along ``data`` and ``zero`` hold copies of a rank's experts;
+# those along ``expert`` hold others. So experts are sharded and averaged over the former, while everything else is over
+# all ranks that see different data.
+
+
+def expert_modules(job: Job) -> set[nn.Module]:
+    """The modules that hold experts and those inside them."""
+    return {
+        inside for module in (*job.parts.experts, *job.parts.listed_experts) for inside in module.modules()
+    }
+
+
+def expert_parameters(job: Job) -> set[nn.Parameter]:
+    """The parameters of all experts, which other sharding and averaging leaves alone."""
+    modules = (*job.parts.experts, *job.parts.listed_experts)
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def replicate_experts(job: Job) -> None:
+    """Averages gradients of experts over the ranks that hold the same ones; collective."""
+    assert job.mesh is not None
+    copies = job.mesh.copies
+    for module in job.parts.experts if copies.size() > 1 else ():
+        broadcast_from_first(job, module.parameters(), mesh=copies)
+        replicate(module, mesh=copies, ignored=set())
+
+
+def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
+    """Shards experts over the ranks that hold the same ones; collective.
+
+    Args:
+        job: the job.
+        options: of ``fully_shard`` for the rest of the model.
+        sync: whether the first of these ranks gives the values.
+
+    Raises:
+        InputError: if a parameter cannot be divided evenly, the user wants experts left alone, or they are modules
+            of their own.
+    """
+    assert job.mesh is not None
+    if job.parts.listed_experts:
+        raise InputError(
+            f"{type(job.parts.listed_experts[0]).__name__} is one of a list of experts, which are divided over the expert axis "
+            "and cannot be sharded further. Use ddp, or stack the experts' parameters in one module with "
+            "forward(hidden_states, top_k_index, top_k_weights)."
+        )
+    if options["ignored_params"] & expert_parameters(job):
+        raise InputError(
+            f"{', '.join(sorted({type(module).__name__ for module in job.parts.experts}))} cannot be left out of sharding: "
+            "its experts are divided over the expert axis. Take it out of atorch_ignored_cls."
+        )
+    copies = job.mesh.copies
+    # On one rank there is nothing to shard, but the dtype and the place of computation are a unit's, too.
+    as_units = copies.size() > 1 or "mp_policy" in options or "offload_policy" in options
+    for module in job.parts.experts if as_units else ():
+        placements = {parameter: _placement(job, parameter) for parameter in module.parameters()}
+        if sync:
+            broadcast_from_first(job, module.parameters(), mesh=copies)
+        fully_shard(module, **{**options, "mesh": copies, "shard_placement_fn": placements.get})
+
+
+def _placement(job: Job, parameter: nn.Parameter) -> Shard:
+    """The dimension that is sharded: the first is divided over the expert axis already, so another if that is even."""
+    assert job.mesh is not None
+    ranks = job.mesh.copies.size()
+    for dim in range(1, parameter.dim()):
+        if parameter.size(dim) % ranks == 0:
+            return Shard(dim)
+    if parameter.size(0) % (ranks * job.mesh.size("expert")) == 0 or parameter.dim() == 1:
+        return Shard(0)
+    raise InputError(
+        f"experts of shape {tuple(parameter.shape)} are divided over {job.mesh.size('expert')} ranks, and none of "
+        f"their dimensions divides into {ranks} further shards, over data and zero. Use fewer of these, or ddp."
+    )

@@ -1,0 +1,118 @@
+"""Products of linears in fewer bits: which share of a model they are, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atorch_ns.cluster import cluster_from_spec
+from atorch_ns.estimate import PlanTable, Workload
+from atorch_ns.estimate.time.passes import narrow_share
+from atorch_ns.estimate.time.step import price_time
+from atorch_ns.profile import (
+    Growth,
+    OperatorCost,
+    OptimizerSpec,
+    ParameterSpec,
+    PhaseCost,
+    Segment,
+    SegmentCost,
+    Trace,
+)
+from atorch_ns.strategy import NarrowProducts, Plan
+
+TFLOP, GB = 1e12, 1e9
+NARROW = NarrowProducts(dtype="float8", exclude=("lm_head",), casts_per_operand=2.0)
+CLUSTER = cluster_from_spec("1xH100-80GB").with_hardware()
+
+
+def _cost(products: float, others: float) -> SegmentCost:
+    forward = PhaseCost(
+        flops=Growth(per_sample=(products + others) / 3 * TFLOP),
+        moved=Growth(per_sample=GB),
+        num_operators=1,
+        peak=Growth(),
+    )
+    operators = (
+        OperatorCost(
+            name="aten.mm", count=3, flops=Growth(per_sample=products * TFLOP), moved=Growth(per_sample=GB)
+        ),
+        OperatorCost(
+            name="aten.bmm", count=3, flops=Growth(per_sample=others * TFLOP), moved=Growth(per_sample=GB)
+        ),
+    )
+    backward = replace(forward, flops=forward.flops * 2)
+    return SegmentCost(
+        forward=forward, backward=backward, saved=Growth(), output=Growth(), operators=operators
+    )
+
+
+def _segment(
+    name: str, *matrices: tuple[str, tuple[int, ...]], block: bool = True, tied: str | None = None
+) -> Segment:
+    return Segment(
+        name=name,
+        paths=(name,) if block else (),
+        fingerprint=name,
+        parameters=tuple(
+            ParameterSpec(name=path, shape=shape, dtype="float32", tied_to=tied) for path, shape in matrices
+        ),
+        costs={"float32/bfloat16": _cost(3.0, 1.0), "float32": _cost(3.0, 1.0)},
+    )
+
+
+BLOCK = _segment("layers.0", ("up.weight", (64, 32)), ("down.weight", (32, 64)), ("norm.weight", (32,)))
+PLAN = Plan().changed(precision={"compute_dtype": "bfloat16", "narrow": NARROW})
+
+
+@pytest.mark.parametrize(
+    ("segment", "narrow", "share"),
+    [
+        (BLOCK, NARROW, 0.75),
+        (BLOCK, replace(NARROW, include=("up",)), 0.375),
+        (BLOCK, replace(NARROW, include=("layers.0",), exclude=("down",)), 0.375),
+        (BLOCK, replace(NARROW, multiple=64), 0.0),
+        (BLOCK, None, 0.0),
+        (_segment("layers.0", ("up.weight", (64, 32)), ("odd.weight", (64, 24))), NARROW, 0.75 * 32 / 56),
+        (_segment("after", ("lm_head.weight", (64, 32)), block=False), NARROW, 0.0),
+        (_segment("after", ("out.weight", (64, 32)), block=False, tied="embed.weight"), NARROW, 0.0),
+        (
+            _segment("after", ("out.weight", (64, 32)), block=False, tied="embed.weight"),
+            replace(NARROW, include=("out",)),
+            0.75,
+        ),
+    ],
+)
+def test_the_share_of_products_is_that_of_the_layers(segment: Segment, narrow: Any, share: float) -> None:
+    found = narrow_share(PLAN.changed(precision={"narrow": narrow}), segment, 4, 1)
+    assert found.flops == pytest.approx(share)
+    # 1 GB of operands, moved twice, for 4 TFLOP of which products are 3.
+    assert found.bytes_per_flop == pytest.approx(2 * GB * share / 0.75 / (4 * TFLOP))
+
+
+def _compute_seconds(plan: Plan) -> float:
+    trace = Trace(segments=(BLOCK,), num_samples=4, optimizer=OptimizerSpec(name="AdamW"))
+    (row,) = price_time(PlanTable.of([plan]), trace, CLUSTER, Workload(global_batch=1))
+    return float(row[0])
+
+
+def test_products_take_the_time_of_their_rate_and_of_their_casts() -> None:
+    assert CLUSTER.hardware is not None
+    device = CLUSTER.hardware.device
+    wide = _compute_seconds(PLAN.changed(precision={"narrow": None}))
+    peak, narrow = (device.flops_per_s[key] * device.efficiency for key in ("bfloat16", "float8"))
+    saved = 3 * TFLOP * (1 / peak - 1 / narrow)
+    casts = 2 * GB / device.memory_bytes_per_s
+    assert _compute_seconds(PLAN) == pytest.approx(wide - saved + casts, rel=1e-6)
+
+
+def test_a_device_without_the_rate_gains_nothing() -> None:
+    old = cluster_from_spec("1xA100-80GB").with_hardware()
+    trace = Trace(segments=(BLOCK,), num_samples=4, optimizer=OptimizerSpec(name="AdamW"))
+    with_it, without = (
+        float(price_time(PlanTable.of([plan]), trace, old, Workload(global_batch=1))[0][0])
+        for plan in (PLAN, PLAN.changed(precision={"narrow": None}))
+    )
+    assert with_it > without

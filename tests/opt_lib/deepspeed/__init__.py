@@ -1,0 +1,1 @@
+"""Tests of opt_lib._deepspeed."""

@@ -1,0 +1,90 @@
+"""One refusal is enough: what would be refused by the same refusal key is not tried, and nothing else is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atorch_ns.search import Candidate, Search, SearchOutcome, SearchSettings, TrialOutcome
+from tests.search.fakes import World, candidate, setting
+
+PLAIN = candidate("plain", "ddp", seconds=0.030, is_baseline=True)
+REFUSED = TrialOutcome(status="refused", reason="InputError: no layer divides", rank=1, refused_by="cut")
+
+
+def alike(number: int, refusal_key: str = "a") -> list[Candidate]:
+    """Candidates that use the method ``cut`` with the same refusal key and differ in what comes later."""
+    return [
+        replace(
+            candidate(
+                f"{refusal_key}{index}", "cut", ("later", {"n": index}), seconds=0.010 + 0.0001 * index
+            ),
+            refusal_keys=(("cut", refusal_key),),
+        )
+        for index in range(number)
+    ]
+
+
+def searched(candidates: list[Candidate], ends: dict[str, TrialOutcome]) -> tuple[World, SearchOutcome]:
+    truth = {one.key: one.estimate.step_seconds for one in candidates if one.estimate}
+    world = World(truth, ends=ends)
+    return world, world.search(candidates, max_trials=20)
+
+
+def tried(world: World) -> list[str]:
+    return [task.key for task in world.tasks if task.kind == "trial"]
+
+
+def test_one_refusal_prunes_what_would_be_refused_as_well() -> None:
+    candidates = [PLAIN, *alike(5)]
+    world, outcome = searched(candidates, {one.key: REFUSED for one in candidates[1:]})
+    assert len(tried(world)) == 2
+    assert outcome.best == "plain"
+    rows = {row.candidate.key: row for row in outcome.rows}
+    (failed,) = [key for key, row in rows.items() if row.fate == "failed"]
+    pruned = [row for row in rows.values() if row.fate == "pruned"]
+    assert len(pruned) == 4
+    for row in pruned:
+        assert row.reason == (
+            f"cut refuses it as {rows[failed].candidate.label}: InputError: no layer divides"
+        )
+
+
+def test_other_refusal_keys_are_tried() -> None:
+    candidates = [PLAIN, *alike(3), *alike(2, refusal_key="b")]
+    world, outcome = searched(candidates, {f"a{index}": REFUSED for index in range(3)})
+    assert len([key for key in tried(world) if key.startswith("a")]) == 1
+    assert str(outcome.best).startswith("b")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        replace(REFUSED, refused_by=None),
+        replace(REFUSED, refused_by="later"),
+        replace(REFUSED, status="raised"),
+        replace(REFUSED, status="hung"),
+    ],
+    ids=["nobody's", "another method's", "an error", "a hang"],
+)
+def test_what_says_nothing_of_the_key_prunes_nothing(end: TrialOutcome) -> None:
+    candidates = [PLAIN, *alike(3)]
+    _, outcome = searched(candidates, {"a0": end})
+    assert outcome.best in ("a1", "a2")
+    assert not any(row.fate == "pruned" for row in outcome.rows)
+
+
+def test_a_key_with_which_another_has_run_is_no_reason() -> None:
+    candidates = [PLAIN, *alike(3)]
+    search = Search(setting(), SearchSettings(max_trials=20), candidates)
+    search.resume("a1", TrialOutcome(status="ok", step_seconds=(0.01,) * 8, peak_bytes=(1, 1)))
+    search.resume("a0", REFUSED)
+    assert not any(row.fate == "pruned" for row in search.outcome().rows)
+
+
+def test_a_resumed_refusal_counts() -> None:
+    candidates = [PLAIN, *alike(3)]
+    search = Search(setting(), SearchSettings(max_trials=20), candidates)
+    search.resume("a0", REFUSED)
+    assert sum(row.fate == "pruned" for row in search.outcome().rows) == 2

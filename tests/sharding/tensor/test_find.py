@@ -1,0 +1,135 @@
+"""Plans are found for models that nobody prepared, and only those that compute the same are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from atorch_ns.errors import InputError
+from atorch_ns.sharding import (
+    LayerGraph,
+    SelfTest,
+    TensorGroup,
+    TensorPlan,
+    check_degree,
+    choose_plan,
+    find_tensor_plan,
+    trace_layers,
+)
+from atorch_ns.testing.workers import run_ranks
+from tests.sharding.tensor_models import (
+    ATTENTIONS,
+    WIDTH,
+    NormOverHeads,
+    make,
+    tokens,
+)
+
+
+class FusedKeyValue(nn.Module):
+    """Two heads of keys and values in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = 4, 2
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1))
+        k, v = self.kv(x).split(WIDTH // 2, -1)
+        k, v = (t.unflatten(-1, (self.kv_heads, -1)).repeat_interleave(2, -2) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        out: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def graph_of(model: nn.Module, batch: Any) -> LayerGraph:
+    return trace_layers(model, batch, lambda module, data: module(data))
+
+
+def found_by_shapes(model: nn.Module, degree: int, batch: Any) -> TensorPlan:
+    """The plan found without comparing numbers."""
+    graph = graph_of(model, batch)
+    test = SelfTest(model, graph, TensorGroup(None, size=degree), run_numerics=False)
+    return find_tensor_plan(model, degree, graph, test)
+
+
+class TestDegrees:
+    def test_heads_that_do_not_divide(self) -> None:
+        with pytest.raises(InputError, match=r"tensor=3 does not divide the 4 attention heads.*\{1, 2, 4\}"):
+            check_degree(make(), 3)
+
+    def test_a_vocabulary_that_does_not_divide_stays_whole(self) -> None:
+        model = make(vocab=31)
+        plan = found_by_shapes(model, 2, tokens(31))
+        assert plan.left["embed"] == plan.left["head"] == "its size 31 is not divisible by 2"
+        assert "blocks.*.down" in plan.styles
+
+    def test_heads_of_keys_that_do_not_divide_are_told(self) -> None:
+        model = make(FusedKeyValue)
+        plan = found_by_shapes(model, 4, tokens())
+        told = {why for path, why in plan.left.items() if path.startswith("blocks.0.attention")}
+        assert told == {"kv_heads=2 is not divisible by 4; tensor in {1, 2} would divide the heads"}
+
+    def test_nothing_to_divide(self) -> None:
+        model = nn.Sequential(nn.Linear(15, 25), nn.ReLU(), nn.Linear(25, 5))
+        group = TensorGroup(None, size=2)
+        graph = graph_of(model, torch.randn(4, 15))
+        with pytest.raises(
+            InputError, match=r"Sequential \(\{0,2\}: 25 outputs do not divide by 2.*\{5, 25\}"
+        ):
+            choose_plan(model, group, graph, run_numerics=False)
+
+
+def _found(names: list[str]) -> dict[str, Any]:
+    """For each attention the plan found, and how the chosen plan tests."""
+    group = TensorGroup(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    found: dict[str, Any] = {}
+    for attention in (*ATTENTIONS, NormOverHeads):
+        if attention.__name__ in names:
+            model = make(attention)
+            chosen = choose_plan(model, group, graph_of(model, tokens()))
+            found[attention.__name__] = (chosen.plan, chosen.partial)
+    return found
+
+
+class TestFound:
+    @pytest.fixture(scope="class")
+    def found(self) -> dict[str, Any]:
+        names = [attention.__name__ for attention in (*ATTENTIONS, NormOverHeads)]
+        return run_ranks(_found, 2, args=(names,), timeout_s=100)[0]
+
+    @pytest.mark.parametrize("attention", ATTENTIONS, ids=lambda kind: kind.__name__)
+    def test_every_layer_is_divided(self, found: dict[str, Any], attention: type[nn.Module]) -> None:
+        plan, _ = found[attention.__name__]
+        assert not plan.left
+        assert plan.resolve(make(attention)).layers["blocks.1.attention.o"].style == "rowwise"
+
+    def test_the_number_of_heads_is_divided_where_code_reshapes_by_it(self, found: dict[str, Any]) -> None:
+        assert found["ByCount"][0].attributes == ("blocks.*.attention.num_heads",)
+        assert found["FusedByHead"][0].attributes == ("blocks.*.attention.heads",)
+        assert found["BySettings"][0].attributes == ("blocks.*.attention.cfg.n_head",)
+        assert found["FusedParts"][0].attributes == ()
+
+    def test_fused_layers_are_cut_as_their_code_cuts_them(self, found: dict[str, Any]) -> None:
+        name = "blocks.*.attention.qkv"
+        assert found["FusedParts"][0].parts[name] == (WIDTH, WIDTH, WIDTH)
+        assert found["FusedGrouped"][0].parts[name] == (WIDTH, WIDTH // 2, WIDTH // 2)
+        assert name not in found["FusedByHead"][0].parts
+        assert found["FusedParts"][0].parts["blocks.*.gate_up"] == (2 * WIDTH, 2 * WIDTH)
+
+    def test_norms_inside_a_region_have_partial_gradients(self, found: dict[str, Any]) -> None:
+        inside = {"q_norm.weight", "k_norm.weight", "gate"}
+        expected = {f"blocks.{block}.attention.{name}" for block in range(2) for name in inside}
+        assert found["WithNorms"][1] == expected
+        assert found["ByCount"][1] == set()
+
+    def test_what_no_rank_can_compute_alone_stays_whole(self, found: dict[str, Any]) -> None:
+        plan, _ = found["NormOverHeads"]
+        assert "gives the results of the whole" in plan.left["blocks.*.attention.{q,k,v,o}"]

@@ -1,0 +1,62 @@
+"""The self-test tells right layouts from wrong ones by far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from atorch_ns.sharding import (
+    LayerGraph,
+    SelfTest,
+    TensorGroup,
+    TensorPlan,
+    regions_in,
+    trace_layers,
+)
+from atorch_ns.testing.workers import run_ranks
+from tests.sharding.tensor_models import (
+    WIDTH,
+    ByCount,
+    BySettings,
+    FusedByHead,
+    FusedGrouped,
+    FusedParts,
+    WithNorms,
+    make,
+    tokens,
+)
+
+
+def graph_of(model: nn.Module, batch: Any) -> LayerGraph:
+    return trace_layers(model, batch, lambda module, data: module(data))
+
+
+def _errors() -> dict[str, float]:
+    """How wrong some layouts are; each runs without an error."""
+    group = TensorGroup(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    wrong = {
+        "heads not divided": (ByCount, {}, ()),
+        "parts not given": (FusedParts, {}, ()),
+        "parts where there are none": (FusedByHead, {"qkv": (WIDTH,) * 3}, ("heads",)),
+        "parts of other sizes": (FusedGrouped, {"qkv": (WIDTH, WIDTH)}, ("q_size", "kv_size")),
+        "right": (BySettings, {"qkv": (WIDTH,) * 3}, ("cfg.n_head",)),
+        "right with norms": (WithNorms, {}, ()),
+    }
+    errors = {}
+    for what, (attention, parts, attributes) in wrong.items():
+        model = make(attention)
+        graph = graph_of(model, tokens())
+        styles = {**dict.fromkeys(("q", "k", "v", "qkv"), "colwise"), "o": "rowwise"}
+        layout = TensorPlan(styles=styles, parts=parts, attributes=attributes).resolve(model)
+        verdict = SelfTest(model, graph, group).unit("blocks.0.attention", layout, regions_in(graph, layout))
+        assert verdict.passed == what.startswith("right")
+        errors[what] = verdict.error
+    return errors
+
+
+def test_the_self_test_tells_right_from_wrong_by_far() -> None:
+    errors = run_ranks(_errors, 2, timeout_s=60)[0]
+    for what, error in errors.items():
+        assert (error < 1e-5) if what.startswith("right") else (error > 0.1), f"{what}: {error}"

@@ -1,0 +1,114 @@
+"""The house as the rules of its map say: no circle, sizes, names, and a map that is current."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import statistics
+from pathlib import Path
+from types import ModuleType
+
+import grimp
+import networkx
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("atorch_ns", "opt_lib")
+FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+# Bounds that may only be lowered: the aim is 360 files and 55,000 lines that are not blank.
+MOST_FILES, MOST_LINES = 363, 57_700
+GENERATED = "coordinator_pb2.py"
+
+
+def _non_blank(file: Path) -> int:
+    return sum(1 for line in file.read_text().splitlines() if line.strip())
+
+
+def _tree() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_file_imports_itself_by_any_way() -> None:
+    """Imports of types and those inside functions count too."""
+    graph = grimp.build_graph(*PACKAGES, include_external_packages=False)
+    edges = networkx.DiGraph(
+        (importer, imported)
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    )
+    circles = [sorted(circle) for circle in networkx.strongly_connected_components(edges) if len(circle) > 1]
+    assert not circles, f"these files import each other: {circles}"
+
+
+def test_sizes() -> None:
+    sizes = {str(file.relative_to(ROOT)): _non_blank(file) for file in FILES}
+    assert len(sizes) <= MOST_FILES
+    assert sum(sizes.values()) <= MOST_LINES
+    assert not {name: size for name, size in sizes.items() if size > 500}
+    modules = [size for name, size in sizes.items() if not name.endswith("__init__.py")]
+    assert 100 <= statistics.median(modules) <= 220
+
+
+def test_tests_are_more_than_half_of_the_source() -> None:
+    tests = sum(_non_blank(file) for file in (ROOT / "tests").rglob("*.py"))
+    assert tests >= 0.55 * sum(_non_blank(file) for file in FILES)
+
+
+def test_rooms_have_at_most_twenty_things_in_sight() -> None:
+    """Files whose names begin with an underscore are helpers of what is in sight."""
+    for folder in {file.parent for file in FILES}:
+        seen = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+        in_sight = [path.name for path in seen if not path.name.startswith("_")]
+        assert len(in_sight) <= (20 if folder.parent != ROOT else 30), (
+            f"{folder.relative_to(ROOT)}: {sorted(in_sight)}"
+        )
+
+
+def test_first_lines_name_the_thing() -> None:
+    wrong = []
+    for file in FILES:
+        line = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        question = re.match(r"(What|Which|Whether|How|Where|Why|When|Does|Do|Is|Are|From|Who)\b", line)
+        if file.name != GENERATED and (question is not None or not line.endswith((".", ":"))):
+            wrong.append(f"{file.relative_to(ROOT)}: {line!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_product_code_is_not_named_like_a_test() -> None:
+    assert not [file.name for file in FILES if file.name.startswith("test_") or file.stem.endswith("_test")]
+
+
+def test_the_product_imports_neither_tests_nor_benchmarks() -> None:
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [n for n in names if n.split(".")[0] in ("tests", "benchmarks")], file
+
+
+def test_private_names_stand_in_the_init_of_a_room_only() -> None:
+    """``__all__`` says what a room gives; public modules that give names of others have one too."""
+    own = {"errors.py", "verify.py", "notebook.py", "fp8.py", "module_replace.py", "tensor_parallel.py"}
+    for file in FILES:
+        if file.name != "__init__.py" and file.name not in own:
+            assert "\n__all__" not in file.read_text(), file
+
+
+def test_the_map_is_current() -> None:
+    tree = _tree()
+    assert tree.page() == tree.PAGE.read_text(), "run `python docs/tree.py`"
+
+
+def test_files_that_the_map_names_are_there() -> None:
+    for page in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        named = re.findall(r"`((?:atorch_ns|opt_lib|tests|docs)/[\w/.]+)`", page.read_text())
+        missing = [name for name in named if not (ROOT / name).exists()]
+        assert len(named) >= 8
+        assert not missing, f"{page.name}: {missing}"

@@ -1,0 +1,64 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from atorch_ns import text as text_module
+from atorch_ns.text import bytes_text, count_text, factor_text, seconds_text
+
+
+def test_examples() -> None:
+    result = doctest.testmod(text_module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (12e-9, "0.01 µs"),
+        (208e-6, "208 µs"),
+        (0.9996e-3, "1.00 ms"),
+        (0.9999, "1.00 s"),
+        (59.94, "59.9 s"),
+        (3725, "62 min 05 s"),
+        (-0.01, "-10.0 ms"),
+        (0.0000213, "21.3 µs"),
+        (float("nan"), "–"),
+        (float("inf"), "–"),
+        (None, "–"),
+    ],
+)
+def test_seconds(seconds: float | None, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (1, "1 B"),
+        (7, "7 B"),
+        (1000, "1000 B"),
+        (1536, "1.50 KiB"),
+        (20 * 2**20, "20.0 MiB"),
+        (1024, "1.00 KiB"),
+        (1023.9 * 2**20, "1.00 GiB"),
+        (80 * 2**30, "80.0 GiB"),
+        (2**41, "2.00 TiB"),
+    ],
+)
+def test_bytes(num_bytes: float, text: str) -> None:
+    assert bytes_text(num_bytes) == text
+
+
+def test_counts() -> None:
+    assert [count_text(value) for value in (0, 7, 999, 1e3, 8.03e9)] == ["0", "7", "999", "1.00 k", "8.03 G"]
+
+
+@pytest.mark.parametrize(("factor", "text"), [(1.5, "1.50×"), (12.34, "12.3×"), (123.4, "123×")])
+def test_factors_have_three_digits(factor: float, text: str) -> None:
+    assert factor_text(factor) == text
