@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 _MOST_MATCHES: Final = 3
@@ -45,6 +45,16 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str
 def with_period(text: str) -> str:
     """The text with one full stop, for messages of others that may bring their own."""
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def clipped(text: str, num_chars: int) -> str:
+    """The text, ended by ``...`` where it has more than ``num_chars`` characters."""
+    return text if len(text) <= num_chars else f"{text[: num_chars - 3]}..."
+
+
+def first_few(names: Sequence[str], number: int = 5) -> str:
+    """The first names with commas between them, and ``…`` for those left out."""
+    return ", ".join(names[:number]) + (", …" if len(names) > number else "")
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

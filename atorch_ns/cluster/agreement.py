@@ -1,12 +1,12 @@
-"""Agreement of ranks: one rank's value or failure made known to all, so that none waits for one that has stopped."""
+"""Agreement of ranks: one rank's value or failure sent to all, so that no rank waits for one that has stopped."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import RankError
+from atorch_ns.text import clipped, error_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,48 +24,63 @@ def agree(
     :class:`RankError` naming that rank and its reason.
 
     Args:
-        action: what each rank does by itself.
-        what: what it is, for the message: ``"reading the strategy"``.
-        distributed: whether there is a process group to ask.
-        group: the ranks that act together; ``None`` for all, over the default group.
+        action: the work of each rank.
+        what: name of the action, for the message: ``"reading the strategy"``.
+        distributed: whether there is a process group.
+        group: process group of the ranks that act together; ``None`` for the default group.
 
     Raises:
         RankError: if another rank's action failed.
     """
     if not distributed:
         return action()
-    result, error = _attempt(action)
-    reason = f"{type(error).__name__}: {error}" if error is not None else None
+    import torch.distributed as dist
+
+    result: list[T] = []
+    error = None
+    try:
+        result.append(action())
+    except Exception as raised:  # the other ranks must receive it before it is raised
+        error = raised
+    reason = None if error is None else error_text(error)
     reasons = gathered(reason, distributed=True, group=group)
     if error is not None:
         raise error
-    failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    ranks = dist.get_process_group_ranks(group)
+    failures = {rank: reason for rank, reason in zip(ranks, reasons, strict=True) if reason is not None}
     if failures:
-        raise RankError(_failed(what, failures), failures=failures)
-    assert result is not None
+        shown = "\n".join(f"  rank {rank}: {reason}" for rank, reason in list(failures.items())[:8])
+        more = f"\n  and {len(failures) - 8} more" if len(failures) > 8 else ""
+        raise RankError(
+            f"{what} failed on {len(failures)} other rank(s), so all stopped:\n{shown}{more}",
+            failures=failures,
+        )
     return result[0]
 
 
 def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
-    """Checks that all ranks hold the same texts; one exchange for all of them.
+    """Checks that all ranks hold the same texts, by one collective.
 
     Args:
-        values: the text that this rank holds, by what it is, as the message will call it.
-        distributed: whether there is a process group to ask.
+        values: texts of this rank, by the name that the message gives each.
+        distributed: whether there is a process group.
 
     Raises:
         RankError: on every rank, naming what differs and who holds which.
     """
     if not distributed:
         return
-    held_by_rank = [json.loads(text or "{}") for text in gathered(json.dumps(dict(values)), distributed=True)]
     lines = []
+    values_by_rank = gathered(dict(values), distributed=True)
     for what in values:
-        holders: dict[str, list[int]] = {}
-        for rank, held in enumerate(held_by_rank):
-            holders.setdefault(held.get(what, ""), []).append(rank)
-        if len(holders) > 1:
-            lines.append(f"{what}: " + "; ".join(f"ranks {r} have {_short(t)}" for t, r in holders.items()))
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, own in enumerate(values_by_rank):
+            ranks_by_text.setdefault(own.get(what, ""), []).append(rank)
+        if len(ranks_by_text) > 1:
+            shown = "; ".join(
+                f"ranks {ranks} have {clipped(text, 300)}" for text, ranks in ranks_by_text.items()
+            )
+            lines.append(f"{what}: {shown}")
     if lines:
         raise RankError(
             "the ranks were given different arguments, so nothing was started. " + ". ".join(lines)
@@ -94,20 +109,3 @@ def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = N
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _attempt(action: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
-    try:
-        return (action(),), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised
-        return None, error
-
-
-def _failed(what: str, failures: dict[int, str]) -> str:
-    shown = "\n".join(f"  rank {rank}: {reason}" for rank, reason in list(failures.items())[:8])
-    more = f"\n  and {len(failures) - 8} more" if len(failures) > 8 else ""
-    return f"{what} failed on {len(failures)} other rank(s), so all stopped:\n{shown}{more}"

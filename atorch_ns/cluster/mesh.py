@@ -1,6 +1,6 @@
 """The device mesh of a job: torch's ``DeviceMesh`` over the groups that :func:`layout` names.
 
-Which ranks form a group along each axis: pure functions, so any world can be checked without starting it.
+Groups of ranks along each axis come from pure functions, so that any world size can be checked without starting it.
 
 The first axis named is the innermost: its groups are neighbouring ranks. With
 ``[("tensor", 4), ("pipeline", 2), ("data", 2)]`` on 16 ranks, tensor groups are ``[0, 1, 2, 3], …``, pipeline
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from atorch_ns.errors import LayoutError
+from atorch_ns.text import clipped
 from atorch_ns.torch_compat import flatten_mesh
 
 AXES = ("data", "zero", "tensor", "sequence", "pipeline", "expert")
@@ -29,7 +30,7 @@ Axes = Sequence[tuple[str, int]]
 
 
 def check_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Checks names and sizes and writes aliases out.
+    """Checks names and sizes, and replaces aliases.
 
     Raises:
         LayoutError: for an unknown name, a repeated name, or a size that is not a positive integer.
@@ -59,7 +60,7 @@ def fit(axes: Iterable[tuple[str, int]], world_size: int) -> tuple[tuple[str, in
     others = [(name, size) for name, size in checked if name != "data"]
     product = math.prod(size for _, size in others)
     if world_size % product:
-        raise LayoutError(_does_not_divide(others, product, world_size))
+        raise LayoutError(_indivisible(others, product, world_size))
     data = world_size // product
     if all(name != "data" for name, _ in checked):
         return (*checked, ("data", data)) if data > 1 or not checked else checked
@@ -109,25 +110,21 @@ def mesh_ranks(
     order = list(range(world_size)) if rank_order is None else list(rank_order)
     if sorted(order) != list(range(world_size)):
         raise LayoutError(
-            f"the rank order must name each of the ranks 0 to {world_size - 1} once; it is {_short(order)}."
+            f"the rank order must name each of the ranks 0 to {world_size - 1} once; it is {clipped(repr(order), 80)}."
         )
     return np.asarray(order).reshape(list(reversed(sizes)))
 
 
-def _does_not_divide(others: Axes, product: int, world_size: int) -> str:
+def _indivisible(others: Axes, product: int, world_size: int) -> str:
     shown = " × ".join(f"{name}={size}" for name, size in others)
     total = f" (= {product})" if len(others) > 1 else ""
     advice = f"Start {product * max(1, round(world_size / product))} processes"
     if len(others) == 1:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        shown_divisors = ", ".join(map(str, divisors[:12]))
-        advice = f"Use {others[0][0]} in {{{shown_divisors}}} or start {product} processes"
+        advice = (
+            f"Use {others[0][0]} in {{{', '.join(map(str, divisors[:12]))}}} or start {product} processes"
+        )
     return f"{shown}{total} does not divide {world_size} processes. {advice}."
-
-
-def _short(order: list[int]) -> str:
-    text = repr(order)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # The order of the mesh's dimensions. The groups along each axis are those of the user's order of axes, which

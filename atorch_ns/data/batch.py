@@ -1,6 +1,6 @@
 """Batches between the loader and the model: moved to a device, split, and passed to forward.
 
-A batch is any nest of dictionaries, lists, tuples, named tuples and dataclass instances with tensors
+A batch is a nest of dictionaries, lists, tuples, named tuples and dataclass instances with tensors
 at its leaves. Legend: B the size of dim 0 that all its tensors share.
 """
 
@@ -13,7 +13,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,14 +30,14 @@ _WRAPPERS: Final = ("torch", "deepspeed", "peft", "atorch_ns")
 _BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class _Taken(NamedTuple):
-    """Of one ``forward``: the names that it takes, ``None`` for all, and what was said about those it does not."""
+class _ForwardNames(NamedTuple):
+    """Argument names of one ``forward`` (``None`` for any name), and the groups of other keys that were logged."""
 
     names: frozenset[str] | None
-    said: set[tuple[str, ...]]
+    logged: set[tuple[str, ...]]
 
 
-_READ: Final[weakref.WeakKeyDictionary[Any, _Taken]] = weakref.WeakKeyDictionary()
+_FORWARD_NAMES: Final[weakref.WeakKeyDictionary[Any, _ForwardNames]] = weakref.WeakKeyDictionary()
 
 
 def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -46,19 +46,19 @@ def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[s
     Wrappers (DDP, FSDP, compiled modules, engines) are looked through. Where the signature cannot be read, all items
     are passed. It is read once; the keys that stay out are logged once, at info level.
     """
-    taken = _taken_by(model)
-    if taken.names is None or taken.names.issuperset(data):
+    names, logged = _forward_names(model)
+    if names is None or names.issuperset(data):
         return data
-    left_out = tuple(key for key in data if key not in taken.names)
-    if left_out not in taken.said:
-        taken.said.add(left_out)
+    left_out = tuple(key for key in data if key not in names)
+    if left_out not in logged:
+        logged.add(left_out)
         _log.info(
             "%s of the batch are not passed to the model: forward of %s does not take them. The loss is given the "
             "whole batch.",
             ", ".join(map(repr, left_out)),
             type(_inside(model)).__name__,
         )
-    return {key: value for key, value in data.items() if key in taken.names}
+    return {key: value for key, value in data.items() if key in names}
 
 
 def forward_signature(model: Callable[..., Any]) -> inspect.Signature | None:
@@ -69,16 +69,16 @@ def forward_signature(model: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _taken_by(model: Callable[..., Any]) -> _Taken:
+def _forward_names(model: Callable[..., Any]) -> _ForwardNames:
     forward = _forward(model)
     key = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
     try:
-        return _READ[key]
+        return _FORWARD_NAMES[key]
     except (KeyError, TypeError):  # not seen before, or nothing that can be referred to weakly
-        taken = _Taken(_names(forward_signature(model)), set())
+        found = _ForwardNames(_names(forward_signature(model)), set())
     with contextlib.suppress(TypeError):
-        _READ[key] = taken
-    return taken
+        _FORWARD_NAMES[key] = found
+    return found
 
 
 def _names(signature: inspect.Signature | None) -> frozenset[str] | None:
@@ -124,9 +124,9 @@ _FORMATS: tuple[ModelInputFormat, ...] = ("unpack_sequence", "unpack_dict", "fir
 
 
 def default_prepare_input(data: Any, device: torch.device | str) -> Any:
-    """``data`` with every tensor on ``device``; all else, and ``data`` itself, stays as it is.
+    """``data`` with every tensor on ``device``; other values are shared, and ``data`` itself is not changed.
 
-    Copies from pinned memory do not block. An object with a ``to`` of its own (a packed sequence, the
+    Copies from pinned memory do not block. An object with its own ``to`` (a packed sequence, the
     batch encoding of a tokenizer) is moved by that, on a shallow copy.
     """
 
@@ -141,16 +141,13 @@ def default_prepare_input(data: Any, device: torch.device | str) -> Any:
 
 
 def check_model_input_format(value: object) -> ModelInputFormat | None:
-    """``value``, if it is a known ``model_input_format``.
+    """Checks a ``model_input_format``.
 
     Raises:
-        InputError: it is not; the message lists what is, nearest first.
+        InputError: for an unknown one; the message lists those there are, nearest first.
     """
-    if value is None:
-        return None
-    for known in _FORMATS:
-        if value == known:
-            return known
+    if value is None or value in _FORMATS:
+        return cast("ModelInputFormat | None", value)
     raise InputError(
         f"model_input_format={value!r} is not known.{did_you_mean(str(value), _FORMATS)} "
         "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data) with the keys that forward names, "
@@ -173,7 +170,11 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
             return model(data)
         except (TypeError, AttributeError) as error:
             if isinstance(data, (Mapping, list, tuple)):
-                error.add_note(_as_it_is(data))
+                how = "unpack_dict" if isinstance(data, Mapping) else "unpack_sequence"
+                error.add_note(
+                    f"The model was called with the whole batch, a {type(data).__name__}, as model_input_format=None "
+                    f"has it. If forward takes its items, pass model_input_format={how!r}."
+                )
             raise
     if known in ("unpack_sequence", "first"):
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
@@ -191,13 +192,13 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
 def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
     """``data`` as that many equal parts, in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
 
-    Tensors are split along dim 0 into views. A list of B plain values (one that holds no tensor and no
-    nested batch) is split too. Tensors without dims and everything else are repeated in each part.
+    Tensors are split along dim 0 into views, and lists of B plain values (without tensors and nested batches) too.
+    Tensors without dims and all other values are repeated in each part.
 
     Raises:
         BatchSizeError: n does not divide B, the tensors differ in B, or there is no tensor to split.
-        InputError: ``num_micro_batches`` is not a positive integer, or the batch holds an object that
-            can be moved to a device but that nobody knows how to split.
+        InputError: ``num_micro_batches`` is not a positive integer, or the batch holds an object with its own ``to``,
+            such as a packed sequence, that has no known parts.
     """
     num = num_micro_batches
     if isinstance(num, bool) or not isinstance(num, int) or num < 1:
@@ -224,20 +225,12 @@ def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
 
 
 def batch_sizes(data: Any) -> frozenset[int]:
-    """The sizes of dim 0 of all tensors and arrays in a batch; those without dims say none."""
+    """The sizes of dim 0 of all tensors and arrays with dims in a batch."""
     found = [leaf for _, leaf in leaves(data, is_leaf=_is_unsplittable)]
     shapes = [getattr(leaf, "shape", None) for leaf in found]
     sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
     return frozenset(
         sizes | {len(leaf) for leaf in found if _is_unsplittable(leaf) and hasattr(leaf, "__len__")}
-    )
-
-
-def _as_it_is(data: Any) -> str:
-    how = "unpack_dict" if isinstance(data, Mapping) else "unpack_sequence"
-    return (
-        f"The model was called with the whole batch, a {type(data).__name__}, as model_input_format=None has it. If "
-        f"forward takes its items, pass model_input_format={how!r}."
     )
 
 

@@ -1,31 +1,22 @@
 """Loader of one rank, built from the user's dataset and ``dataloader_args``.
 
 Legend: B global batch size, N data-parallel ranks, r the rank of this process among them.
-
-Iterable datasets: one rank's share of a stream that every rank reads.
-
-Legend: N data-parallel ranks, r the rank of this process among them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, get_worker_info
 
+from atorch_ns.cluster import from_first
 from atorch_ns.data.loader import TrainLoader
 from atorch_ns.data.loader_args import LoaderArgs, read_loader_args
-from atorch_ns.data.samplers import (
-    RankBatchSampler,
-    RankSampler,
-    distributed_position,
-    readable_epoch,
-    share_integer,
-)
+from atorch_ns.data.samplers import RankSampler, distributed_position, readable_epoch
 from atorch_ns.errors import InputError
 
 T = TypeVar("T")
@@ -37,14 +28,14 @@ def every_nth(stream: Iterable[T], rank: int, num_ranks: int) -> Iterator[T]:
     for position, entry in enumerate(stream):
         place = position % num_ranks
         if place == rank:
-            mine = entry
+            own = entry
         if place == num_ranks - 1:
-            yield mine
+            yield own
 
 
 @final
 class RankStream(IterableDataset[Any]):
-    """The rank's share of an iterable dataset, which otherwise looks like that dataset.
+    """The rank's share of an iterable dataset, which otherwise looks like that dataset: one stream that every rank reads.
 
     The user's dataset divides itself between loader workers as torch documents, by ``get_worker_info`` or
     by a ``worker_init_fn`` that sets its attributes; the share of the rank is taken inside each worker.
@@ -82,7 +73,7 @@ class RankStream(IterableDataset[Any]):
         return readable_epoch(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes ``epoch`` to the user's dataset, here and in every worker, if it wants to know."""
+        """Passes ``epoch`` to the user's dataset, here and in every worker, if that has ``set_epoch``."""
         self._epoch.fill_(epoch)
         self._pass_epoch(epoch)
 
@@ -162,24 +153,18 @@ def build_dataloader(
     generator = read.generator
     if read.shuffle and generator is not None:
         seed = generator.initial_seed() % 2**63
-        seed = seed if group is None else share_integer(seed, group)
+        seed = seed if group is None else from_first(seed, distributed=True, group=group)
         generator = generator.clone_state()
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
     if is_stream:
-        return _make(_stream(dataset, read), read, generator, None, None)
-    if read.batch_sampler is not None:
-        return _make(dataset, read, generator, None, _share_of_batches(read.batch_sampler, read, group))
-    if read.sampler is not None:
-        return _make(dataset, read, generator, _share_of_order(read.sampler, read, group), None)
-    return _make(dataset, read, generator, _make_sampler(sampler_cls, dataset, read, seed), None)
-
-
-def _make(
-    dataset: Any,
-    read: LoaderArgs,
-    generator: torch.Generator | None,
-    sampler: Iterable[Any] | None,
-    batch_sampler: Iterable[Sequence[Any]] | None,
-) -> TrainLoader:
+        dataset = _stream(dataset, read)
+    elif read.batch_sampler is not None:
+        batch_sampler = _rank_share("batch_sampler", read.batch_sampler, read, group)
+    elif read.sampler is not None:
+        sampler = _rank_share("sampler", read.sampler, read, group)
+    else:
+        sampler = _make_sampler(sampler_cls, dataset, read, seed)
     try:
         return TrainLoader(
             dataset,
@@ -221,43 +206,31 @@ def _is_stream(dataset: Any, num_ranks: int) -> bool:
 
 
 def _stream(dataset: Any, read: LoaderArgs) -> Any:
-    """The dataset itself where nothing has to be taken out of it, which leaves torch to itself."""
-    lives_on = read.passed.get("persistent_workers") and hasattr(dataset, "set_epoch")
-    if read.num_ranks == 1 and isinstance(dataset, IterableDataset) and not lives_on:
+    """The rank's share of an iterable dataset; the dataset itself where one rank reads it and needs no epochs passed on."""
+    passes_epochs = read.passed.get("persistent_workers") and hasattr(dataset, "set_epoch")
+    if read.num_ranks == 1 and isinstance(dataset, IterableDataset) and not passes_epochs:
         return dataset
     return RankStream(dataset, rank=read.rank, num_ranks=read.num_ranks)
 
 
-def _share_of_order(
-    sampler: Iterable[Any], read: LoaderArgs, group: dist.ProcessGroup | None
+def _rank_share(
+    key: str, sampler: Iterable[Any], read: LoaderArgs, group: dist.ProcessGroup | None
 ) -> Iterable[Any]:
+    """The user's ``sampler`` or ``batch_sampler`` (``key``), or the rank's share of it where it is not distributed."""
     if read.num_ranks == 1 or distributed_position(sampler) is not None:
         return sampler
-    return RankSampler(
-        sampler,
-        num_replicas=read.num_ranks,
-        rank=read.rank,
-        group=_needed(group, "sampler"),
-        drop_last=read.drop_last,
-    )
-
-
-def _share_of_batches(
-    batch_sampler: Iterable[Sequence[Any]], read: LoaderArgs, group: dist.ProcessGroup | None
-) -> Iterable[Sequence[Any]]:
-    if read.num_ranks == 1 or distributed_position(batch_sampler) is not None:
-        return batch_sampler
-    return RankBatchSampler(
-        batch_sampler, num_replicas=read.num_ranks, rank=read.rank, group=_needed(group, "batch_sampler")
-    )
-
-
-def _needed(group: dist.ProcessGroup | None, key: str) -> dist.ProcessGroup:
     if group is None:
         raise InputError(
             f"dataloader_args[{key!r}] needs torch.distributed to be initialised: rank 0's order is sent to all."
         )
-    return group
+    return RankSampler(
+        sampler,
+        num_replicas=read.num_ranks,
+        rank=read.rank,
+        group=group,
+        drop_last=read.drop_last,
+        draws_batches=key == "batch_sampler",
+    )
 
 
 def _make_sampler(sampler_cls: type | None, dataset: Any, read: LoaderArgs, seed: int) -> Iterable[Any]:
@@ -268,8 +241,10 @@ def _make_sampler(sampler_cls: type | None, dataset: Any, read: LoaderArgs, seed
         )
     make: Callable[..., Iterable[Any]] = DistributedSampler if sampler_cls is None else sampler_cls
     wanted: dict[str, Any] = {"num_replicas": read.num_ranks, "rank": read.rank, "shuffle": read.shuffle}
+    parameters = inspect.signature(make).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     optional = {"drop_last": read.drop_last, "seed": seed}
-    wanted |= {key: value for key, value in optional.items() if _takes(make, key)}
+    wanted |= {key: value for key, value in optional.items() if takes_any or key in parameters}
     try:
         return make(dataset, **wanted)
     except TypeError as error:
@@ -277,8 +252,3 @@ def _make_sampler(sampler_cls: type | None, dataset: Any, read: LoaderArgs, seed
             f"distributed_sampler_cls={getattr(make, '__name__', make)} cannot be made as "
             f"cls(dataset, {', '.join(f'{key}={value}' for key, value in wanted.items())}): {error}"
         ) from error
-
-
-def _takes(make: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(make).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

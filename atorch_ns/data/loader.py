@@ -1,10 +1,9 @@
-"""The loader that training iterates over: it knows its epoch and its place in it."""
+"""Data loader of a rank, which reshuffles each epoch and resumes at a saved position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from typing import Any, final
 
 import torch
@@ -16,12 +15,12 @@ from atorch_ns.errors import InputError
 
 @final
 class EpochClock:
-    """The epoch of the next iteration, kept where the user can set it too.
+    """The epoch of the next iteration, which the user may also set on the sampler or dataset.
 
-    Where the sampler (or the iterable dataset) shows its ``epoch``, that is the truth: a call of its
-    ``set_epoch`` by the user counts as much as one of the loader's. Where it has ``set_epoch`` but no
-    ``epoch`` to read, it hears only of the epochs that the user names to the loader, since to set one
-    unasked could undo what the user has set. Without a source the clock counts by itself.
+    Where the sampler (or the iterable dataset) shows its ``epoch``, that one counts: a call of its
+    ``set_epoch`` by the user has the effect of one of the loader's. Where it has ``set_epoch`` but no
+    ``epoch`` to read, it is given only the epochs that the user gives to the loader, since any other call
+    could undo what the user has set. Without a source the clock counts by itself.
 
     Args:
         source: the object with ``set_epoch``, or None.
@@ -38,7 +37,7 @@ class EpochClock:
         return self._count if shown is None else shown
 
     def set(self, epoch: int) -> None:
-        """The user names the epoch of the next iteration."""
+        """Sets the epoch of the next iteration."""
         self._count = epoch
         if self._source is not None:
             self._source.set_epoch(epoch)
@@ -47,11 +46,13 @@ class EpochClock:
         """The epoch of the iteration that begins now."""
         epoch = self.epoch
         if readable_epoch(self._source) is not None:
-            self.set(epoch)  # workers that live on hear what the user told the object in this process
+            self.set(
+                epoch
+            )  # persistent workers receive an epoch that the user set on the object in this process
         return epoch
 
     def end(self, epoch: int) -> None:
-        """The iteration of ``epoch`` is over: the next epoch comes, unless the user has set another since."""
+        """Ends the iteration of ``epoch``: the next epoch follows, unless the user has set another since."""
         if self.epoch != epoch:
             return
         self._count = epoch + 1
@@ -61,7 +62,7 @@ class EpochClock:
 
 @dataclass(kw_only=True)
 class _Run:
-    """One iteration: its epoch, and how many batches of the epoch have been handed out."""
+    """One iteration: its epoch, and the number of batches of the epoch that have been handed out."""
 
     epoch: int
     batches: int
@@ -74,25 +75,24 @@ class TrainLoader(DataLoader[Any]):
 
     **Epochs.** Without any call, the first iteration is epoch 0 and each iteration after it the next
     one; an iteration left early counts as one as soon as it has given a batch. ``set_epoch`` of the
-    loader, or of its sampler, names the epoch of the next iteration instead. An object whose ``set_epoch``
-    leaves no ``epoch`` attribute to read is told only what is said to the loader.
+    loader, or of its sampler, sets the epoch of the next iteration instead. An object whose ``set_epoch``
+    leaves no ``epoch`` attribute to read is given only the epochs that are set on the loader.
 
     **Position.** :meth:`state_dict` counts the batches handed out, in global batches, so that a state
     saved with one number of ranks loads with another. It does not count what workers have loaded ahead.
     With ``in_order=False`` the count says how many batches, but not which ones. The place in an order is
     found by drawing the order again, so a user's sampler that draws from a generator rather than from the
-    epoch resumes rightly only if that generator is back in the state it had when the epoch began.
+    epoch resumes correctly only if that generator is back in the state it had when the epoch began.
 
     ``len`` is the number of batches in a whole epoch, also where the next iteration is a resumed one.
     All ranks iterate together: with a sampler whose order is broadcast, the first batch of an
-    iteration is a collective, and so asking for it on one rank alone waits for the others.
+    iteration is a collective: one rank that iterates alone waits for the others.
 
     Args:
         dataset: the dataset, or the rank's view of it.
         global_batch_size: samples in a step of all ranks together; None where a batch sampler decides.
         batch_size: samples in a step of this rank.
-
-    The other arguments are those of ``torch.utils.data.DataLoader``.
+        arguments: other arguments of ``torch.utils.data.DataLoader``.
     """
 
     def __init__(
@@ -101,39 +101,9 @@ class TrainLoader(DataLoader[Any]):
         *,
         global_batch_size: int | None,
         batch_size: int | None = 1,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Sequence[Any]] | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: BaseContext | str | None = None,
-        generator: torch.Generator | None = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            batch_sampler=batch_sampler,  # type: ignore[arg-type]  # torch says list, and takes any sequence
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            drop_last=drop_last,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+        super().__init__(dataset, batch_size=batch_size, **arguments)
         self.global_batch_size = global_batch_size
         self._steps = StepSampler(super()._index_sampler)
         self._is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
@@ -143,7 +113,7 @@ class TrainLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> StepSampler:
-        # What torch draws from. To name it here is what lets a resumed epoch skip samples unloaded while
+        # torch draws from this property. Overriding it lets a resumed epoch skip samples without loading them, while
         # `batch_size`, `sampler` and `batch_sampler` stay what every user of a DataLoader expects.
         return self._steps
 
@@ -164,11 +134,11 @@ class TrainLoader(DataLoader[Any]):
         finally:
             if run.batches > skip:
                 self._end(run)
-            elif not run.over and self._run is run:  # the first batch failed to load: it is still to come
+            elif not run.over and self._run is run:  # the first batch failed to load: it comes next
                 self._run, self._resume = None, run
 
     def set_epoch(self, epoch: int) -> None:
-        """Names the epoch of the next iteration, and tells the sampler or dataset.
+        """Sets the epoch of the next iteration, on the sampler or dataset too.
 
         The batches that a loaded state says to skip are skipped only in that state's own epoch.
 
@@ -177,7 +147,7 @@ class TrainLoader(DataLoader[Any]):
         """
         self._clock.set(_count("epoch", epoch))
         if self._run is not None:
-            self._run.over = True  # its end no longer says what comes next
+            self._run.over = True  # its end no longer sets the next epoch
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,9 +181,9 @@ class TrainLoader(DataLoader[Any]):
         self._resume = place
 
     def _begin(self) -> tuple[_Run, int]:
-        """The iteration that begins now, and how many batches of its epoch it skips."""
+        """The iteration that begins now, and the number of batches of its epoch that it skips."""
         if self._run is not None:
-            self._end(self._run)  # left early, by somebody who still holds its iterator
+            self._end(self._run)  # left early, while its iterator still exists
         epoch = self._clock.begin()
         place, self._resume = self._resume, None
         skip = place.batches if place is not None and place.epoch == epoch else 0
@@ -224,8 +194,7 @@ class TrainLoader(DataLoader[Any]):
         """Torch's iterator.
 
         It draws a seed for its workers from the global random state. The iteration that is being resumed did
-        so when it began; the state is therefore put back, and what the model draws next is what it would have
-        drawn.
+        so when it began; the state is therefore restored, so that the model's next draw is the same.
         """
         if not skip or self.generator is not None:
             return super().__iter__()
@@ -236,7 +205,7 @@ class TrainLoader(DataLoader[Any]):
             torch.set_rng_state(state)
 
     def _end(self, run: _Run) -> None:
-        """The epoch of ``run`` has passed, once."""
+        """Counts the epoch of ``run``, once."""
         if not run.over:
             run.over = True
             self._clock.end(run.epoch)

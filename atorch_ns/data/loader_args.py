@@ -1,4 +1,4 @@
-"""``dataloader_args``: checked as a whole, with every problem reported at once."""
+"""``dataloader_args``: checked as a whole, with all problems in one error."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ KNOWN_KEYS: Final = _OURS + _PASSED
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoaderArgs:
-    """What the user asked of the loader, and the place of this rank in the global batch.
+    """Arguments of the loader, and the place of this rank in the global batch.
 
     Attributes:
         batch_size: the global batch size; None if a batch sampler decides, or nothing batches.
-        num_ranks: data-parallel ranks that share a batch.
-        rank: position of this one among them.
+        num_ranks: number of data-parallel ranks that share a batch.
+        rank: this rank's position among them.
         shuffle: whether the default sampler shuffles.
         sampler: the user's sampler.
         batch_sampler: the user's batch sampler.
@@ -70,11 +70,11 @@ def read_loader_args(
     rank: int,
     num_ranks: int,
 ) -> LoaderArgs:
-    """The arguments for a map-style dataset, or for an iterable one (``is_stream``), if they can be used.
+    """Checks the arguments for a map-style dataset, or for an iterable one (``is_stream``).
 
     Raises:
-        BatchSizeError: the one problem is a batch size that the ranks cannot share.
-        InputError: anything else, or several problems; the message lists all of them.
+        BatchSizeError: if the only problem is a batch size that the ranks cannot share.
+        InputError: for any other problem, or several; the message lists all of them.
     """
     if not isinstance(args or {}, Mapping):
         raise InputError(f"dataloader_args must be a dictionary; it is a {type(args).__name__}.")
@@ -157,7 +157,7 @@ def _wrong_types(given: Mapping[str, Any]) -> list[str]:
 def _conflicts(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
     problems = []
     if given.get("batch_sampler") is not None:
-        clashes = [key for key in ("shuffle", "sampler", "drop_last") if _is_asked(given, key)]
+        clashes = [key for key in ("shuffle", "sampler", "drop_last") if _is_given(given, key)]
         if given.get("batch_size", 1) != 1:
             clashes.insert(0, "batch_size")
         if clashes:
@@ -179,7 +179,7 @@ def _stream_problems(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list
     named = [
         f"dataloader_args[{key!r}]"
         for key in ("shuffle", "sampler", "batch_sampler")
-        if _is_asked(given, key)
+        if _is_given(given, key)
     ]
     named += ["distributed_sampler_cls"] if has_sampler_cls else []
     reason = "cannot be used with an iterable dataset, which gives its own order; shuffle inside the dataset."
@@ -212,7 +212,7 @@ def _unbatched_problems(given: Mapping[str, Any], num_ranks: int) -> list[str]:
     return problems
 
 
-def _is_asked(given: Mapping[str, Any], key: str) -> bool:
+def _is_given(given: Mapping[str, Any], key: str) -> bool:
     return given.get(key) is not None and given[key] is not False
 
 

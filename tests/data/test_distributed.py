@@ -176,7 +176,7 @@ def test_a_sampler_that_fails_on_one_rank_stops_all() -> None:
 
     outcomes = catch_ranks(job, 2, timeout_s=20)
     assert isinstance(outcomes[0].error, RankError)
-    assert "data rank 1: OSError: the index file is gone" in outcomes[0].message
+    assert "rank 1: OSError: the index file is gone" in outcomes[0].message
     assert isinstance(outcomes[1].error, OSError)
 
 
