@@ -204,7 +204,7 @@ class Ranks:
 
     def _start(self) -> None:
         folder = self._stack.enter_context(scratch_folder())
-        port = self._stack.enter_context(_reserved_port())
+        port = self._stack.enter_context(reserve_port())
         reading, held = os.pipe()
         self._stack.callback(os.close, held)
         try:
@@ -323,10 +323,11 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that the system gives to nobody else while the block runs.
+def reserve_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that the system gives to no other process while the block runs.
 
-    It stays bound, not listening, with SO_REUSEADDR, so that torch's store, which sets that too, can listen.
+    It stays bound, not listening, with SO_REUSEADDR, so that a server that names it and sets that too, as torch's
+    store does, can listen.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,14 +1,16 @@
 """Testing tools: cases, forked ranks and parity, for this package and for third-party methods.
 
-``workers``: a function on several forked ranks. ``models``: small reference models with data and loss.
-``parity``: whether a run trains the same model as one process with plain torch.
+``workers``: calls on several forked ranks. ``models``: small reference models with data and loss.
+``parity``: comparison of a run with one process and plain torch.
 
-Nothing here is imported by the rest of the package.
+The rest of the package imports nothing from here.
 """
 
 from __future__ import annotations
 
-from atorch_ns.testing.models import CASES, Case, SyntheticDataset, get_case, map_tensors, take
+from atorch_ns.capture.nests import map_tensors
+from atorch_ns.launch.ranks import reserve_port
+from atorch_ns.testing.models import CASES, Case, SyntheticDataset, get_case, take
 from atorch_ns.testing.parity import (
     ADAMW,
     BF16_GLOBAL_BATCH,
@@ -22,7 +24,8 @@ from atorch_ns.testing.parity import (
     snapshot,
     train,
 )
-from atorch_ns.testing.workers import Outcome, WorkerFailure, catch_ranks, reserve_port, run_ranks
+from atorch_ns.testing.rank_pool import Outcome
+from atorch_ns.testing.workers import WorkerFailure, catch_ranks, run_ranks
 
 __all__ = [
     "ADAMW",

@@ -1,4 +1,4 @@
-"""The models that strategies are checked on, each with its data and its loss.
+"""Reference models that strategies are checked on, each with its data and its loss.
 
 Legend: B batch, T tokens, F features, V vocabulary.
 
@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from atorch_ns.capture.nests import map_tensors
 from atorch_ns.errors import InputError
 from atorch_ns.testing.networks import EncoderDecoder, ResidualMlp, TiedLlama
 
@@ -53,121 +54,6 @@ _PATCH: Final = 4
 _INITIALIZER_RANGE: Final = 0.1
 
 
-def make_llama(vocab_size: int) -> nn.Module:
-    """Two layers, four heads and two of keys and values, a head of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=_INITIALIZER_RANGE,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attention_dropout=0.0,
-    )
-    return LlamaForCausalLM(config)
-
-
-def make_gpt2(vocab_size: int) -> nn.Module:
-    """Two layers, four heads, tied weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        n_embd=32,
-        n_inner=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        initializer_range=_INITIALIZER_RANGE,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def make_bert(vocab_size: int) -> nn.Module:
-    """Two layers, four heads; the head of the masked language model is tied to the embedding."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        initializer_range=_INITIALIZER_RANGE,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return _with_biases(BertForMaskedLM(config))
-
-
-def make_vit(num_labels: int) -> nn.Module:
-    """Two layers, four heads, images of :data:`IMAGE_SHAPE`."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    channels, *size = IMAGE_SHAPE
-    config = ViTConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=size,
-        patch_size=_PATCH,
-        num_channels=channels,
-        initializer_range=_INITIALIZER_RANGE,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    config.num_labels = num_labels
-    return _with_biases(ViTForImageClassification(config))
-
-
-def make_mixtral(vocab_size: int) -> nn.Module:
-    """Two layers with four experts, of which every token uses two; the loss leaves the router's balance out."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        initializer_range=_INITIALIZER_RANGE,
-        output_router_logits=False,
-        router_jitter_noise=0.0,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attention_dropout=0.0,
-    )
-    return MixtralForCausalLM(config)
-
-
-def _with_biases(model: nn.Module) -> nn.Module:
-    """Biases other than zero: one that a rank adds twice is seen at once, and one that has no gradient (of keys,
-    to which a softmax is blind) still moves by its decay, so that its update is a measure."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.add_(_INITIALIZER_RANGE * torch.randn_like(parameter))
-    return model
-
-
 _VOCAB_SIZE: Final = 64
 _NUM_TOKENS: Final = 16
 _NUM_FEATURES: Final = 16
@@ -178,17 +64,93 @@ _MASK_EVERY: Final = 4
 _NOT_A_TARGET: Final = -100
 """The label that cross entropy leaves out."""
 
+_SIZES: Final = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": _INITIALIZER_RANGE,
+}
+_TOKENS: Final = {"vocab_size": _VOCAB_SIZE, "max_position_embeddings": 64}
+_DECODER: Final = {"num_key_value_heads": 2, "tie_word_embeddings": False, "use_cache": False}
+_NO_DROPOUT: Final = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def make_llama(**settings: Any) -> nn.Module:
+    """Two layers, four heads and two of keys and values, an untied head; ``settings`` of its config replace these."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**_SIZES, **_TOKENS, **_DECODER, **settings}))
+
+
+def make_gpt2(**settings: Any) -> nn.Module:
+    """Two layers, four heads, tied weights, no dropout; ``settings`` of its config replace these."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {
+        **_SIZES,
+        **_TOKENS,
+        "n_inner": _SIZES["intermediate_size"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropout, "use_cache": False, **settings}))
+
+
+def make_bert() -> nn.Module:
+    """Two layers, four heads; the head of the masked language model is tied to the embedding."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    return _with_biases(BertForMaskedLM(BertConfig(**_SIZES, **_TOKENS, **_NO_DROPOUT)))
+
+
+def make_vit() -> nn.Module:
+    """Two layers, four heads, images of :data:`IMAGE_SHAPE`."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    channels, *size = IMAGE_SHAPE
+    config = ViTConfig(
+        **_SIZES,
+        **_NO_DROPOUT,
+        image_size=size,
+        patch_size=_PATCH,
+        num_channels=channels,
+        num_labels=_NUM_OUTPUTS,
+    )
+    return _with_biases(ViTForImageClassification(config))
+
+
+def make_mixtral() -> nn.Module:
+    """Two layers with four experts, of which every token uses two; the loss leaves the router's balance out."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
+    return MixtralForCausalLM(
+        MixtralConfig(**{**_SIZES, **_TOKENS, **_DECODER, **experts, "intermediate_size": 48})
+    )
+
+
+def _with_biases(model: nn.Module) -> nn.Module:
+    """Sets biases other than zero: one that a rank adds twice changes the output, and one without a gradient (of
+    keys, which a softmax cancels) still moves by its decay, so that its update is a measure."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.add_(_INITIALIZER_RANGE * torch.randn_like(parameter))
+    return model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model with everything a test needs to train it.
 
     Attributes:
-        name: how tests call it.
-        build: makes the model, equal on every call; leaves the random state of the caller alone.
+        name: name in tests.
+        build: function that makes the model, equal on every call; the random state of the caller is not changed.
         make_batch: ``(batch_size, seed)`` to a batch on the CPU; row ``i`` depends on both.
         loss_func: ``(batch, output)`` to a scalar, the mean over the batch.
-        model_input_format: how the batch is handed to the model: None, "unpack_sequence", "unpack_dict".
+        model_input_format: form in which the batch is passed to the model: None, "unpack_sequence", "unpack_dict".
         block: class name of the repeated block, for methods that wrap by class.
     """
 
@@ -200,21 +162,12 @@ class Case:
     block: str
 
     def call(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output for ``batch``, handed over as ``model_input_format`` says."""
+        """The model's output for ``batch``, passed in the form of ``model_input_format``."""
         if self.model_input_format == "unpack_sequence":
             return model(*batch)
         if self.model_input_format == "unpack_dict":
             return model(**batch)
         return model(batch)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch (a tensor, or a tuple, list or dict of batches) with ``function`` applied to every tensor."""
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    return function(batch)
 
 
 def take(batch: Any, rows: slice | int) -> Any:
@@ -223,7 +176,7 @@ def take(batch: Any, rows: slice | int) -> Any:
 
 
 class SyntheticDataset(Dataset[Any]):
-    """``length`` samples of a case; loading them in order in batches of B gives :meth:`batch` 0, 1, 2 …"""
+    """``length`` samples of a case; in order, in batches of B, they are :meth:`batch` 0, 1, 2 …"""
 
     def __init__(self, case: Case, length: int, *, seed: int = 0) -> None:
         self._rows = case.make_batch(length, seed)
@@ -240,13 +193,6 @@ class SyntheticDataset(Dataset[Any]):
     def batch(self, step: int, batch_size: int) -> Any:
         """The global batch of the given step when nothing shuffles."""
         return take(self._rows, slice(step * batch_size, (step + 1) * batch_size))
-
-
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build with a fixed seed, in training mode, without touching the caller's random state."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(20)
-        return make().train()
 
 
 def _features(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -266,7 +212,7 @@ def _token_dict(batch_size: int, seed: int) -> dict[str, Tensor]:
 
 
 def _masked_tokens(batch_size: int, seed: int) -> dict[str, Tensor]:
-    """Every fourth token of the first half hidden, as the label; 0 to 3 tokens of padding at the end of a row."""
+    """Tokens, of which every fourth of the first half is masked and a label; rows end in 0 to 3 tokens of padding."""
     tokens = _tokens(batch_size, seed) % _MASK_TOKEN
     hidden = torch.zeros(_NUM_TOKENS, dtype=torch.bool)
     hidden[: _NUM_TOKENS // 2 : _MASK_EVERY] = True
@@ -314,77 +260,40 @@ def _pair_loss(batch: Any, output: Any) -> Tensor:
     return _next_token_loss(batch["target"], output)
 
 
-CASES: Final[Mapping[str, Case]] = MappingProxyType(
-    {
-        case.name: case
-        for case in (
-            Case(
-                name="mlp",
-                build=lambda: _seeded(ResidualMlp),
-                make_batch=_features,
-                loss_func=_squared_error,
-                model_input_format="unpack_sequence",
-                block="ResidualBlock",
-            ),
-            Case(
-                name="tied_llama",
-                build=lambda: _seeded(TiedLlama),
-                make_batch=_tokens,
-                loss_func=_next_token_loss,
-                model_input_format=None,
-                block="DecoderBlock",
-            ),
-            Case(
-                name="hf_llama",
-                build=lambda: _seeded(lambda: make_llama(_VOCAB_SIZE)),
-                make_batch=_token_dict,
-                loss_func=_hf_loss,
-                model_input_format="unpack_dict",
-                block="LlamaDecoderLayer",
-            ),
-            Case(
-                name="hf_gpt2",
-                build=lambda: _seeded(lambda: make_gpt2(_VOCAB_SIZE)),
-                make_batch=_token_dict,
-                loss_func=_hf_loss,
-                model_input_format="unpack_dict",
-                block="GPT2Block",
-            ),
-            Case(
-                name="hf_bert",
-                build=lambda: _seeded(lambda: make_bert(_VOCAB_SIZE)),
-                make_batch=_masked_tokens,
-                loss_func=_hf_label_loss,
-                model_input_format="unpack_dict",
-                block="BertLayer",
-            ),
-            Case(
-                name="hf_vit",
-                build=lambda: _seeded(lambda: make_vit(_NUM_OUTPUTS)),
-                make_batch=_images,
-                loss_func=_hf_label_loss,
-                model_input_format="unpack_dict",
-                block="ViTLayer",
-            ),
-            Case(
-                name="hf_mixtral",
-                build=lambda: _seeded(lambda: make_mixtral(_VOCAB_SIZE)),
-                make_batch=_token_dict,
-                loss_func=_hf_loss,
-                model_input_format="unpack_dict",
-                block="MixtralDecoderLayer",
-            ),
-            Case(
-                name="encoder_decoder",
-                build=lambda: _seeded(EncoderDecoder),
-                make_batch=_token_pairs,
-                loss_func=_pair_loss,
-                model_input_format="unpack_dict",
-                block="CrossBlock",
-            ),
-        )
-    }
+def _case(
+    name: str,
+    make: Callable[[], nn.Module],
+    make_batch: Callable[[int, int], Any],
+    loss_func: Callable[[Any, Any], Tensor],
+    model_input_format: str | None,
+    block: str,
+) -> Case:
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(20)
+            return make().train()
+
+    return Case(
+        name=name,
+        build=build,
+        make_batch=make_batch,
+        loss_func=loss_func,
+        model_input_format=model_input_format,
+        block=block,
+    )
+
+
+_CASES: Final = (
+    _case("mlp", ResidualMlp, _features, _squared_error, "unpack_sequence", "ResidualBlock"),
+    _case("tied_llama", TiedLlama, _tokens, _next_token_loss, None, "DecoderBlock"),
+    _case("hf_llama", make_llama, _token_dict, _hf_loss, "unpack_dict", "LlamaDecoderLayer"),
+    _case("hf_gpt2", make_gpt2, _token_dict, _hf_loss, "unpack_dict", "GPT2Block"),
+    _case("hf_bert", make_bert, _masked_tokens, _hf_label_loss, "unpack_dict", "BertLayer"),
+    _case("hf_vit", make_vit, _images, _hf_label_loss, "unpack_dict", "ViTLayer"),
+    _case("hf_mixtral", make_mixtral, _token_dict, _hf_loss, "unpack_dict", "MixtralDecoderLayer"),
+    _case("encoder_decoder", EncoderDecoder, _token_pairs, _pair_loss, "unpack_dict", "CrossBlock"),
 )
+CASES: Final[Mapping[str, Case]] = MappingProxyType({case.name: case for case in _CASES})
 
 
 def get_case(name: str) -> Case:

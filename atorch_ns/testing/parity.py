@@ -49,11 +49,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.capture.nests import map_tensors
 from atorch_ns.checkpoint.export import whole_tensors
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.numerics.measure import distance, finite, largest_update, update_errors
-from atorch_ns.testing.models import Case, SyntheticDataset, map_tensors
+from atorch_ns.testing.models import Case, SyntheticDataset
 from atorch_ns.torch_compat import plain_name
 
 ADAMW: Final[Mapping[str, Any]] = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1, "eps": 5e-3})

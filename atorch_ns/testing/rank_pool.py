@@ -1,9 +1,7 @@
-"""The parent's side of forked ranks: start them, watch them, ask for stacks, stop them, collect.
+"""Forked ranks: the program of a rank, and the supervisor that starts, watches and stops them and collects outcomes.
 
-What happens inside a forked rank: enter the environment, run the function, report, wait, leave.
-
-A rank leaves by ``os._exit``: a process that holds a DeviceMesh may abort while Python finalises. It leaves
-only when the parent says that every rank has reported, so that no rank loses its peer inside the last
+A rank exits by ``os._exit``: a process that holds a DeviceMesh may abort while Python finalises. It exits
+only when the parent signals that every rank has reported, so that no rank loses its peer inside the last
 collective.
 """
 
@@ -23,16 +21,18 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 # A rank whose parent has vanished ends by itself this long after the time limit.
 _ORPHAN_GRACE_S: Final = 30.0
@@ -42,14 +42,14 @@ _LINGER_S: Final = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all ranks of one run share.
+    """Settings of one run, shared by its ranks.
 
     Attributes:
         num_ranks: the world size.
-        folder: where the ranks' files lie.
-        timeout_s: the time limit that the parent holds, in seconds.
+        folder: folder of the ranks' files.
+        timeout_s: the parent's time limit, in seconds.
         env: additions to the environment of every rank.
-        master_port: the port for ``env://``; None when the rank itself starts the process group here.
+        master_port: the port for ``env://``; None when the default process group is started before the function.
     """
 
     num_ranks: int
@@ -60,16 +60,11 @@ class Setup:
 
     def files(self, rank: int) -> RankFiles:
         """The files of one rank."""
-        return RankFiles(
-            report=self.folder / f"report_{rank}",
-            output=self.folder / f"output_{rank}",
-            stacks=self.folder / f"stacks_{rank}",
-        )
+        return RankFiles(*(self.folder / f"{kind}_{rank}" for kind in RankFiles._fields))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFiles:
-    """Where a rank writes its report, what it prints, and its stacks when it is asked for them."""
+class RankFiles(NamedTuple):
+    """Files of a rank: its report, its output, and its stacks on request."""
 
     report: Path
     output: Path
@@ -78,11 +73,11 @@ class RankFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How the function ended on one rank.
+    """End of the function on one rank, as the rank reports it.
 
     Attributes:
         value: the pickled return value; None when the function raised.
-        error: the pickled exception; None when there is none or it does not survive pickling.
+        error: the pickled exception; None when there is none or it cannot be rebuilt from its pickle.
         error_type: the name of the exception's class, empty when there is none.
         message: ``str(exception)``.
         traceback: the formatted traceback.
@@ -98,7 +93,7 @@ class Report:
 def rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, rank: int, release_fd: int
 ) -> NoReturn:
-    """Be rank ``rank`` until the parent closes the other end of ``release_fd``; never returns."""
+    """Runs this process as rank ``rank`` until the parent closes the other end of ``release_fd``; never returns."""
     exit_code = 1
     try:
         files = setup.files(rank)
@@ -155,7 +150,7 @@ def _enter(setup: Setup, rank: int) -> None:
 
 
 def _redirect_output(path: Path) -> None:
-    """Send what Python and C libraries print to a file; the parent's captured streams stay untouched."""
+    """Redirects output of Python and C libraries to a file; the parent's captured streams are not changed."""
     with path.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -164,7 +159,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _arm_stack_dumps(files: RankFiles, setup: Setup) -> None:
-    """Stacks on SIGUSR1 and on a crash; the end of a rank that nobody waits for any more."""
+    """Writes stacks on SIGUSR1 and on a crash, and ends a rank whose parent no longer waits for it."""
     stacks = os.open(files.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -172,7 +167,7 @@ def _arm_stack_dumps(files: RankFiles, setup: Setup) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what would be rebuilt without its ranks."""
+    """Refuses DTensors and meshes, which would be rebuilt without their ranks."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (DTensor, DeviceMesh)):
@@ -224,35 +219,45 @@ _STACKS_WAIT_S: Final = 2.0
 _EXIT_WAIT_S: Final = 5.0
 
 
+Status = Literal["returned", "raised", "died", "timed_out", "stopped"]
+_MAX_OUTPUT_CHARS: Final = 4000
+
+
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """What is left of a rank.
+class Outcome(Generic[T]):
+    """Outcome of a call on one rank.
 
     Attributes:
-        rank: which.
-        report: what it reported, if it came to that.
-        stopped: why it was stopped before it reported; None when it was not.
-        exit_code: the process's exit code, minus the signal's number when a signal ended it.
-        stacks: its threads' stacks, when it was stopped.
-        output: what it printed.
-        seconds: from the start to its end.
+        rank: number of the rank.
+        status: "returned"; "raised" an exception; "died" without a report (a crash, a signal, an exit);
+            "timed_out"; or "stopped" by us since another rank had failed.
+        value: the function's return value; None unless ``status`` is "returned".
+        error: the exception, when it can be rebuilt in this process.
+        error_type: the name of the exception's class; empty when there is none.
+        message: the exception's text, or the reason of a rank's death.
+        traceback: the exception's traceback; for a rank that was stopped or timed out, the stacks of its threads.
+        output: text that the rank wrote to stdout and stderr.
+        seconds: time from the start of all ranks to this one's end.
     """
 
     rank: int
-    report: Report | None
-    stopped: Literal["timed_out", "stopped"] | None
-    exit_code: int
-    stacks: str
-    output: str
-    seconds: float
+    status: Status
+    value: T | None = None
+    error: BaseException | None = None
+    error_type: str = ""
+    message: str = ""
+    traceback: str = ""
+    output: str = ""
+    seconds: float = 0.0
 
-    def how_it_died(self) -> str:
-        """The exit of a rank that never reported, in words."""
-        if self.exit_code >= 0:
-            return f"the process left with exit code {self.exit_code} before the function returned"
-        with contextlib.suppress(ValueError):
-            return f"the process was ended by {signal.Signals(-self.exit_code).name}"
-        return f"the process was ended by signal {-self.exit_code}"
+    def describe(self) -> str:
+        """Several lines: what happened, where, and the end of the rank's output."""
+        what = {"raised": f"raised {self.error_type}", "timed_out": "timed out", "stopped": "was stopped"}
+        head = f"--- rank {self.rank} {what.get(self.status, self.status)} after {self.seconds:.1f} s"
+        reason = self.traceback or self.message
+        printed = self.output[-_MAX_OUTPUT_CHARS:].strip()
+        tail = f"\n... printed by rank {self.rank}:\n{printed}" if printed else ""
+        return f"{head}\n{reason.rstrip()}{tail}"
 
 
 @dataclass(kw_only=True)
@@ -267,7 +272,7 @@ class _Rank:
     stopped: Literal["timed_out", "stopped"] | None = None
 
     def poll(self) -> None:
-        """Take note of its exit, and end whatever it started and left behind."""
+        """Records its exit, and ends the processes that it started and left running."""
         if self.exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -278,10 +283,7 @@ class _Rank:
         return self.files.report.exists()
 
     def failed(self) -> bool:
-        if self.has_reported():
-            report: Report = pickle.loads(self.files.report.read_bytes())
-            return report.value is None
-        return self.exit_code is not None
+        return self._report().value is None if self.has_reported() else self.exit_code is not None
 
     def ask_for_stacks(self) -> None:
         if self.exit_code is None:
@@ -289,7 +291,7 @@ class _Rank:
                 os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End the process and all it started; returns when it is gone."""
+        """Ends the process and all it started; returns when it is gone."""
         if self.exit_code is None:
             self._kill_group()
             with contextlib.suppress(ProcessLookupError):
@@ -301,17 +303,54 @@ class _Rank:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def ended(self) -> Ended:
-        report = pickle.loads(self.files.report.read_bytes()) if self.has_reported() else None
-        return Ended(
+    def outcome(self) -> Outcome[Any]:
+        """Its outcome, from its files."""
+        seen = Outcome[Any](
             rank=self.rank,
-            report=report,
-            stopped=self.stopped if report is None else None,
-            exit_code=self.exit_code if self.exit_code is not None else 0,
-            stacks=_without_harness(_text(self.files.stacks)),
+            status=self.stopped or "died",
             output=_text(self.files.output),
             seconds=self.seconds or 0.0,
         )
+        if not self.has_reported():
+            if self.stopped:
+                return replace(seen, traceback=_without_harness(_text(self.files.stacks)))
+            return replace(seen, message=_death(self.exit_code or 0))
+        report = self._report()
+        if report.value is None:
+            return replace(
+                seen,
+                status="raised",
+                error=_rebuilt(report.error),
+                error_type=report.error_type,
+                message=report.message,
+                traceback=report.traceback,
+            )
+        try:
+            return replace(seen, status="returned", value=pickle.loads(report.value))
+        except Exception as error:
+            text = f"the return value cannot be rebuilt outside the rank: {error!r}. Return CPU tensors."
+            return replace(seen, status="raised", error=error, error_type=type(error).__name__, message=text)
+
+    def _report(self) -> Report:
+        report: Report = pickle.loads(self.files.report.read_bytes())
+        return report
+
+
+def _rebuilt(error: bytes | None) -> BaseException | None:
+    """The exception of a pickle; None where this process cannot make it."""
+    rebuilt: BaseException | None = None
+    with contextlib.suppress(Exception):
+        rebuilt = None if error is None else pickle.loads(error)
+    return rebuilt
+
+
+def _death(exit_code: int) -> str:
+    """The end of a process that never reported, from its exit code."""
+    if exit_code >= 0:
+        return f"the process left with exit code {exit_code} before the function returned"
+    with contextlib.suppress(ValueError):
+        return f"the process was ended by {signal.Signals(-exit_code).name}"
+    return f"the process was ended by signal {-exit_code}"
 
 
 def _text(path: Path) -> str:
@@ -354,7 +393,7 @@ class RankPool:
         self._end_all()
 
     def wait(self, *, stop_on_failure: bool) -> None:
-        """Until every rank has reported or died, the time limit, or (if asked) shortly after a failure."""
+        """Waits until every rank has reported or died, the time limit, or (with ``stop_on_failure``) a failure."""
         deadline = self._start + self._setup.timeout_s
         why: Literal["timed_out", "stopped"] = "timed_out"
         seen: set[int] = set()
@@ -371,8 +410,8 @@ class RankPool:
                 return
             time.sleep(_POLL_S)
 
-    def finish(self) -> list[Ended]:
-        """Let the ranks that have reported go, and collect what all of them left."""
+    def finish(self) -> list[Outcome[Any]]:
+        """Lets the ranks that have reported exit, and collects the outcomes of all."""
         self._release()
         limit = time.monotonic() + _EXIT_WAIT_S
         while time.monotonic() < limit:
@@ -382,7 +421,7 @@ class RankPool:
                 break
             time.sleep(_POLL_S)
         self._end_all()
-        return [rank.ended() for rank in self._ranks]
+        return [rank.outcome() for rank in self._ranks]
 
     def _fork_all(self) -> None:
         fn, args = self._call
@@ -394,7 +433,7 @@ class RankPool:
                     warnings.simplefilter("ignore", DeprecationWarning)
                     pid = os.fork()
                 if pid == 0:
-                    # From here on this is the rank. It must never run a line of the caller's again.
+                    # The child process is the rank, and must never run a line of the caller's again.
                     try:
                         os.setpgid(0, 0)
                         os.close(self._release_fd)
@@ -402,7 +441,7 @@ class RankPool:
                     finally:
                         os._exit(1)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.setpgid(pid, pid)  # the rank does so too; whoever comes first
+                    os.setpgid(pid, pid)  # the rank does so too, whichever is first
                 self._ranks.append(_Rank(rank=rank, pid=pid, files=self._setup.files(rank)))
         finally:
             os.close(release_end)
@@ -427,7 +466,7 @@ class RankPool:
             rank.kill()
 
     def _await_stacks(self, running: list[_Rank]) -> None:
-        """Until every stack file has stopped growing: the handler writes line by line."""
+        """Waits until every stack file has stopped growing: the handler writes line by line."""
         limit = time.monotonic() + _STACKS_WAIT_S
         sizes: list[int] = []
         while time.monotonic() < limit:

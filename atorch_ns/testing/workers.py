@@ -1,8 +1,8 @@
-"""Run a function on several gloo ranks, forked from this warm process.
+"""Calls of a function on several gloo ranks, forked from this warm process.
 
 A forked rank starts in milliseconds because everything is imported already; a launched one needs seconds.
-The price is one rule: no operator may have run on several threads in the parent, because a fork copies the
-locks of such threads but not the threads. So both functions insist on one thread (``OMP_NUM_THREADS=1``).
+It has one condition: no operator may have run on several threads in the parent, because a fork copies the
+locks of such threads but not the threads. So both functions require one thread (``OMP_NUM_THREADS=1``).
 
 ::
 
@@ -10,7 +10,7 @@ locks of such threads but not the threads. So both functions insist on one threa
     outcomes = catch_ranks(train_wrongly, 2)             # an Outcome for each rank, whatever it did
     assert all(isinstance(outcome.error, InputError) for outcome in outcomes)
 
-What a rank prints lands in its :class:`Outcome` and, when the run fails, in the error's text. Every rank
+What a rank prints stands in its :class:`Outcome` and, when the run fails, in the error's text. Every rank
 leads a process group of its own, so that whatever it started (data-loading workers) ends with it.
 """
 
@@ -18,73 +18,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import pickle
 import shutil
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.errors import BackendError, InputError
-from atorch_ns.testing.rank_pool import Ended, RankPool, Setup
+from atorch_ns.launch.ranks import reserve_port
+from atorch_ns.testing.rank_pool import Outcome, RankPool, Setup
 
 T = TypeVar("T")
-Status = Literal["returned", "raised", "died", "timed_out", "stopped"]
-
-_MAX_OUTPUT_CHARS: Final = 4000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome(Generic[T]):
-    """How one rank ended.
-
-    Attributes:
-        rank: which.
-        status: "returned"; "raised" an exception; "died" without a word (a crash, a signal, an exit);
-            "timed_out"; or "stopped" by us since another rank had failed.
-        value: what the function returned; None unless ``status`` is "returned".
-        error: the exception, when it can be rebuilt in this process.
-        error_type: the name of the exception's class; empty when there is none.
-        message: the exception's text, or how the rank died.
-        traceback: where it happened; for a rank that was stopped or timed out, the stacks of its threads.
-        output: what the rank wrote to stdout and stderr.
-        seconds: from the start of all ranks to this one's end.
-    """
-
-    rank: int
-    status: Status
-    value: T | None = None
-    error: BaseException | None = None
-    error_type: str = ""
-    message: str = ""
-    traceback: str = ""
-    output: str = ""
-    seconds: float = 0.0
-
-    def describe(self) -> str:
-        """Some lines for a person: what happened, where, and what the rank printed last."""
-        what = {"raised": f"raised {self.error_type}", "timed_out": "timed out", "stopped": "was stopped"}
-        head = f"--- rank {self.rank} {what.get(self.status, self.status)} after {self.seconds:.1f} s"
-        told = self.traceback or self.message
-        printed = self.output[-_MAX_OUTPUT_CHARS:].strip()
-        tail = f"\n... printed by rank {self.rank}:\n{printed}" if printed else ""
-        return f"{head}\n{told.rstrip()}{tail}"
 
 
 class WorkerFailure(AssertionError):
     """A rank raised, died or overran the time limit.
 
     Attributes:
-        failures: for each failed rank what happened there, as text. Ranks that were stopped only because
+        failures: description of each failed rank, by rank. Ranks that were stopped only because
             another had failed are in the error's text and in ``outcomes``, not here.
-        outcomes: how every rank ended, by rank.
+        outcomes: outcome of every rank, by rank.
     """
 
     def __init__(self, outcomes: list[Outcome[Any]]) -> None:
@@ -111,16 +69,16 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
 ) -> list[T]:
-    """Call ``fn(*args)`` on every rank and return the values by rank.
+    """Calls ``fn(*args)`` on every rank and returns the values by rank.
 
     Args:
         fn: any callable, a closure too; what it returns must pickle (CPU tensors do, DTensors do not).
         num_ranks: the world size, all on this machine.
         timeout_s: seconds until the ranks that still run are stopped.
-        args: given to ``fn`` on every rank.
-        env: added to the environment of every rank, which has ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and
+        args: arguments of ``fn``, the same on every rank.
+        env: additions to the environment of every rank, which has ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and
             ``LOCAL_WORLD_SIZE``.
-        init_process_group: start the default process group (gloo, over a file) before ``fn``. When False,
+        init_process_group: whether to start the default process group (gloo, over a file) before ``fn``. When False,
             ``fn`` may do so itself: ``MASTER_ADDR`` and a free ``MASTER_PORT`` are set.
 
     Raises:
@@ -145,28 +103,14 @@ def catch_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
 ) -> list[Outcome[T]]:
-    """Like :func:`run_ranks`, but every rank ends on its own and nothing it does raises here.
+    """Like :func:`run_ranks`, but every rank ends by itself, and its failure is in its outcome instead of raised.
 
-    A rank that raised keeps its connections for two seconds and then leaves; a peer that waits for it in a
+    A rank that raised keeps its connections for two seconds and then exits; a peer that waits for it in a
     collective then sees a broken connection. A rank still running at the limit is "timed_out".
     """
     return _outcomes(
         fn, num_ranks, timeout_s, args, env, init_process_group=init_process_group, stop_on_failure=False
     )
-
-
-@contextlib.contextmanager
-def reserve_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that is nobody else's while the block runs.
-
-    It stays bound, not listening, with SO_REUSEADDR, so that the system gives it to nobody who asks for any
-    port, while a server that names it and sets SO_REUSEADDR (as torch's store does) can listen on it.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        yield port
 
 
 def _outcomes(
@@ -191,41 +135,7 @@ def _outcomes(
         )
         pool = stack.enter_context(RankPool(fn, args, setup))
         pool.wait(stop_on_failure=stop_on_failure)
-        return [_outcome(ended) for ended in pool.finish()]
-
-
-def _outcome(ended: Ended) -> Outcome[Any]:
-    """What a rank left, made into what the caller sees."""
-    report, status = ended.report, ended.stopped or "died"
-    seen = Outcome[Any](rank=ended.rank, status=status, output=ended.output, seconds=ended.seconds)
-    if report is None:
-        if ended.stopped is None:
-            return replace(seen, message=ended.how_it_died())
-        return replace(seen, traceback=ended.stacks)
-    if report.value is None:
-        return replace(
-            seen,
-            status="raised",
-            error=_rebuilt(report.error),
-            error_type=report.error_type,
-            message=report.message,
-            traceback=report.traceback,
-        )
-    try:
-        return replace(seen, status="returned", value=pickle.loads(report.value))
-    except Exception as error:
-        text = f"the return value cannot be rebuilt outside the rank: {error!r}. Return CPU tensors."
-        return replace(seen, status="raised", error=error, error_type=type(error).__name__, message=text)
-
-
-def _rebuilt(error: bytes | None) -> BaseException | None:
-    if error is None:
-        return None
-    try:
-        rebuilt: BaseException = pickle.loads(error)
-    except Exception:
-        return None
-    return rebuilt
+        return pool.finish()
 
 
 def _check_inputs(num_ranks: int, timeout_s: float) -> None:

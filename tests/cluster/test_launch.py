@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from atorch_ns.testing.workers import reserve_port
+from atorch_ns.testing import reserve_port
 
 # Rank 0 keeps the interpreter lock until it ends, while its collective ends and one of the backend's threads
 # asks for the lock to release the tensor.

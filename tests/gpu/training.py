@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from atorch_ns.testing.models import SyntheticDataset, get_case, map_tensors
+from atorch_ns.testing import SyntheticDataset, get_case, map_tensors
 from atorch_ns.testing.parity import ADAMW, Trajectory, accelerate_case, whole_parameters
 
 __all__ = ["Run", "by_hand", "under"]

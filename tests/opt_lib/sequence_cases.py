@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from atorch_ns.testing.models import Case, get_case, map_tensors
+from atorch_ns.testing import Case, get_case, map_tensors
 from atorch_ns.testing.parity import (
     Trajectory,
     accelerated_run,
