@@ -34,10 +34,10 @@ class Outcome:
     """Outcome of a call on one rank.
 
     Attributes:
-        data: what the function returned, pickled; rank 0 alone sends it.
-        problem: what was raised, in a line; empty for a call that returned.
-        trace: its traceback.
-        when_s: seconds when the call ended, of a clock that all processes of this machine share.
+        data: the pickled return value, of rank 0 only.
+        problem: the exception in a line; empty for a call that returned.
+        trace: traceback of the exception.
+        when_s: end of the call in seconds, by a clock that all processes of this machine share.
     """
 
     data: bytes = b""
@@ -46,7 +46,7 @@ class Outcome:
     when_s: float
 
     def value(self) -> Any:
-        """What the function returned on rank 0; raises whatever unpickling it raises."""
+        """The function's return value on rank 0; raises whatever unpickling it raises."""
         return cloudpickle.loads(self.data)
 
 
@@ -66,7 +66,7 @@ def send_call(folder: Path, function: Callable[..., Any], arguments: tuple[Any, 
             f"{name} cannot be sent to the workers: {error_text(error)}. Make what cannot be sent "
             "(an open file, a lock, a process group) inside the function."
         ) from error
-    # The search path comes first: the call itself may be importable only with it.
+    # The search path is pickled separately: the call may be importable only with it.
     (folder / _TASK).write_bytes(cloudpickle.dumps((list(sys.path), data)))
 
 

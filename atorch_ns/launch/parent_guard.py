@@ -1,7 +1,7 @@
 """Program of a rank's process: runs a module, and ends with the process that started it.
 
-Arguments: the reading end of a pipe whose other end that process alone holds, ``quiet`` if an interrupt is to end the
-rank silently, and the module with its arguments. The system closes the pipe however that process ends.
+Arguments: the reading end of a pipe whose other end only the starting process holds, ``quiet`` if an interrupt is to
+end the rank silently, and the module with its arguments. The system closes the pipe however that process ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _end_with(end: int) -> None:
-    """Ends this rank and all that it has started once nobody holds the other end."""
+    """Ends this rank and all that it has started once the other end is closed."""
     with contextlib.suppress(OSError):
         while os.read(end, 1):
             pass

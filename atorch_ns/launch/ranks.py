@@ -28,7 +28,7 @@ _YOUNGEST_S: Final = 60.0  # longer than it takes to lock a folder that was just
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder for the block; removes this user's folders of processes that were killed, too.
+    """A temporary folder for the block; also removes this user's folders whose owners were killed.
 
     The owner holds a lock in it, which the system releases however the owner ends.
     """
@@ -68,8 +68,8 @@ class RankEnd:
     Attributes:
         rank: number of the rank.
         code: exit code; negative for the signal that ended it.
-        output: the end of what it printed; empty for a rank whose output was shown.
-        ended_by_us: stopped because of the time limit, or because another rank had failed.
+        output: the end of its output; empty for a rank whose output was shown.
+        ended_by_us: whether it was stopped, for the time limit or because another rank had failed.
     """
 
     rank: int
@@ -91,9 +91,9 @@ class Ranks:
         module: module that each runs, as ``python -m``.
         arguments: the module's arguments.
         num_ranks: the world size.
-        shown: whether rank 0 writes to this process's standard error; all else is kept for :class:`RankEnd`.
+        shown: whether rank 0 writes to this process's standard error; other output is kept for :class:`RankEnd`.
         quiet: whether SIGINT ends a rank silently, with code 130, until its module decides otherwise.
-        variables: environment variables of every rank, over those that a launcher sets.
+        variables: environment variables of every rank, which replace those that a launcher sets.
 
     Raises:
         InputError: if there are no ranks.
@@ -143,8 +143,8 @@ class Ranks:
     def stop(self, number: int, *, rank: int | None = None, within_s: float | None = None) -> None:
         """Sends a signal that is to end one rank, or all.
 
-        Once a rank has failed, the others have three seconds. All are ended after ``within_s`` seconds; ``None`` lets
-        them come to their end.
+        Once a rank has failed, the others have three seconds. All are ended after ``within_s`` seconds; with ``None``
+        they may take their time.
         """
         self._grace_s = _STOPPING_S
         if within_s is not None:
@@ -175,19 +175,19 @@ class Ranks:
             RankEnd(
                 rank=rank,
                 code=process.wait(),
-                output=self._output(rank),
+                output=self.read_output(rank).decode(errors="replace")[-_SHOWN_CHARS:].strip(),
                 ended_by_us=rank in self._stopped,
             )
             for rank, process in enumerate(self._processes)
         ]
 
     def read_output(self, rank: int, place: int = 0) -> bytes:
-        """Bytes that a rank has printed, from a place on; nothing of a rank whose output is shown."""
-        file = self._files[rank].fileno()  # its position is the rank's too: leave it
+        """Bytes that a rank has printed, from offset ``place`` on; none of a rank whose output is shown."""
+        file = self._files[rank].fileno()  # its position is shared with the rank: do not move it
         return os.pread(file, max(0, os.fstat(file).st_size - place), place)
 
     def close_ranks(self) -> None:
-        """Ends every rank that still runs, with all it has started."""
+        """Ends every rank that still runs, and the processes that it has started."""
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 self._stopped.add(rank)
@@ -219,13 +219,13 @@ class Ranks:
         for rank in range(self._num_ranks):
             output = (folder / f"output_{rank}").open("w+b")
             self._files.append(output)
-            shown = self._shown and rank == 0
+            stream = sys.stderr if self._shown and rank == 0 and _is_real(sys.stderr) else output
             self._processes.append(
                 subprocess.Popen(
                     [*program, *self._arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=sys.stderr.fileno() if shown and _is_real(sys.stderr) else output,
-                    stderr=sys.stderr.fileno() if shown and _is_real(sys.stderr) else output,
+                    stdout=stream,
+                    stderr=stream,
                     env={**os.environ, **self._variables(rank, port)},
                     pass_fds=(reading,),
                     process_group=0,
@@ -235,7 +235,7 @@ class Ranks:
     def _variables(self, rank: int, port: int) -> dict[str, str]:
         number = str(self._num_ranks)
         threads = str(threads_of_rank(num_usable_cores(), self._num_ranks))
-        path = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -250,9 +250,6 @@ class Ranks:
 
     def _codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
-
-    def _output(self, rank: int) -> str:
-        return self.read_output(rank).decode(errors="replace")[-_SHOWN_CHARS:].strip()
 
 
 def run_local_ranks(
@@ -269,16 +266,17 @@ def run_local_ranks(
     Args:
         module, arguments, num_ranks, shown: as in :class:`Ranks`.
         timeout_s: seconds after which the ranks are ended.
-        patient: the first Ctrl-C goes to rank 0 alone, which may take its time to end the work; a second one ends all.
-            Otherwise ranks have three seconds.
+        patient: whether the first Ctrl-C goes to rank 0 alone, which may take its time to end the work; a second one
+            ends all. Otherwise ranks have three seconds.
 
     Raises:
         SystemExit: with 128 and the signal's number, if one ended the ranks.
     """
+    ranks = Ranks(module, arguments, num_ranks, shown=shown, quiet=True)
     with (
-        Ranks(module, arguments, num_ranks, shown=shown, quiet=True) as ranks,
         _passing_on(ranks, patient) as received,
-    ):
+        ranks,
+    ):  # handlers first: a signal may come while ranks start
         ends = ranks.wait(timeout_s=timeout_s)
     if received and any(end.code for end in ends):
         raise SystemExit(128 + received[-1])
@@ -290,21 +288,17 @@ def _passing_on(ranks: Ranks, patient: bool) -> Iterator[list[int]]:
     """Installs signal handlers for the block; yields the numbers of signals that came."""
     received: list[int] = []
 
-    def interrupt(number: int, _: FrameType | None) -> None:
-        if received:
+    def handle(number: int, _: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
             ranks.close_ranks()
         received.append(number)
-        if patient:
+        if patient and number == signal.SIGINT:
             ranks.stop(number, rank=0)
         else:
             ranks.stop(number, within_s=_STOPPING_S)
 
-    def end(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        ranks.stop(number, within_s=_STOPPING_S)
-
-    handlers: dict[signal.Signals, Any] = {signal.SIGINT: interrupt, signal.SIGTERM: end, signal.SIGHUP: end}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield received
     finally:
@@ -314,7 +308,7 @@ def _passing_on(ranks: Ranks, patient: bool) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Processes that are started meanwhile get SIGINT once they let it through, not while Python starts."""
+    """Blocks SIGINT, also in processes started meanwhile until they unblock it, so that none gets it while Python starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -337,7 +331,7 @@ def reserve_port() -> Iterator[int]:
 
 
 def _is_real(stream: Any) -> bool:
-    """Whether a stream has a file descriptor that a child can write to."""
+    """Whether a stream has a file descriptor that a child process can write to."""
     try:
         stream.fileno()
     except (OSError, ValueError, AttributeError):

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atorch_ns.errors import InputError
 
@@ -26,10 +25,10 @@ class Launch:
     Attributes:
         target: the script's path, or with ``module`` a module's name, and the arguments for it.
         nproc: processes on this node: a number, or ``auto``, ``cpu`` or ``gpu`` for torchrun to count.
-        nnodes: nodes, as a number or ``MIN:MAX``.
-        node_rank: this node among a fixed number of them; ``None`` to let the rendezvous number them.
+        nnodes: number of nodes, or ``MIN:MAX``.
+        node_rank: rank of this node among a fixed number; ``None`` to let the rendezvous number them.
         rendezvous: ``host:port`` at which several nodes meet.
-        max_restarts: how often a failed group is started anew.
+        max_restarts: number of restarts of a failed group.
         threads: ``OMP_NUM_THREADS`` of each process; ``None`` to decide.
         module: whether ``target`` begins with a module's name.
 
@@ -89,21 +88,20 @@ class Launch:
     def arguments(self) -> list[str]:
         """Arguments for torchrun."""
         restarts = [f"--max-restarts={self.max_restarts}"] if self.max_restarts else []
+        script, *rest = self.target
+        if script.startswith("-") and not self.module:
+            script = f"./{script}"  # Python would take it for an option
         return [
-            *(["--standalone"] if self.one_node else self._meeting()),
+            *(["--standalone"] if self.one_node else self._rendezvous_arguments()),
             f"--nproc-per-node={self.nproc}",
             *restarts,
             *(["--module"] if self.module else []),
             *self._separator(),
-            *self._started(),
+            script,
+            *rest,
         ]
 
-    def _started(self) -> tuple[str, ...]:
-        """The target; Python would take a script's name that begins like an option for one."""
-        first, *rest = self.target
-        return (f"./{first}" if first.startswith("-") and not self.module else first, *rest)
-
-    def _meeting(self) -> list[str]:
+    def _rendezvous_arguments(self) -> list[str]:
         """Rendezvous arguments; torchrun's dynamic rendezvous numbers nodes as they come, whatever they ask for."""
         if self.node_rank is None:
             meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=atorch-ns"]
@@ -116,25 +114,17 @@ class Launch:
         """``--``, without which torchrun takes an option of the script for an abbreviation of its own."""
         return ["--"] if any(argument.startswith("-") for argument in self.target[1:]) else []
 
-    def _least(self) -> int:
-        return int(self.nnodes.partition(":")[0])
-
-    def _most(self) -> int:
-        return int(self.nnodes.rpartition(":")[2])
-
-    def _alone(self) -> list[str]:
-        """Options that are of no use where no other node takes part."""
-        given = [
-            name
-            for name, value in (("--rendezvous", self.rendezvous), ("--node-rank", self.node_rank))
-            if value is not None
-        ]
+    def _one_node_problems(self) -> list[str]:
+        """Options that are of no use on one node."""
+        options = {"--rendezvous": self.rendezvous, "--node-rank": self.node_rank}
+        given = [name for name, value in options.items() if value is not None]
         if not given:
             return []
-        return [f"{_plural(given)} no effect on one node. Leave out what is not meant, or give --nnodes."]
+        subject = f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'}"
+        return [f"{subject} no effect on one node. Leave out what is not meant, or give --nnodes."]
 
     def _node_problems(self) -> list[str]:
-        """Problems of a node's place among several."""
+        """Problems of the rendezvous and of the node's rank among several nodes."""
         problems, place, rank = [], self.meeting_place, self.node_rank
         if self.rendezvous is not None and place is None:
             problems.append(
@@ -165,22 +155,18 @@ class Launch:
             problems.append(
                 f"--nnodes={self.nnodes!r}: at least one node is needed. Use a number, or MIN:MAX for an elastic group."
             )
-        elif self._least() > self._most():
+        elif int(self.nnodes.partition(":")[0]) > int(self.nnodes.rpartition(":")[2]):
             problems.append(f"--nnodes={self.nnodes!r}: MIN is more than MAX.")
         elif not self.one_node and self.rendezvous is None:
             problems.append(
                 f"--nnodes={self.nnodes} needs --rendezvous host:port, an address of one node that all reach."
             )
-        problems += self._alone() if self.one_node else self._node_problems()
+        problems += self._one_node_problems() if self.one_node else self._node_problems()
         if self.max_restarts < 0:
             problems.append(f"--max-restarts={self.max_restarts} must be at least 0.")
         if self.threads is not None and self.threads < 1:
             problems.append(f"--threads={self.threads} must be at least 1.")
         return problems
-
-
-def _plural(names: list[str]) -> str:
-    return f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
 def threads_of_rank(num_cores: int, num_ranks: int) -> int:
@@ -196,9 +182,6 @@ def num_usable_cores() -> int:
         return os.cpu_count() or 1
 
 
-_FAILED = 1
-
-
 def run_torchrun(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
     """Runs torchrun to its end; call it on the main thread, once in a process.
 
@@ -207,8 +190,8 @@ def run_torchrun(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
         variables: environment variables of this process and of all that it starts.
 
     Returns:
-        0, or the exit code of the rank that failed first, with 128 and its number for a signal: one that ended that rank,
-        or else one that came to this process.
+        0, or the exit code of the rank that failed first; for a signal that ended that rank, or that came to this
+        process, 128 and its number.
     """
     os.environ.update(variables)
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -219,16 +202,10 @@ def run_torchrun(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
         main(list(arguments))
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
-        return _code_of(error)
+        code = int(error.get_first_failure()[1].exitcode)
+        return 128 - code if code < 0 else code or 1  # negative for a signal
     except SignalException as error:
         return 128 + int(error.sigval)
     except KeyboardInterrupt:  # before torchrun has started anything
         return 130
     return 0
-
-
-def _code_of(error: Any) -> int:
-    """Of the first failure: a process that a signal ended has a negative code."""
-    _, failure = error.get_first_failure()
-    code = int(failure.exitcode)
-    return 128 - code if code < 0 else code or _FAILED
