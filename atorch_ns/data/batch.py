@@ -13,7 +13,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -147,7 +147,7 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
         InputError: for an unknown one; the message lists those there are, nearest first.
     """
     if value is None or value in _FORMATS:
-        return cast("ModelInputFormat | None", value)
+        return value
     raise InputError(
         f"model_input_format={value!r} is not known.{did_you_mean(str(value), _FORMATS)} "
         "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data) with the keys that forward names, "

@@ -64,16 +64,20 @@ _MASK_EVERY: Final = 4
 _NOT_A_TARGET: Final = -100
 """The label that cross entropy leaves out."""
 
-_SIZES: Final = {
+_SIZES: Final[Mapping[str, Any]] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "initializer_range": _INITIALIZER_RANGE,
 }
-_TOKENS: Final = {"vocab_size": _VOCAB_SIZE, "max_position_embeddings": 64}
-_DECODER: Final = {"num_key_value_heads": 2, "tie_word_embeddings": False, "use_cache": False}
-_NO_DROPOUT: Final = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TOKENS: Final[Mapping[str, Any]] = {"vocab_size": _VOCAB_SIZE, "max_position_embeddings": 64}
+_DECODER: Final[Mapping[str, Any]] = {
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+_NO_DROPOUT: Final[Mapping[str, Any]] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def make_llama(**settings: Any) -> nn.Module:
