@@ -122,6 +122,7 @@ def make_vit() -> nn.Module:
         num_channels=channels,
         num_labels=_NUM_OUTPUTS,
     )
+    config.num_labels = _NUM_OUTPUTS
     return _with_biases(ViTForImageClassification(config))
 
 
