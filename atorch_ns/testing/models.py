@@ -120,7 +120,6 @@ def make_vit() -> nn.Module:
         image_size=size,
         patch_size=_PATCH,
         num_channels=channels,
-        num_labels=_NUM_OUTPUTS,
     )
     config.num_labels = _NUM_OUTPUTS
     return _with_biases(ViTForImageClassification(config))
