@@ -66,9 +66,10 @@ def make_profile(options: ModelOptions) -> tuple[Profile, Cluster, float]:
 def _profile(asked: ModelOptions, *, device: str) -> tuple[Profile, float]:
     from atorch_ns.engine.offline import profile_offline
     from atorch_ns.profile import Profile
+    from atorch_ns.report.report import read_text
 
     if asked.profile is not None:
-        return Profile.from_json(read_file(asked.profile)), 0.0
+        return Profile.from_json(read_text(asked.profile)), 0.0
     missing = [name for name, value in (("--model", asked.model), ("--sample", asked.sample)) if not value]
     if missing:
         raise InputError(
@@ -119,31 +120,6 @@ def make_settings(*, objective: str = "time", memory_limit: str | None = None) -
     except ValidationError as error:
         problems = "; ".join(f"--{issue['loc'][0]}: {issue['msg']}" for issue in error.errors())
         raise InputError(with_period(problems)) from None
-
-
-def read_file(path: Path) -> str:
-    """A file's text.
-
-    Raises:
-        InputError: if it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise InputError(with_period(f"{path} cannot be read: {why}")) from None
-
-
-def write_file(path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        InputError: if the place cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(with_period(f"{path} cannot be written: {error.strerror or error}")) from None
 
 
 def read_strategy(text: str, option: str = "") -> Strategy:

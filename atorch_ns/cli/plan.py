@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atorch_ns.cli import _options as options
-from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, say, write_file
+from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, say
 from atorch_ns.errors import InputError
 from atorch_ns.usercode import constraint
 
@@ -54,6 +54,7 @@ def plan(
     """
     from atorch_ns.engine.offline import plan_offline
     from atorch_ns.report import TrainingReport, search_text
+    from atorch_ns.report.report import write_text
     from atorch_ns.strategy import Strategy
 
     problems = options.unwritable(save=save, report=report, save_profile=save_profile)
@@ -80,7 +81,7 @@ def plan(
         if verbose:
             typer.echo(_operators(known, outcome, place))
     if save_profile is not None:
-        write_file(save_profile, known.to_json())
+        write_text(save_profile, known.to_json())
         say(f"profile written to {save_profile}")
     if report is not None:
         whole.save(report)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -68,6 +69,16 @@ class Place:
 
 Check = Callable[[Place], list[Finding]]
 """Looks at one thing. What it raises becomes a finding that fails."""
+
+
+def as_check(findings: Callable[[Place], Iterator[Finding]]) -> Check:
+    """A check of a function that yields its findings."""
+
+    @functools.wraps(findings)
+    def check(place: Place) -> list[Finding]:
+        return list(findings(place))
+
+    return check
 
 
 class Isolated(NamedTuple):

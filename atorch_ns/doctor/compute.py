@@ -8,11 +8,12 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
+import timeit
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from atorch_ns.doctor.base import Finding, Place, Verdict, failed, isolated, passed, warned
+from atorch_ns.doctor.base import Finding, Place, Verdict, as_check, failed, isolated, passed, warned
 from atorch_ns.text import seconds_text
 
 _COMPILER: Final = "compiler"
@@ -20,24 +21,24 @@ _PROGRAM: Final = "#include <omp.h>\nint main() { return omp_get_max_threads() >
 _APT: Final = "sudo apt install g++   # without it the method compile is left out"
 
 
-def check_compiler(place: Place) -> list[Finding]:
+@as_check
+def check_compiler(place: Place) -> Iterator[Finding]:
     """inductor finds a C++ compiler with OpenMP, and Triton where there is a GPU."""
     import torch
 
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        return [
-            warned(
-                _COMPILER, "there is no Triton, with which inductor compiles for GPUs", "pip install triton"
-            )
-        ]
+        text = "there is no Triton, with which inductor compiles for GPUs"
+        yield warned(_COMPILER, text, "pip install triton")
+        return
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     if compiler is None:
-        return [warned(_COMPILER, "there is no C++ compiler, which inductor needs on CPUs", _APT)]
-    name = Path(compiler).name
-    problem = _try(compiler)
+        yield warned(_COMPILER, "there is no C++ compiler, which inductor needs on CPUs", _APT)
+        return
+    name, problem = Path(compiler).name, _try(compiler)
     if problem:
-        return [warned(_COMPILER, f"{name} compiles no program with OpenMP: {problem}", _APT)]
-    return [passed(_COMPILER, f"{name} compiles programs with OpenMP, as inductor asks for")]
+        yield warned(_COMPILER, f"{name} compiles no program with OpenMP: {problem}", _APT)
+    else:
+        yield passed(_COMPILER, f"{name} compiles programs with OpenMP, as inductor needs")
 
 
 def _try(compiler: str) -> str:
@@ -70,27 +71,25 @@ class Measured(NamedTuple):
     problem: str = ""
 
 
-def check_dtypes(place: Place) -> list[Finding]:
+@as_check
+def check_dtypes(place: Place) -> Iterator[Finding]:
     """float32, bfloat16 and float16 are tried forwards and backwards under autocast, and timed."""
     outcome = isolated(measure_dtypes, timeout_s=max(place.timeout_s, _SHORTEST_S))
     if outcome.problem:
-        return [
-            failed(
-                _DTYPES,
-                f"matrix products cannot be computed: {outcome.problem}",
-                "pip install --force-reinstall torch",
-            )
-        ]
+        text = f"matrix products cannot be computed: {outcome.problem}"
+        yield failed(_DTYPES, text, _fix("float32"))
+        return
     device, measured = outcome.value
-    plain = measured["float32"]
-    found, texts = [], []
-    for name, one in measured.items():
-        verdict, text = _judge(name, one, plain)
+    texts = []
+    for name, product in measured.items():
+        verdict, text = _judge(name, product, measured["float32"])
         texts.append(text)
         if verdict != "pass":
-            found.append(Finding(check=_DTYPES, verdict=verdict, text=text, fix=_fix(name)))
-    figures = {f"{name}_seconds": one.seconds for name, one in measured.items() if not one.problem}
-    return [*found, passed(_DTYPES, f"on {device}: {'; '.join(texts)}", figures=figures)]
+            yield Finding(check=_DTYPES, verdict=verdict, text=text, fix=_fix(name))
+    figures = {
+        f"{name}_seconds": product.seconds for name, product in measured.items() if not product.problem
+    }
+    yield passed(_DTYPES, f"on {device}: {'; '.join(texts)}", figures=figures)
 
 
 def measure_dtypes() -> tuple[str, dict[str, Measured]]:
@@ -106,13 +105,13 @@ def _measure(dtype: str, device: str) -> Measured:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    one, other = (
+    first, second = (
         torch.randn(_SIZE, _SIZE, generator=generator).to(device).requires_grad_() for _ in range(2)
     )
 
     def step() -> Any:
         with torch.autocast(device, dtype=getattr(torch, dtype), enabled=dtype != "float32"):
-            product = one @ other
+            product = first @ second
         product.float().sum().backward()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -120,25 +119,21 @@ def _measure(dtype: str, device: str) -> Measured:
 
     try:
         product = step()
-        times = []
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - began)
-        exact = one.detach().double() @ other.detach().double()
+        times = timeit.repeat(step, repeat=_REPEATS, number=1)
+        exact = first.detach().double() @ second.detach().double()
         error = float((product.detach().double() - exact).abs().max() / exact.abs().max())
     except Exception as failure:
         return Measured(float("nan"), float("nan"), f"{type(failure).__name__}: {failure}")
     return Measured(statistics.median(times), error)
 
 
-def _judge(name: str, one: Measured, plain: Measured) -> tuple[Verdict, str]:
-    if one.problem:
-        return ("fail" if name == "float32" else "warn"), f"{name} does not work here: {one.problem}"
-    if not one.error <= _TOLERANCE:
-        return "fail", f"{name} is wrong here: its product is off by {one.error:.1%}"
-    speed = "" if name == "float32" else f", {plain.seconds / one.seconds:.1f} × the speed of float32"
-    return "pass", f"{name} works ({seconds_text(one.seconds)}, n={_REPEATS}{speed})"
+def _judge(name: str, product: Measured, plain: Measured) -> tuple[Verdict, str]:
+    if product.problem:
+        return ("fail" if name == "float32" else "warn"), f"{name} does not work here: {product.problem}"
+    if not product.error <= _TOLERANCE:
+        return "fail", f"{name} is wrong here: its product is off by {product.error:.1%}"
+    speed = "" if name == "float32" else f", {plain.seconds / product.seconds:.1f} × the speed of float32"
+    return "pass", f"{name} works ({seconds_text(product.seconds)}, n={_REPEATS}{speed})"
 
 
 def _fix(name: str) -> str:

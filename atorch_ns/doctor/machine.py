@@ -12,12 +12,13 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from atorch_ns.cluster import OPTIONAL_PACKAGES, installed_packages
-from atorch_ns.doctor.base import Finding, Isolated, Place, failed, isolated, passed, warned
+from atorch_ns.doctor.base import Finding, Isolated, Place, as_check, failed, isolated, passed, warned
 from atorch_ns.text import bytes_text
 
 _DISK: Final = "disk"
@@ -25,7 +26,8 @@ _WRITTEN_BYTES: Final = 32 * 2**20
 _FREE_BYTES: Final = 2 * 2**30
 
 
-def check_disk(place: Place) -> list[Finding]:
+@as_check
+def check_disk(place: Place) -> Iterator[Finding]:
     """The folder for checkpoints takes a file, flushed to the disk, and has space left."""
     block = os.urandom(2**20)
     try:
@@ -38,25 +40,16 @@ def check_disk(place: Place) -> list[Finding]:
             seconds = time.perf_counter() - began
         free = shutil.disk_usage(place.folder).free
     except OSError as error:
-        return [
-            failed(
-                _DISK,
-                f"the folder for checkpoints, {place.folder}, cannot be written: {error.strerror or error}",
-                "atorch-ns doctor --folder FOLDER   # with one that you may write",
-            )
-        ]
+        text = f"the folder for checkpoints, {place.folder}, cannot be written: {error.strerror or error}"
+        yield failed(_DISK, text, "atorch-ns doctor --folder FOLDER   # with one that you may write")
+        return
     figures = {"bytes_per_second": _WRITTEN_BYTES / seconds, "free_bytes": free}
     text = f"{bytes_text(_WRITTEN_BYTES / seconds)}/s written and flushed, {bytes_text(free)} free"
     if free >= _FREE_BYTES:
-        return [passed(_DISK, text, figures=figures)]
-    return [
-        warned(
-            _DISK,
-            f"{text}: a checkpoint of a large model will not fit",
-            "df -h .   # and choose another --folder",
-            figures=figures,
-        )
-    ]
+        yield passed(_DISK, text, figures=figures)
+    else:
+        text += ": a checkpoint of a large model will not fit"
+        yield warned(_DISK, text, "df -h .   # and choose another --folder", figures=figures)
 
 
 _SHARED: Final = Path("/dev/shm")
@@ -75,28 +68,26 @@ def shared_memory_bytes() -> int | None:
     return found.f_frsize * found.f_blocks
 
 
-def check_shared_memory(place: Place) -> list[Finding]:
+@as_check
+def check_shared_memory(place: Place) -> Iterator[Finding]:
     """There is shared memory for the ranks' data-loading workers."""
     name, size = "shared memory", shared_memory_bytes()
     if size is None:
-        return [passed(name, "this system has no /dev/shm to run out of")]
+        yield passed(name, "this system has no /dev/shm to run out of")
+        return
     wanted = place.num_ranks * _SHARED_BYTES_PER_RANK
     figures = {"size_bytes": size}
     text = f"/dev/shm holds {bytes_text(size)}"
     if size >= wanted:
-        return [passed(name, text, figures=figures)]
-    return [
-        warned(
-            name,
-            f"{text}; {bytes_text(wanted)} are advised for {place.num_ranks} ranks, or workers of data "
-            "loaders die with 'Bus error'",
-            "docker run --shm-size=8g ...   # or --ipc=host; else sudo mount -o remount,size=8G /dev/shm",
-            figures=figures,
-        )
-    ]
+        yield passed(name, text, figures=figures)
+        return
+    text += f"; {bytes_text(wanted)} are advised for {place.num_ranks} ranks, or workers of data loaders die with 'Bus error'"
+    fix = "docker run --shm-size=8g ...   # or --ipc=host; else sudo mount -o remount,size=8G /dev/shm"
+    yield warned(name, text, fix, figures=figures)
 
 
-def check_limits(place: Place) -> list[Finding]:
+@as_check
+def check_limits(place: Place) -> Iterator[Finding]:
     """Open files and locked memory are not limited too far."""
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -104,36 +95,26 @@ def check_limits(place: Place) -> list[Finding]:
         "open_files": files,
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
     }
-    found = []
-    if files != resource.RLIM_INFINITY and files < _OPEN_FILES:
+    few_files = files != resource.RLIM_INFINITY and files < _OPEN_FILES
+    little_locked = _has_infiniband() and locked != resource.RLIM_INFINITY
+    if few_files:
         above = most_files == resource.RLIM_INFINITY or most_files >= _OPEN_FILES
-        found.append(
-            warned(
-                "limits",
-                f"a process may have {files} files open; {_OPEN_FILES} are advised, or loaders with many "
-                "workers fail with 'Too many open files'",
-                f"ulimit -n {_OPEN_FILES if above else most_files}"
-                + ("" if above else "   # more by docker run --ulimit nofile=65536, or limits.conf"),
-                figures=figures,
-            )
+        text = (
+            f"a process may have {files} files open; {_OPEN_FILES} are advised, or loaders with many "
+            "workers fail with 'Too many open files'"
         )
-    if _has_infiniband() and locked != resource.RLIM_INFINITY:
-        found.append(
-            warned(
-                "limits",
-                f"a process may lock {bytes_text(locked)} of memory; InfiniBand needs it without a limit",
-                "ulimit -l unlimited   # or docker run --ulimit memlock=-1",
-                figures=figures,
-            )
-        )
-    return found or [
-        passed(
-            "limits",
-            f"open files {_limit_text(files)}, locked memory "
-            + (_limit_text(locked) if locked == resource.RLIM_INFINITY else bytes_text(locked)),
-            figures=figures,
-        )
-    ]
+        more = "" if above else "   # more by docker run --ulimit nofile=65536, or limits.conf"
+        fix = f"ulimit -n {_OPEN_FILES if above else most_files}{more}"
+        yield warned("limits", text, fix, figures=figures)
+    if little_locked:
+        text = f"a process may lock {bytes_text(locked)} of memory; InfiniBand needs it without a limit"
+        fix = "ulimit -l unlimited   # or docker run --ulimit memlock=-1"
+        yield warned("limits", text, fix, figures=figures)
+    if not few_files and not little_locked:
+        unlimited = locked == resource.RLIM_INFINITY
+        memory = _limit_text(locked) if unlimited else bytes_text(locked)
+        text = f"open files {_limit_text(files)}, locked memory {memory}"
+        yield passed("limits", text, figures=figures)
 
 
 def _has_infiniband() -> bool:
@@ -149,36 +130,29 @@ _AT_ONCE: Final = 2
 _SHORTEST_S: Final = 60.0
 
 
-def check_packages(place: Place) -> list[Finding]:
+@as_check
+def check_packages(place: Place) -> Iterator[Finding]:
     """Each installed optional package is imported in a process of its own: a broken one may end its interpreter."""
     versions = installed_packages()
     limit = max(place.timeout_s, _SHORTEST_S)
 
     def attempt(package: str) -> Isolated:
-        return isolated(_import, package, timeout_s=limit)
+        return isolated(importlib.import_module, package, timeout_s=limit)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         tried = dict(zip(versions, pool.map(attempt, versions), strict=True))
-    found = [
-        warned(
-            _PACKAGES,
-            f"{package} {versions[package]} is installed and cannot be imported: {_short(outcome.problem)}",
-            f"pip install --force-reinstall {OPTIONAL_PACKAGES[package]}"
-            f"   # or: pip uninstall {OPTIONAL_PACKAGES[package]}",
-        )
-        for package, outcome in tried.items()
-        if outcome.problem
-    ]
+    for package, outcome in tried.items():
+        if outcome.problem:
+            text = f"{package} {versions[package]} is installed and cannot be imported: {_short(outcome.problem)}"
+            name = OPTIONAL_PACKAGES[package]
+            yield warned(
+                _PACKAGES, text, f"pip install --force-reinstall {name}   # or: pip uninstall {name}"
+            )
     usable = [f"{package} {versions[package]}" for package, outcome in tried.items() if not outcome.problem]
     absent = [package for package in OPTIONAL_PACKAGES if package not in versions]
-    text = f"usable: {', '.join(usable) or 'none'}" + (
-        f"; not installed: {', '.join(absent)}" if absent else ""
-    )
-    return [*found, passed(_PACKAGES, text, figures={"versions": dict(versions)})]
-
-
-def _import(package: str) -> None:
-    importlib.import_module(package)
+    rest = f"; not installed: {', '.join(absent)}" if absent else ""
+    text = f"usable: {', '.join(usable) or 'none'}{rest}"
+    yield passed(_PACKAGES, text, figures={"versions": dict(versions)})
 
 
 def _short(text: str) -> str:
@@ -191,55 +165,42 @@ _DEFAULT_PORT: Final = 29500
 """Where torchrun's store listens by default."""
 
 
-def check_ports(place: Place) -> list[Finding]:
+@as_check
+def check_ports(place: Place) -> Iterator[Finding]:
     """A port can be had on the loopback interface, torchrun's default is free, and the host's name resolves."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-            server.bind(("127.0.0.1", 0))
-            server.listen(1)
-            with socket.create_connection(server.getsockname(), timeout=5):
-                pass
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            pass
     except OSError as error:
-        return [failed(_PORTS, f"no connection over 127.0.0.1 can be made: {error}", "ip link set lo up")]
-    # A launcher that has started this process listens there itself.
-    found = [*([] if "RANK" in os.environ else _default_port()), *_host_name()]
-    return found or [passed(_PORTS, "loopback connections work, the host's name resolves")]
+        yield failed(_PORTS, f"no connection over 127.0.0.1 can be made: {error}", "ip link set lo up")
+        return
+    problems = [*_default_port(), *_host_name()]
+    yield from problems
+    if not problems:
+        yield passed(_PORTS, "loopback connections work, the host's name resolves")
 
 
-def _default_port() -> list[Finding]:
-    port = int(os.environ.get("MASTER_PORT", _DEFAULT_PORT)) if _is_port() else _DEFAULT_PORT
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("127.0.0.1", port))
-        except OSError as error:
-            return [
-                warned(
-                    _PORTS,
-                    f"port {port} is taken ({error.strerror}): a torchrun without --standalone fails on it",
-                    "torchrun --standalone --nproc-per-node=2 script.py",
-                )
-            ]
-    return []
-
-
-def _is_port() -> bool:
-    return os.environ.get("MASTER_PORT", str(_DEFAULT_PORT)).isdecimal()
-
-
-def _host_name() -> list[Finding]:
-    name = socket.gethostname()
+def _default_port() -> Iterator[Finding]:
+    if "RANK" in os.environ:  # a launcher that has started this process listens there itself
+        return
+    chosen = os.environ.get("MASTER_PORT", "")
+    port = int(chosen) if chosen.isdecimal() else _DEFAULT_PORT
     try:
-        socket.getaddrinfo(name, None)
+        socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as torchrun does
     except OSError as error:
-        return [
-            warned(
-                _PORTS,
-                f"this machine's name does not resolve ({error}): jobs of several nodes fail to meet",
-                'echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts',
-            )
-        ]
-    return []
+        text = f"port {port} is taken ({os.strerror(error.errno or 0)}): a torchrun without --standalone fails on it"
+        yield warned(_PORTS, text, "torchrun --standalone --nproc-per-node=2 script.py")
+
+
+def _host_name() -> Iterator[Finding]:
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        text = f"this machine's name does not resolve ({error}): jobs of several nodes fail to meet"
+        yield warned(_PORTS, text, 'echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts')
 
 
 _VERSIONS: Final = "versions"
@@ -247,29 +208,22 @@ _PYTHON: Final = (3, 11)
 _TORCH: Final = (2, 11)
 
 
-def check_versions(place: Place) -> list[Finding]:
+@as_check
+def check_versions(place: Place) -> Iterator[Finding]:
     """Python and torch are new enough, and torch can use the devices that are there."""
     import torch
 
-    found = []
-    if sys.version_info < _PYTHON:
-        found.append(
-            failed(
-                _VERSIONS,
-                f"Python {platform.python_version()}; 3.11 or later is needed",
-                "python3.11 -m venv .venv",
-            )
-        )
+    old_python = sys.version_info < _PYTHON
     numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < _TORCH:
-        found.append(
-            failed(
-                _VERSIONS,
-                f"torch {torch.__version__}; 2.11 or later is needed",
-                "pip install --upgrade 'torch>=2.11'",
-            )
-        )
-    return found or [_device(torch.__version__)]
+    old_torch = numbers is None or (int(numbers[1]), int(numbers[2])) < _TORCH
+    if old_python:
+        text = f"Python {platform.python_version()}; 3.11 or later is needed"
+        yield failed(_VERSIONS, text, "python3.11 -m venv .venv")
+    if old_torch:
+        text = f"torch {torch.__version__}; 2.11 or later is needed"
+        yield failed(_VERSIONS, text, "pip install --upgrade 'torch>=2.11'")
+    if not old_python and not old_torch:
+        yield _device(torch.__version__)
 
 
 def _device(version: str) -> Finding:
@@ -281,15 +235,10 @@ def _device(version: str) -> Finding:
         return passed(_VERSIONS, f"{text}, {torch.cuda.device_count()} × {', '.join(sorted(names))}")
     if shutil.which("nvidia-smi") is None:
         return passed(_VERSIONS, f"{text}, no GPU: jobs run on CPUs")
-    why = (
-        "torch was built without CUDA"
-        if torch.version.cuda is None
-        else "torch cannot use the driver or a device"
-    )
-    return warned(
-        _VERSIONS,
-        f"{text}; there is an NVIDIA driver, but {why}",
-        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-        if torch.version.cuda is None
-        else "nvidia-smi   # compare its CUDA version with torch.version.cuda, and see CUDA_VISIBLE_DEVICES",
-    )
+    if torch.version.cuda is None:
+        why = "torch was built without CUDA"
+        fix = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+    else:
+        why = "torch cannot use the driver or a device"
+        fix = "nvidia-smi   # compare its CUDA version with torch.version.cuda, and see CUDA_VISIBLE_DEVICES"
+    return warned(_VERSIONS, f"{text}; there is an NVIDIA driver, but {why}", fix)

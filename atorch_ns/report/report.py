@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from atorch_ns._version import __version__
 from atorch_ns.cluster import DEVICES
@@ -22,108 +20,14 @@ from atorch_ns.report.info.candidates import peak, seconds
 from atorch_ns.report.text.text import report_text
 from atorch_ns.search import Row, SearchOutcome, outcome_from_json, outcome_to_json
 from atorch_ns.strategy import Requires, Strategy
+from atorch_ns.strategy.file import write_whole
+from atorch_ns.text import with_period
 
 if TYPE_CHECKING:
     from atorch_ns.engine.calibration import Calibration
 
 SCHEMA = 1
-
-
-class Document(NamedTuple):
-    """What a report is made of; see ``TrainingReport``."""
-
-    applied: Report | None
-    search: SearchOutcome | None
-    actual: Actual | None
-    pipeline: PipelineStep | None = None
-
-
-def write_document(parts: Document) -> str:
-    """The text of report.json."""
-    applied, search, actual, pipeline = parts
-    document = {
-        "schema": SCHEMA,
-        "kind": "atorch_ns report",
-        "applied": None if applied is None else _applied_as_json(applied),
-        "search": None if search is None else json.loads(outcome_to_json(search)),
-        "actual": None if actual is None else asdict(actual),
-    }
-    if pipeline is not None:
-        document["pipeline"] = asdict(pipeline)
-    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def read_document(text: str, *, source: str) -> Document:
-    """The parts of a report.
-
-    Args:
-        text: of report.json.
-        source: where it comes from, for messages.
-
-    Raises:
-        InputError: if it is no report, or one of another schema.
-    """
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{source} is no report: it is not JSON ({error}). Give a report.json.") from None
-    if isinstance(document, Mapping) and "outcome" in document:  # a search's outcome alone
-        return Document(None, outcome_from_json(text), None)
-    if not isinstance(document, Mapping) or document.get("kind") != "atorch_ns report":
-        raise InputError(f'{source} is JSON, but no report: it has no "kind": "atorch_ns report".')
-    if document.get("schema") != SCHEMA:
-        raise InputError(
-            f"{source} has schema {document.get('schema')!r}, but this version reads schema {SCHEMA}. "
-            "Read it with the version of atorch_ns that wrote it."
-        )
-    try:
-        return _parts(document)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{source} is a damaged report: {type(error).__name__}: {error}.") from error
-
-
-def _parts(document: Mapping[str, Any]) -> Document:
-    applied, search, actual = (document[name] for name in ("applied", "search", "actual"))
-    pipeline = document.get("pipeline")  # reports of training without a pipeline have none
-    return Document(
-        None if applied is None else _applied_from_json(applied),
-        None if search is None else outcome_from_json(json.dumps(search)),
-        None if actual is None else Actual(**{**actual, "step_seconds": tuple(actual["step_seconds"])}),
-        None if pipeline is None else _pipeline_from_json(pipeline),
-    )
-
-
-def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:
-    costs = {name: tuple(seconds) for name, seconds in values["costs"].items()}
-    step = PipelineStep(**{**values, "costs": StageCosts(**costs)})
-    get_schedule(step.schedule).check(step.num_ranks, step.num_micro_batches, step.stages_per_rank)
-    return step
-
-
-def _applied_as_json(report: Report) -> dict[str, Any]:
-    return {
-        "strategy": json.loads(report.strategy.to_bytes()),
-        "rows": [asdict(row) for row in report.rows],
-        "notes": list(report.notes),
-        "world_size": report.world_size,
-        "axes": [list(axis) for axis in report.axes],
-        "device": report.device,
-        "num_parameters": report.num_parameters,
-        "parameter_bytes_per_rank": report.parameter_bytes_per_rank,
-    }
-
-
-def _applied_from_json(values: Mapping[str, Any]) -> Report:
-    return Report(
-        strategy=Strategy.load(values["strategy"]),
-        rows=tuple(MethodRow(**row) for row in values["rows"]),
-        notes=tuple(values["notes"]),
-        world_size=values["world_size"],
-        axes=tuple((name, size) for name, size in values["axes"]),
-        device=values["device"],
-        num_parameters=values["num_parameters"],
-        parameter_bytes_per_rank=values["parameter_bytes_per_rank"],
-    )
+KIND = "atorch_ns report"
 
 
 def read_text(path: Path) -> str:
@@ -135,29 +39,20 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}."
-        ) from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError(with_period(f"{path} cannot be read: {reason}")) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes beside ``path`` and renames, so that a reader sees the old file or the new.
+    """Writes a file, all of it or nothing.
 
     Raises:
         InputError: if the folder is missing or cannot be written.
     """
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        # The error itself names the temporary file, which nobody asked for.
-        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+        write_whole(path, text.encode())
+    except OSError as error:  # it names the temporary file, which nobody asked for
+        raise InputError(with_period(f"{path} cannot be written: {error.strerror or error}")) from None
 
 
 _SHOWN = 12
@@ -232,7 +127,16 @@ class TrainingReport:
 
     def to_json(self) -> str:
         """The text of report.json."""
-        return write_document(Document(self.applied, self.search, self.actual, self.pipeline))
+        document = {
+            "schema": SCHEMA,
+            "kind": KIND,
+            "applied": None if self.applied is None else _applied_as_json(self.applied),
+            "search": None if self.search is None else json.loads(outcome_to_json(self.search)),
+            "actual": None if self.actual is None else asdict(self.actual),
+        }
+        if self.pipeline is not None:
+            document["pipeline"] = asdict(self.pipeline)
+        return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def to_html(self) -> str:
         """The text of report.html: one page that needs no network and no script."""
@@ -266,7 +170,34 @@ class TrainingReport:
         Raises:
             InputError: if it is no report, or one of another schema.
         """
-        return cls(**read_document(text, source=source)._asdict())
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise InputError(
+                f"{source} is no report: it is not JSON ({error}). Give a report.json."
+            ) from None
+        if isinstance(document, Mapping) and "outcome" in document:  # a search's outcome alone
+            return cls(search=outcome_from_json(text))
+        if not isinstance(document, Mapping) or document.get("kind") != KIND:
+            raise InputError(f'{source} is JSON, but no report: it has no "kind": "{KIND}".')
+        if document.get("schema") != SCHEMA:
+            raise InputError(
+                f"{source} has schema {document.get('schema')!r}, but this version reads schema {SCHEMA}. "
+                "Read it with the version of atorch_ns that wrote it."
+            )
+        try:
+            applied, search, actual = (document[name] for name in ("applied", "search", "actual"))
+            pipeline = document.get("pipeline")  # reports of training without a pipeline have none
+            return cls(
+                applied=None if applied is None else _applied_from_json(applied),
+                search=None if search is None else outcome_from_json(json.dumps(search)),
+                actual=None
+                if actual is None
+                else Actual(**{**actual, "step_seconds": tuple(actual["step_seconds"])}),
+                pipeline=None if pipeline is None else _pipeline_from_json(pipeline),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{source} is a damaged report: {type(error).__name__}: {error}.") from error
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> TrainingReport:
@@ -321,6 +252,28 @@ class TrainingReport:
         if path is not None:
             learned.save(path)
         return learned
+
+
+def _applied_as_json(report: Report) -> dict[str, Any]:
+    strategy = json.loads(report.strategy.to_bytes())
+    return {**vars(report), "strategy": strategy, "rows": [asdict(row) for row in report.rows]}
+
+
+def _applied_from_json(values: Mapping[str, Any]) -> Report:
+    changed = {
+        "strategy": Strategy.load(values["strategy"]),
+        "rows": tuple(MethodRow(**row) for row in values["rows"]),
+        "notes": tuple(values["notes"]),
+        "axes": tuple((name, size) for name, size in values["axes"]),
+    }
+    return Report(**{**values, **changed})
+
+
+def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:
+    costs = {name: tuple(seconds) for name, seconds in values["costs"].items()}
+    step = PipelineStep(**{**values, "costs": StageCosts(**costs)})
+    get_schedule(step.schedule).check(step.num_ranks, step.num_micro_batches, step.stages_per_rank)
+    return step
 
 
 def _device_type(name: str) -> str | None:

@@ -129,25 +129,37 @@ def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
     return (text + "\n").encode()
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes next to ``path`` and renames, so that a reader sees the old file or the new.
+
+    Raises:
+        OSError: if the folder is missing or cannot be written; nothing is left behind.
+    """
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise
+
+
 def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> None:
-    """Writes ``document`` next to ``path`` and renames it, so that a reader sees the old file or the new.
+    """Writes ``document`` whole, as JSON or YAML by the suffix.
 
     Raises:
         StrategyFileError: if the folder is missing or cannot be written.
     """
     place = Path(path)
-    temporary: str | None = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(strategy_bytes(document, place.suffix))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(place)
+        write_whole(place, strategy_bytes(document, place.suffix))
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise StrategyFileError(f"cannot write the strategy to {place}: {error}", source=str(path)) from error
 
 

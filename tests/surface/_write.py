@@ -7,7 +7,7 @@ import inspect
 import json
 from pathlib import Path
 
-from atorch_ns.cli.reference import verbs_as_text
+from docs.command_line import verbs_as_text
 
 __all__ = ["FOLDER", "surfaces"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from atorch_ns.report.html.svg import FONT, WIDTH, Canvas, fitted, legend_rows, nice_ticks, text_width
-from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow
+from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow, used_parts
 from atorch_ns.report.info.verdict import WaterfallBar, WaterfallInfo
 from atorch_ns.report.text.text import KIND_NAMES, timeline_sentence
 from atorch_ns.text import bytes_text, percent_text, seconds_text
@@ -25,35 +25,26 @@ def waterfall_picture(info: WaterfallInfo) -> str:
         f"From {seconds_text(info.baseline_seconds)} to {seconds_text(info.winner_seconds)}: "
         f"{changes or 'the baseline won'}."
     )
-    canvas = Canvas(
-        "waterfall",
-        "From the baseline to the winner",
-        description,
-        WIDTH,
-        _STEP_ROW * (len(info.bars) + 2) + 8,
-    )
-    longest = max(info.baseline_seconds, *(max(bar.before, bar.after) for bar in info.bars), 1e-12)
-    amounts = [_amount(bar) for bar in info.bars]
-    ends = (seconds_text(info.baseline_seconds), seconds_text(info.winner_seconds))
-    scale = (WIDTH - max(map(text_width, (*amounts, *ends))) - _GAP) / longest
-    _bar(canvas, 0, f"baseline: {info.baseline}", 0.0, info.baseline_seconds * scale, "total")
-    canvas.text(info.baseline_seconds * scale + _GAP, FONT + 20, ends[0])
-    for position, bar in enumerate(info.bars, 1):
-        low, high = sorted((bar.before * scale, bar.after * scale))
-        style = "faster" if bar.change <= 0 else "slower"
+    start, end = seconds_text(info.baseline_seconds), seconds_text(info.winner_seconds)
+    rows = [(f"baseline: {info.baseline}", 0.0, info.baseline_seconds, "total", start)]
+    for bar in info.bars:
         note = "" if bar.source == "measured" else f" ({bar.source})"
-        _bar(canvas, position, f"{bar.label}{note}", low, high, style)
-        canvas.text(high + _GAP, _STEP_ROW * position + FONT + 20, amounts[position - 1])
-    last = len(info.bars) + 1
-    _bar(canvas, last, f"winner: {info.winner}", 0.0, info.winner_seconds * scale, "total")
-    canvas.text(info.winner_seconds * scale + _GAP, _STEP_ROW * last + FONT + 20, ends[1])
+        low, high = sorted((bar.before, bar.after))
+        rows.append(
+            (f"{bar.label}{note}", low, high, "faster" if bar.change <= 0 else "slower", _amount(bar))
+        )
+    rows.append((f"winner: {info.winner}", 0.0, info.winner_seconds, "total", end))
+    title = "From the baseline to the winner"
+    canvas = Canvas("waterfall", title, description, WIDTH, _STEP_ROW * len(rows) + 8)
+    longest = max(1e-12, *(high for _, _, high, _, _ in rows))
+    scale = (WIDTH - max(text_width(amount) for *_, amount in rows) - _GAP) / longest
+    for position, (label, low, high, style, amount) in enumerate(rows):
+        y = _STEP_ROW * position
+        canvas.text(0, y + FONT, fitted(label, WIDTH))
+        length = max((high - low) * scale, 1.5)
+        canvas.box(low * scale, y + FONT + 6, length, _STEP_BAR, style=style)
+        canvas.text(high * scale + _GAP, y + FONT + 20, amount)
     return canvas.finish()
-
-
-def _bar(canvas: Canvas, position: int, label: str, low: float, high: float, style: str) -> None:
-    y = _STEP_ROW * position
-    canvas.text(0, y + FONT, fitted(label, canvas.width))
-    canvas.box(low, y + FONT + 6, max(high - low, 1.5), _STEP_BAR, style=style)
 
 
 def _amount(bar: WaterfallBar) -> str:
@@ -77,14 +68,13 @@ def memory_picture(info: MemoryInfo) -> str:
         f"{len(info.bars)} candidates, {over} of them over the limit of "
         f"{bytes_text(info.limit_bytes or None)}. " + _sentence(info.bars, bytes_text)
     )
-    limit = ("limit", float(info.limit_bytes)) if info.limit_bytes else None
-    return _stacked("memory", "Peak memory per rank", description, info, bytes_text, limit)
+    return _stacked("memory", "Peak memory per rank", description, info, bytes_text, info.limit_bytes)
 
 
 def time_picture(info: TimeInfo) -> str:
     """Predicted steps in parts; a diamond where it was measured."""
     description = f"{len(info.bars)} candidates. " + _sentence(info.bars, seconds_text)
-    return _stacked("time", "Seconds per step", description, info, seconds_text, None)
+    return _stacked("time", "Seconds per step", description, info, seconds_text)
 
 
 def _stacked(
@@ -93,24 +83,28 @@ def _stacked(
     description: str,
     info: MemoryInfo | TimeInfo,
     shown: Callable[[float | None], str],
-    limit: tuple[str, float] | None,
+    limit: float = 0.0,
 ) -> str:
-    used = [part for part in range(len(info.names)) if any(bar.parts[part] for bar in info.bars)]
+    used = used_parts(info)
     legend = legend_rows([info.names[part] for part in used], WIDTH)
     top = _LINE * (len(legend) + 1) + 12
     canvas = Canvas(name, title, description, WIDTH, int(top + _ROW * len(info.bars) + 10))
     highest = max((_longest(bar) for bar in info.bars), default=0.0)
     # A limit far above every bar would press them flat: it is then named, but not drawn.
-    drawn = limit is not None and limit[1] <= 4 * highest
-    right = max(highest, limit[1] if drawn and limit else 0.0) or 1.0
-    scale = (WIDTH - _EDGE) / right
-    _draw_legend(canvas, legend, used, limit, shown)
+    drawn = 0 < limit <= 4 * highest
+    scale = (WIDTH - _EDGE) / (max(highest, limit if drawn else 0.0) or 1.0)
+    _draw_legend(canvas, legend, {info.names[part]: f"p{part}" for part in used}, numbered=True)
+    y = FONT + _LINE * len(legend)
+    canvas.mark(7, y - FONT / 2 + 2, "diamond", style="measured")
+    canvas.text(FONT + 7, y, "measured; bars are predicted")
+    if limit:
+        canvas.line(267, y - FONT, 267, y + 2, style="limit")
+        canvas.text(260 + FONT + 7, y, f"limit {shown(limit)}")
     for position, bar in enumerate(info.bars):
         y = top + _ROW * position
         _draw_bar(canvas, bar, y, scale, used, info.names, shown)
-        if drawn and limit is not None:  # beside the bar only: a line through the labels would hide them
-            x = limit[1] * scale
-            canvas.line(x, y + FONT + 4, x, y + FONT + _BAR + 10, style="limit")
+        if drawn:  # across the bar only: a line through the labels would hide them
+            canvas.line(limit * scale, y + FONT + 4, limit * scale, y + FONT + _BAR + 10, style="limit")
     return canvas.finish()
 
 
@@ -145,24 +139,21 @@ def _draw_bar(
 def _draw_legend(
     canvas: Canvas,
     rows: Sequence[Sequence[tuple[float, str]]],
-    used: Sequence[int],
-    limit: tuple[str, float] | None,
-    shown: Callable[[float | None], str],
+    styles: Mapping[str, str],
+    *,
+    numbered: bool = False,
 ) -> None:
-    number = 0
+    """Boxes with their names, of the styles by name; numbered in the order of the styles."""
     for line, row in enumerate(rows):
         y = FONT + _LINE * line
         for x, label in row:
-            canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=f"p{used[number]}")
-            canvas.text(x + FONT / 2 + 1, y, str(number + 1), style="on", anchor="middle")
+            canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=styles[label])
+            if numbered:
+                number = str(list(styles).index(label) + 1)
+                canvas.text(x + FONT / 2 + 1, y, number, style="on", anchor="middle")
+            if label == _LATER:
+                canvas.box(x, y + 3 - _LAP, FONT + 2, _LAP, style="lap")
             canvas.text(x + FONT + 7, y, label)
-            number += 1
-    y = FONT + _LINE * len(rows)
-    canvas.mark(7, y - FONT / 2 + 2, "diamond", style="measured")
-    canvas.text(FONT + 7, y, "measured; bars are predicted")
-    if limit is not None:
-        canvas.line(267, y - FONT, 267, y + 2, style="limit")
-        canvas.text(260 + FONT + 7, y, f"{limit[0]} {shown(limit[1])}")
 
 
 def _longest(bar: Bar) -> float:
@@ -210,10 +201,11 @@ def timeline_picture(info: TimelineInfo) -> str:
     legend = _legend(info, spans)
     top = _LINE * (len(legend) + 2)
     bottom = top + _RANK_ROW * len(rows)
-    canvas = Canvas(
-        "timeline", f"Pipeline: {info.schedule}", timeline_sentence(info), WIDTH, int(bottom + 26)
-    )
-    _draw_timeline_legend(canvas, legend)
+    title, height = f"Pipeline: {info.schedule}", int(bottom + 26)
+    canvas = Canvas("timeline", title, timeline_sentence(info), WIDTH, height)
+    styles = {KIND_NAMES[kind]: style for kind, style in _STYLES.items() if kind in KIND_NAMES}
+    styles |= {_MIXED: _STYLES["mixed"], "idle": "idle", _LATER: _STYLES["F"]}
+    _draw_legend(canvas, legend, styles)
     canvas.text(0, top - 8, "rank", style="muted")
     canvas.text(WIDTH, top - 8, "idle", style="muted", anchor="end")
     for position, (row, drawn) in enumerate(zip(rows, spans, strict=True)):
@@ -283,15 +275,3 @@ def _legend(info: TimelineInfo, spans: Sequence[Sequence[_Span]]) -> list[list[t
     if any(span.later for row in spans for span in row):
         names.append(_LATER)
     return legend_rows(names, WIDTH)
-
-
-def _draw_timeline_legend(canvas: Canvas, rows: Sequence[Sequence[tuple[float, str]]]) -> None:
-    styles = {KIND_NAMES[kind]: style for kind, style in _STYLES.items() if kind in KIND_NAMES}
-    styles |= {_MIXED: _STYLES["mixed"], "idle": "idle", _LATER: _STYLES["F"]}
-    for line, row in enumerate(rows):
-        y = FONT + _LINE * line
-        for x, label in row:
-            canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=styles[label])
-            if label == _LATER:
-                canvas.box(x, y + 3 - _LAP, FONT + 2, _LAP, style="lap")
-            canvas.text(x + FONT + 7, y, label)

@@ -16,7 +16,7 @@ from atorch_ns.report.html.bar_charts import (
 )
 from atorch_ns.report.html.plots import accuracy_picture, history_picture, pareto_picture
 from atorch_ns.report.html.template import PAGE, STYLE
-from atorch_ns.report.info.accuracy import ActualInfo, accuracy_info
+from atorch_ns.report.info.accuracy import QUANTITIES, ActualInfo, accuracy_info
 from atorch_ns.report.info.breakdown import TimelineInfo, memory_info, time_info
 from atorch_ns.report.info.candidates import (
     CandidateLine,
@@ -62,10 +62,10 @@ _TRIED = "Predicted before any trial; measured in trials, with the number of ste
 
 
 class Figure(NamedTuple):
-    """A picture, the text of an SVG, and what is written below."""
+    """A picture, as SVG that has escaped what users wrote, and the caption below it."""
 
     name: str
-    picture: Markup
+    picture: str
     caption: str
 
 
@@ -73,7 +73,7 @@ class _Section(NamedTuple):
     name: str
     title: str
     figures: tuple[Figure, ...]
-    table: Table | None
+    table: Table
 
 
 def report_html(
@@ -84,45 +84,28 @@ def report_html(
 ) -> str:
     """The page. Everything that users wrote is escaped."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"breakable": breakable, "kept_together": kept_together}
-    page = environment.from_string(PAGE)
-    values: dict[str, Any] = {
-        "title": _title(applied, search),
-        "style": Markup(STYLE),  # a constant of this package
-        "setting": "",
-        "sentences": (),
-        "applied": _applied_table(applied) if applied is not None else None,
-        "notes": applied.notes if applied is not None else (),
-        "actual": actual_lines(actual)[1:] if actual is not None else (),
-        "candidates": None,
-        "candidates_note": "",
-        "folded": (),
-        "best": "",
-        "sections": (),
-        "lists": (),
-        "settings": (),
-    }
-    if search is not None:
-        values |= _search_values(search)
-    if timeline is not None:
-        values["sections"] = (*values["sections"], _timeline_section(timeline))
-    return page.render(values)
+    return environment.from_string(PAGE).render(
+        title=_title(applied, search),
+        style=STYLE,
+        applied=None if applied is None else _applied_table(applied),
+        notes=() if applied is None else applied.notes,
+        actual=() if actual is None else actual_lines(actual)[1:],
+        search=None if search is None else _search_values(search),
+        sections=tuple(_sections(search, timeline)),
+    )
 
 
 def report_figures(search: SearchOutcome | None, timeline: TimelineInfo | None) -> tuple[Figure, ...]:
     """The pictures of the page, in its order."""
-    sections = list(_sections(search)) if search is not None else []
-    if timeline is not None:
-        sections.append(_timeline_section(timeline))
-    return tuple(figure for section in sections for figure in section.figures)
+    return tuple(figure for section in _sections(search, timeline) for figure in section.figures)
 
 
 def _search_values(search: SearchOutcome) -> dict[str, Any]:
     info = candidates_info(search)
-    best = next((str(line.number) for line in info.lines if line.key == search.best), "")
+    best = next((str(line.number) for line in info.lines if line.is_best), "")
     shown = tuple(line for line in info.considered if _worth_a_line(line))
     lists = (("Self-checks", search.checks), ("Assumed", search.setting.notes))
     settings = {**search.settings.model_dump(), "fingerprint": search.setting.fingerprint}
@@ -133,7 +116,6 @@ def _search_values(search: SearchOutcome) -> dict[str, Any]:
         "candidates_note": _PLANNED if info.planned else _TRIED,
         "folded": tuple(_folded(info, shown)),
         "best": best,
-        "sections": tuple(_sections(search)),
         "lists": tuple((heading, lines) for heading, lines in lists if lines),
         "settings": tuple((name.replace("_", " "), str(value)) for name, value in settings.items()),
     }
@@ -153,64 +135,49 @@ def _folded(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[
             yield f"{len(lines)} {title}", table
 
 
-def _sections(search: SearchOutcome) -> Iterator[_Section]:
-    memory, time = memory_info(search), time_info(search)
+def _sections(search: SearchOutcome | None, timeline: TimelineInfo | None) -> Iterator[_Section]:
+    if search is not None:
+        yield from _search_sections(search)
+    if timeline is not None:
+        note = f"{timeline_sentence(timeline)} Numbers are micro-batches."
+        if len(timeline.rows) > MOST_ROWS:
+            note += f" {MOST_ROWS} of the {len(timeline.rows)} ranks are drawn."
+        table = timeline_table(timeline)
+        yield _section("timeline", "The pipeline's step", timeline_picture(timeline), note, table)
+
+
+def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
+    memory, time, pareto = memory_info(search), time_info(search), pareto_info(search)
     caption = "Bars are predicted parts, numbered as in the legend"
     caption += "." if is_planned(search) else "; a diamond is what was measured."
-    yield _Section(
-        "memory",
-        "Memory per rank",
-        (_figure("memory", memory_picture(memory), caption),),
-        memory_table(memory),
-    )
-    yield _Section(
-        "time",
-        "Time of a step",
-        (_figure("time", time_picture(time), caption),),
-        time_table(time),
-    )
+    yield _section("memory", "Memory per rank", memory_picture(memory), caption, memory_table(memory))
+    yield _section("time", "Time of a step", time_picture(time), caption, time_table(time))
     fall = waterfall_info(search)
     if fall is not None:
-        note = "Which change brought how much"
-        note += (
-            " (predicted)." if is_planned(search) else ". Measured where both ends of a link were measured."
+        source = (
+            " (predicted)" if is_planned(search) else ". Measured where both ends of a link were measured"
         )
-        figure = _figure("waterfall", waterfall_picture(fall), note)
-        yield _Section("waterfall", "From the baseline to the winner", (figure,), waterfall_table(fall))
-    pareto = pareto_info(search)
+        note, table = f"Which change brought how much{source}.", waterfall_table(fall)
+        yield _section("waterfall", "From the baseline to the winner", waterfall_picture(fall), note, table)
     note = "Below and left of the line there is no candidate."
-    figure = _figure("pareto", pareto_picture(pareto), note)
-    yield _Section("pareto", "Time against memory", (figure,), pareto_table(pareto))
+    yield _section("pareto", "Time against memory", pareto_picture(pareto), note, pareto_table(pareto))
     history = history_info(search)
     if history.points:
         note = "Medians of the timed steps with their standard errors."
-        figure = _figure("history", history_picture(history), note)
-        yield _Section("history", "The search", (figure,), history_table(history))
-        yield _accuracy_section(search)
+        yield _section("history", "The search", history_picture(history), note, history_table(history))
+        infos = tuple(accuracy_info(search, quantity) for quantity in QUANTITIES)
+        note = "On the dashed diagonal the prediction was right."
+        figures = (
+            Figure(
+                f"accuracy-{each.quantity}", accuracy_picture(each), f"{each.quantity.capitalize()}. {note}"
+            )
+            for each in infos
+        )
+        yield _Section("accuracy", "Predicted against measured", tuple(figures), accuracy_table(infos))
 
 
-def _accuracy_section(search: SearchOutcome) -> _Section:
-    infos = tuple(accuracy_info(search, quantity) for quantity in ("time", "memory"))
-    figures = []
-    for info in infos:
-        note = f"{info.quantity.capitalize()}. On the dashed diagonal the prediction was right."
-        figures.append(_figure(f"accuracy-{info.quantity}", accuracy_picture(info), note))
-    return _Section("accuracy", "Predicted against measured", tuple(figures), accuracy_table(infos))
-
-
-def _timeline_section(info: TimelineInfo) -> _Section:
-    note = f"{timeline_sentence(info)} Numbers are micro-batches."
-    if len(info.rows) > MOST_ROWS:
-        note += f" {MOST_ROWS} of the {len(info.rows)} ranks are drawn."
-    figure = _figure("timeline", timeline_picture(info), note)
-    return _Section("timeline", "The pipeline's step", (figure,), timeline_table(info))
-
-
-def _figure(name: str, picture: str, caption: str) -> Figure:
-    from markupsafe import Markup
-
-    # The pictures escape what they are given; everything else in them is this package's own.
-    return Figure(name, Markup(picture), caption)
+def _section(name: str, title: str, picture: str, caption: str, table: Table) -> _Section:
+    return _Section(name, title, (Figure(name, picture, caption),), table)
 
 
 def _title(applied: Report | None, search: SearchOutcome | None) -> str:

@@ -87,7 +87,7 @@ PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1"/>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"/>
 <title>{{ title }}</title>
-<style>{{ style }}</style>
+<style>{{ style | safe }}</style>
 </head>
 <body>
 {% macro kind(table, at) -%}
@@ -108,11 +108,11 @@ PAGE = """<!DOCTYPE html>
 {%- endmacro %}
 <header>
 <h1>{{ title | breakable }}</h1>
-<p class="muted">{{ setting }}</p>
+<p class="muted">{{ search.setting if search else "" }}</p>
 </header>
 <main>
 <section aria-label="verdict" class="lead">
-{% for sentence in sentences %}<p>{{ sentence | breakable }}</p>
+{% for sentence in (search.sentences if search else ()) %}<p>{{ sentence | breakable }}</p>
 {% endfor %}</section>
 {% if applied %}<section>
 <h2>What is applied</h2>
@@ -123,30 +123,30 @@ PAGE = """<!DOCTYPE html>
 <h2>Predicted against actual</h2>
 {% for line in actual %}<p>{{ line }}</p>
 {% endfor %}</section>
-{% endif %}{% if candidates %}<section>
+{% endif %}{% if search %}<section>
 <h2>Candidates</h2>
-<p class="muted">{{ candidates_note }}</p>
-{{ draw(candidates, best) }}
-{% for title, table in folded %}<details><summary>{{ title }}</summary>
+<p class="muted">{{ search.candidates_note }}</p>
+{{ draw(search.candidates, search.best) }}
+{% for title, table in search.folded %}<details><summary>{{ title }}</summary>
 {{ draw(table) }}</details>
 {% endfor %}</section>
 {% endif %}{% for section in sections %}<section id="{{ section.name }}">
 <h2>{{ section.title }}</h2>
 {% for figure in section.figures %}<figure>
-{{ figure.picture }}
+{{ figure.picture | safe }}
 <figcaption>{{ figure.caption }}</figcaption>
 </figure>
-{% endfor %}{% if section.table %}<details><summary>The figures as a table</summary>
-{{ draw(section.table) }}</details>{% endif %}
+{% endfor %}<details><summary>The figures as a table</summary>
+{{ draw(section.table) }}</details>
 </section>
-{% endfor %}{% if lists %}<section>
+{% endfor %}{% if search and search.lists %}<section>
 <h2>How it was found</h2>
-{% for heading, lines in lists %}<h3>{{ heading }}</h3>
+{% for heading, lines in search.lists %}<h3>{{ heading }}</h3>
 <ul>{% for line in lines %}<li>{{ line }}</li>{% endfor %}</ul>
 {% endfor %}</section>
-{% endif %}{% if settings %}<section>
+{% endif %}{% if search %}<section>
 <details><summary>Settings of the search</summary>
-<dl>{% for name, value in settings %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl></details>
+<dl>{% for name, value in search.settings %}<dt>{{ name }}</dt><dd>{{ value }}</dd>{% endfor %}</dl></details>
 </section>
 {% endif %}</main>
 </body>

@@ -11,6 +11,9 @@ from atorch_ns.errors import InputError
 from atorch_ns.report.info.candidates import Figure, peak, seconds
 from atorch_ns.search import SearchOutcome, TrialOutcome
 
+Quantity = Literal["time", "memory"]
+QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
+
 
 class AccuracyPoint(NamedTuple):
     """One candidate that was tried.
@@ -45,7 +48,7 @@ class AccuracyInfo(NamedTuple):
         median_ratio: median of measured over predicted: the factor that would correct all predictions.
     """
 
-    quantity: Literal["time", "memory"]
+    quantity: Quantity
     points: tuple[AccuracyPoint, ...]
     correlation: float | None
     median_error: float | None
@@ -53,7 +56,7 @@ class AccuracyInfo(NamedTuple):
     median_ratio: float | None
 
 
-def accuracy_info(outcome: SearchOutcome, quantity: Literal["time", "memory"]) -> AccuracyInfo:
+def accuracy_info(outcome: SearchOutcome, quantity: Quantity) -> AccuracyInfo:
     """The points and the figures of merit."""
     points: list[AccuracyPoint] = []
     for number, row in enumerate(outcome.rows, 1):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from atorch_ns.estimate import MemoryParts, TimeParts
+from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.pipeline import PipelineStep
 from atorch_ns.pipeline.schedule.actions import Kind
 from atorch_ns.report.info.candidates import Figure, peak, seconds
@@ -72,42 +72,42 @@ class TimeInfo(NamedTuple):
 
 def memory_info(outcome: SearchOutcome, *, limit: int = 12) -> MemoryInfo:
     """Memory of the first ``limit`` candidates worth showing; the winner and the baseline always are."""
-    bars = [
-        _bar(outcome, number, row, row.candidate.estimate.memory, _measured(peak(row)))
-        for number, row in _worth_showing(outcome, limit)
-        if row.candidate.estimate is not None
-    ]
-    return MemoryInfo(MemoryParts._fields, tuple(bars), outcome.setting.memory_limit_bytes)
+    bars = _bars(outcome, limit, lambda estimate: estimate.memory, peak)
+    return MemoryInfo(MemoryParts._fields, bars, outcome.setting.memory_limit_bytes)
 
 
 def time_info(outcome: SearchOutcome, *, limit: int = 12) -> TimeInfo:
     """Step time of the first ``limit`` candidates worth showing."""
-    bars = [
-        _bar(outcome, number, row, row.candidate.estimate.time, _measured(seconds(row)))
-        for number, row in _worth_showing(outcome, limit)
-        if row.candidate.estimate is not None
-    ]
-    return TimeInfo(TimeParts._fields, tuple(bars))
+    return TimeInfo(TimeParts._fields, _bars(outcome, limit, lambda estimate: estimate.time, seconds))
 
 
-def _bar(
-    outcome: SearchOutcome, number: int, row: Row, parts: Sequence[float], measured: Figure | None
-) -> Bar:
-    candidate = row.candidate
-    return Bar(
-        key=candidate.key,
-        label=candidate.label,
-        number=number,
-        is_best=candidate.key == outcome.best,
-        is_baseline=candidate.is_baseline,
-        parts=tuple(parts),
-        measured=measured,
-        note=candidate.estimate.peak_at if candidate.estimate else "",
-    )
+def used_parts(info: MemoryInfo | TimeInfo) -> list[int]:
+    """Indices of the parts that any bar has."""
+    return [part for part in range(len(info.names)) if any(bar.parts[part] for bar in info.bars)]
 
 
-def _measured(figure: Figure) -> Figure | None:
-    return figure if figure.source == "measured" else None
+def _bars(
+    outcome: SearchOutcome,
+    limit: int,
+    parts: Callable[[Estimate], Sequence[float]],
+    figure: Callable[[Row], Figure],
+) -> tuple[Bar, ...]:
+    bars = []
+    for number, row in _worth_showing(outcome, limit):
+        candidate, estimate, best_known = row.candidate, row.candidate.estimate, figure(row)
+        if estimate is not None:
+            bar = Bar(
+                key=candidate.key,
+                label=candidate.label,
+                number=number,
+                is_best=candidate.key == outcome.best,
+                is_baseline=candidate.is_baseline,
+                parts=tuple(parts(estimate)),
+                measured=best_known if best_known.source == "measured" else None,
+                note=estimate.peak_at,
+            )
+            bars.append(bar)
+    return tuple(bars)
 
 
 def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:

@@ -83,7 +83,8 @@ class CandidateLine(NamedTuple):
         number: from 1, in the order of the report.
         key, label: the candidate's.
         fate: what became of it; :func:`fate_text` has it in words.
-        is_baseline: whether it is what others are held against.
+        is_best: whether it won.
+        is_baseline: whether others are compared with it.
         on_front: whether no other candidate beats it in both time and memory.
         predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
         time: the step to go by, in seconds.
@@ -100,6 +101,7 @@ class CandidateLine(NamedTuple):
     key: str
     label: str
     fate: Fate
+    is_best: bool
     is_baseline: bool
     on_front: bool
     predicted_seconds: float | None
@@ -146,27 +148,26 @@ class CandidatesInfo(NamedTuple):
 def candidates_info(outcome: SearchOutcome) -> CandidatesInfo:
     """The table's data, in the order of the outcome's rows."""
     limit = outcome.setting.memory_limit_bytes
-    front = set(outcome.pareto)
-    baseline = outcome.baseline
-    lines = tuple(_line(number, row, baseline, limit, front) for number, row in enumerate(outcome.rows, 1))
+    lines = tuple(_line(outcome, number, row) for number, row in enumerate(outcome.rows, 1))
     return CandidatesInfo(lines, limit, is_planned(outcome))
 
 
-def _line(number: int, row: Row, baseline: Row | None, limit: int, front: set[str]) -> CandidateLine:
-    candidate, memory = row.candidate, peak(row)
+def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
+    candidate, memory, limit = row.candidate, peak(row), outcome.setting.memory_limit_bytes
     estimate = candidate.estimate
     return CandidateLine(
         number=number,
         key=candidate.key,
         label=candidate.label,
         fate=row.fate,
+        is_best=candidate.key == outcome.best,
         is_baseline=candidate.is_baseline,
-        on_front=candidate.key in front,
+        on_front=candidate.key in outcome.pareto,
         predicted_seconds=estimate.step_seconds if estimate else None,
         predicted_bytes=estimate.peak_bytes if estimate else None,
         time=seconds(row),
         memory=memory,
-        speedup=_speedup(row, baseline),
+        speedup=_speedup(row, outcome.baseline),
         limit_share=memory.value / limit if memory.value is not None and limit else None,
         trial_number=row.trial_number,
         reason=row.reason or (candidate.pruned.reason if candidate.pruned else ""),
@@ -296,33 +297,16 @@ def _value(row: Row, outcome: SearchOutcome) -> float:
     return seconds(row).value or math.inf
 
 
-class ParetoPoint(NamedTuple):
-    """One candidate.
-
-    Attributes:
-        key, label: the candidate's.
-        number: of its line in the table of candidates.
-        time: seconds.
-        memory: bytes on the rank that needs most.
-        on_front: whether no other beats it in both.
-        is_best: whether it won.
-    """
-
-    key: str
-    label: str
-    number: int
-    time: Figure
-    memory: Figure
-    on_front: bool
-    is_best: bool
+ParetoPoint = CandidateLine
+"""A candidate whose time and memory are known."""
 
 
 class ParetoInfo(NamedTuple):
-    """The candidates with both figures.
+    """The candidates whose time and memory are known.
 
     Attributes:
-        points: in the order of the table of candidates.
-        limit_bytes: what one rank may use.
+        points: candidates in the order of their table.
+        limit_bytes: bytes that one rank may use.
     """
 
     points: tuple[ParetoPoint, ...]
@@ -336,15 +320,7 @@ class ParetoInfo(NamedTuple):
 
 def pareto_info(outcome: SearchOutcome) -> ParetoInfo:
     """The points' data. Candidates that amount to another, or that failed, are left out."""
-    points = []
-    front = set(outcome.pareto)
-    for number, row in enumerate(outcome.rows, 1):
-        time, memory = seconds(row), peak(row)
-        kind = row.candidate.pruned.kind if row.candidate.pruned else ""
-        if time.value is None or memory.value is None or row.fate == "failed" or kind == "same":
-            continue
-        key = row.candidate.key
-        points.append(
-            ParetoPoint(key, row.candidate.label, number, time, memory, key in front, key == outcome.best)
-        )
-    return ParetoInfo(tuple(points), outcome.setting.memory_limit_bytes)
+    lines = candidates_info(outcome).lines
+    usable = [line for line in lines if line.fate != "failed" and line.pruned_kind != "same"]
+    points = tuple(line for line in usable if None not in (line.time.value, line.memory.value))
+    return ParetoInfo(points, outcome.setting.memory_limit_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from atorch_ns.estimate import Workload
@@ -62,43 +62,32 @@ def operators_info(
     """
     key = precision_key(plan.precision.parameter_dtype, plan.precision.compute_dtype)
     key = key if key in trace.precisions else trace.precisions[0]
-    passes = plan.num_micro_batches
+    num_micro_batches = plan.num_micro_batches
     ranks = plan.num_data_ranks if plan.axes else world_size
-    samples = workload.global_batch / (ranks * passes)
-    counts: dict[str, int] = defaultdict(int)
-    flops: dict[str, dict[str, float]] = defaultdict(dict)
-    moved: dict[str, dict[str, float]] = defaultdict(dict)
+    samples = workload.global_batch / (ranks * num_micro_batches)
+    calls: Counter[str] = Counter()
+    flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by operator and segment
+    moved: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for segment in trace.segments:
-        times = segment.count * passes
+        times = segment.count * num_micro_batches
         for operator in segment.costs[key].operators:
-            name = operator.name
-            counts[name] += operator.count * times
-            at = (samples, workload.num_tokens)
-            flops[name][segment.name] = flops[name].get(segment.name, 0.0) + operator.flops.at(*at) * times
-            moved[name][segment.name] = moved[name].get(segment.name, 0.0) + operator.moved.at(*at) * times
-    all_flops = sum(sum(places.values()) for places in flops.values())
-    all_bytes = sum(sum(places.values()) for places in moved.values())
-    lines = [_line(name, counts[name], flops[name], moved[name], all_flops, all_bytes) for name in counts]
+            calls[operator.name] += operator.count * times
+            for found, cost in ((flops, operator.flops), (moved, operator.moved)):
+                found[operator.name][segment.name] += cost.at(samples, workload.num_tokens) * times
+    all_flops, all_bytes = (sum(sum(each.values()) for each in found.values()) for found in (flops, moved))
+    lines = []
+    for name in calls:
+        of_flops, of_bytes = sum(flops[name].values()), sum(moved[name].values())
+        by_segment = flops[name] if of_flops else moved[name]
+        line = OperatorLine(
+            name=name,
+            calls=calls[name],
+            flops=of_flops,
+            num_bytes=of_bytes,
+            flops_share=of_flops / all_flops if all_flops else 0.0,
+            bytes_share=of_bytes / all_bytes if all_bytes else 0.0,
+            mostly_in=max(by_segment, key=by_segment.__getitem__),
+        )
+        lines.append(line)
     lines.sort(key=lambda line: (-max(line.flops_share, line.bytes_share), line.name))
-    return OperatorsInfo(tuple(lines[:top]), key, samples * passes, all_flops, all_bytes)
-
-
-def _line(
-    name: str,
-    calls: int,
-    flops: dict[str, float],
-    moved: dict[str, float],
-    all_flops: float,
-    all_bytes: float,
-) -> OperatorLine:
-    of_flops, of_bytes = sum(flops.values()), sum(moved.values())
-    places = flops if of_flops else moved
-    return OperatorLine(
-        name=name,
-        calls=calls,
-        flops=of_flops,
-        num_bytes=of_bytes,
-        flops_share=of_flops / all_flops if all_flops else 0.0,
-        bytes_share=of_bytes / all_bytes if all_bytes else 0.0,
-        mostly_in=max(places, key=lambda place: places[place], default=""),
-    )
+    return OperatorsInfo(tuple(lines[:top]), key, samples * num_micro_batches, all_flops, all_bytes)

@@ -27,12 +27,32 @@ class SearchView(ABC):
     """An observer that shows a search on a stream. It never raises and never waits for the stream's reader.
 
     Close it, or use it as a context manager; the end of the search closes it too.
+
+    Args:
+        stream: the stream to write to.
+        verbose: shows more candidates.
+        time_limit_s: time limit of the search.
+        clock: seconds, monotonic.
     """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        verbose: bool = False,
+        time_limit_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = SafeStream(stream)
+        self._verbose = verbose
+        self._progress = Progress(clock=clock, time_limit_s=time_limit_s)
+        self._closed = False
 
     def __call__(self, event: Event) -> None:
         """Shows an event; whatever goes wrong ends the showing, not the search."""
         try:
-            self._show(event)
+            if not self._closed:
+                self._show(event)
         except Exception as error:
             log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
             self.close()
@@ -57,10 +77,7 @@ class LineLog(SearchView):
     """One plain line an event, and one whenever nothing has happened for ten seconds.
 
     Args:
-        stream: where to write.
-        verbose: also every candidate and why it was pruned.
-        time_limit_s: of the search.
-        clock: seconds, monotonic.
+        stream, verbose, time_limit_s, clock: arguments of :class:`SearchView`; ``verbose`` also shows what was pruned.
         every_s: longest silence.
     """
 
@@ -73,12 +90,9 @@ class LineLog(SearchView):
         clock: Callable[[], float] = time.monotonic,
         every_s: float = 10.0,
     ) -> None:
-        self._stream = SafeStream(stream)
-        self._verbose = verbose
-        self._progress = Progress(clock=clock, time_limit_s=time_limit_s)
+        super().__init__(stream, verbose=verbose, time_limit_s=time_limit_s, clock=clock)
         self._lock = threading.Lock()
         self._heartbeat = Heartbeat(self._still, every_s=every_s)
-        self._closed = False
 
     def close(self) -> None:
         """Stops the heartbeat; no line is written afterwards."""
@@ -86,8 +100,6 @@ class LineLog(SearchView):
         self._heartbeat.stop()
 
     def _show(self, event: Event) -> None:
-        if self._closed:
-            return
         with self._lock:
             self._progress.note(event)
             for line in event_lines(event, self._progress, verbose=self._verbose):
@@ -111,10 +123,7 @@ class LiveTable(SearchView):
     """One table that is drawn anew several times a second, and the verdict under it at the end.
 
     Args:
-        stream: a terminal.
-        verbose: more candidates.
-        time_limit_s: of the search.
-        clock: seconds, monotonic.
+        stream, verbose, time_limit_s, clock: arguments of :class:`SearchView`; the stream is a terminal.
         width: columns; ``None`` for the terminal's own.
     """
 
@@ -129,11 +138,10 @@ class LiveTable(SearchView):
     ) -> None:
         from rich.console import Console
 
-        self._progress = Progress(clock=clock, time_limit_s=time_limit_s)
-        self._console = Console(file=cast("TextIO", SafeStream(stream)), width=width, highlight=False)
-        self._num_rows = 24 if verbose else 12
+        super().__init__(stream, verbose=verbose, time_limit_s=time_limit_s, clock=clock)
+        self._console = Console(file=cast("TextIO", self._stream), width=width, highlight=False)
+        self._num_rows = 24 if self._verbose else 12
         self._live: Live | None = None
-        self._closed = False
 
     def close(self) -> None:
         """Takes the live table off the terminal and writes the last state."""
@@ -143,8 +151,6 @@ class LiveTable(SearchView):
             live.stop()
 
     def _show(self, event: Event) -> None:
-        if self._closed:
-            return
         self._progress.note(event)
         if self._live is None:
             from rich.live import Live
@@ -173,7 +179,7 @@ def observer_for(
     Args:
         stream: ``None`` for standard error, so that standard output stays the program's own.
         verbose: show more.
-        time_limit_s: of the search.
+        time_limit_s: time limit of the search.
     """
     stream = sys.stderr if stream is None else stream
     if SafeStream(stream).isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
@@ -193,7 +199,7 @@ class SafeStream:
 
     @property
     def encoding(self) -> str:
-        """Of the stream."""
+        """Encoding of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
@@ -204,29 +210,25 @@ class SafeStream:
             return False
 
     def fileno(self) -> int:
-        """Of the stream."""
+        """File descriptor of the stream."""
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
         """Writes, or drops the text."""
-        if not self._broken:
-            try:
-                self._stream.write(text)
-            except (OSError, ValueError) as error:
-                self._fail(error)
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flushes, if there is still something to flush to."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
         if not self._broken:
             try:
-                self._stream.flush()
+                action()
             except (OSError, ValueError) as error:
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._broken = True
-        log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
+                self._broken = True
+                log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
 
 
 class Heartbeat:

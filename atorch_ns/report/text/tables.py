@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from io import StringIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from atorch_ns.estimate import Collective, Estimate
 from atorch_ns.report.info.accuracy import AccuracyInfo
-from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo
-from atorch_ns.report.info.candidates import CandidatesInfo, HistoryInfo, ParetoInfo, fate_text
-from atorch_ns.report.info.operators import OperatorsInfo
-from atorch_ns.report.info.verdict import WaterfallInfo
+from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow, used_parts
+from atorch_ns.report.info.candidates import (
+    CandidateLine,
+    CandidatesInfo,
+    HistoryInfo,
+    HistoryPoint,
+    ParetoInfo,
+    fate_text,
+)
+from atorch_ns.report.info.operators import OperatorLine, OperatorsInfo
+from atorch_ns.report.info.verdict import WaterfallBar, WaterfallInfo
 from atorch_ns.text import (
     UNKNOWN,
     bytes_text,
@@ -23,8 +31,9 @@ from atorch_ns.text import (
     seconds_text,
 )
 
-if TYPE_CHECKING:
-    import rich.table
+T = TypeVar("T")
+_Columns = Mapping[str, Callable[[T], str]]
+"""The text of each column's cell, by the column's head."""
 
 _SHORT = 16
 """Characters that need no break."""
@@ -70,11 +79,8 @@ class Table(NamedTuple):
 
     def without_unknown(self) -> Table:
         """The table without the columns in which nothing is known."""
-        kept = [
-            at
-            for at in range(len(self.columns))
-            if not all(row[at] == UNKNOWN for row in self.rows) or not self.rows
-        ]
+        places = range(len(self.columns))
+        kept = [at for at in places if any(row[at] != UNKNOWN for row in self.rows) or not self.rows]
         return self._replace(
             columns=tuple(self.columns[at] for at in kept),
             rows=tuple(tuple(row[at] for at in kept) for row in self.rows),
@@ -82,12 +88,14 @@ class Table(NamedTuple):
         )
 
 
-def rich_table(table: Table, *, width: int = TEXT_WIDTH) -> rich.table.Table:
-    """The table for a rich console. What is too long is folded, never cut.
+def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
+    """The table as plain text, without colours and without spaces at the ends of lines.
 
-    A last column of sentences is put below the first column of words, so that there is room.
+    What is too long is folded, never cut. A last column of sentences is put below the first column of words, so that
+    there is room.
     """
     from rich import box
+    from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -107,16 +115,9 @@ def rich_table(table: Table, *, width: int = TEXT_WIDTH) -> rich.table.Table:
         drawn.add_column(name, justify=justify, overflow="fold", min_width=least)  # type: ignore[arg-type]
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
-    return drawn
-
-
-def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
-    """The table as plain text, without colours and without spaces at the ends of lines."""
-    from rich.console import Console
-
     stream = StringIO()
     console = Console(file=stream, width=width, no_color=True, force_terminal=False, highlight=False)
-    console.print(rich_table(table, width=width))
+    console.print(drawn)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
@@ -134,200 +135,177 @@ def _with_sentences_under_names(table: Table) -> tuple[tuple[str, ...], list[tup
 
 def candidates_table(info: CandidatesInfo) -> Table:
     """One line a candidate: predicted and measured, its fate and the reason."""
-    columns = (
-        "#",
-        "strategy",
-        "step predicted",
-        "step measured",
-        "against the baseline",
-        "peak predicted",
-        "peak measured",
-        "fate",
-        "why",
-    )
-    rows = [
-        (
-            str(line.number),
-            line.label + (" (baseline)" if line.is_baseline else ""),
-            seconds_text(line.predicted_seconds),
-            _measured_seconds(line.time.value, line.time.spread, line.time.num),
-            "" if line.is_baseline else compared_text(line.speedup),
-            bytes_text(line.predicted_bytes),
-            bytes_text(line.memory.value) if line.memory.source == "measured" else UNKNOWN,
-            fate_text(line, planned=info.planned),
-            line.reason,
-        )
-        for line in info.lines
-    ]
-    return Table(columns, tuple(rows), frozenset({1, 7, 8}), ends_in_sentences=True)
+
+    def label(line: CandidateLine) -> str:
+        return line.label + (" (baseline)" if line.is_baseline else "")
+
+    def measured_peak(line: CandidateLine) -> str:
+        return bytes_text(line.memory.value) if line.memory.source == "measured" else UNKNOWN
+
+    columns: _Columns[CandidateLine] = {
+        "#": lambda line: str(line.number),
+        "strategy": label,
+        "step predicted": lambda line: seconds_text(line.predicted_seconds),
+        "step measured": lambda line: _measured_seconds(line.time.value, line.time.spread, line.time.num),
+        "against the baseline": lambda line: "" if line.is_baseline else compared_text(line.speedup),
+        "peak predicted": lambda line: bytes_text(line.predicted_bytes),
+        "peak measured": measured_peak,
+        "fate": lambda line: fate_text(line, planned=info.planned),
+        "why": lambda line: line.reason,
+    }
+    return _table(info.lines, columns, {"strategy", "fate", "why"})._replace(ends_in_sentences=True)
 
 
 def memory_table(info: MemoryInfo) -> Table:
     """Predicted peak in parts, the measured peak, and what is left of the limit."""
-    parts = _used(info.bars)
-    names = [info.names[part] for part in parts]
-    columns = ("#", "strategy", *names, "predicted", "measured", "of the limit", "worst moment")
-    rows = [
-        (
-            str(bar.number),
-            bar.label,
-            *(bytes_text(bar.parts[part]) for part in parts),
-            bytes_text(bar.predicted),
-            bytes_text(bar.measured.value) if bar.measured else UNKNOWN,
-            _limit_text(info, info.over(bar)),
-            bar.note,
-        )
-        for bar in info.bars
-    ]
-    return Table(columns, tuple(rows), frozenset({1, len(columns) - 1}), ends_in_sentences=True)
+
+    def left(bar: Bar) -> str:
+        over = info.over(bar)
+        return f"{bytes_text(over)} over" if over > 0 else f"{bytes_text(-over)} free"
+
+    columns: _Columns[Bar] = {
+        **_part_columns(info, bytes_text),
+        "measured": lambda bar: bytes_text(bar.measured.value) if bar.measured else UNKNOWN,
+        "of the limit": left if info.limit_bytes else lambda bar: UNKNOWN,
+        "worst moment": lambda bar: bar.note,
+    }
+    return _table(info.bars, columns, {"strategy", "worst moment"})._replace(ends_in_sentences=True)
 
 
 def time_table(info: TimeInfo) -> Table:
     """Predicted step in parts, and the measured step."""
-    parts = _used(info.bars)
-    names = [info.names[part] for part in parts]
-    rows = [
-        (
-            str(bar.number),
-            bar.label,
-            *(seconds_text(bar.parts[part]) for part in parts),
-            seconds_text(bar.predicted),
-            _measured_seconds(bar.measured.value, bar.measured.spread, bar.measured.num)
-            if bar.measured
-            else UNKNOWN,
-        )
-        for bar in info.bars
-    ]
-    return Table(("#", "strategy", *names, "predicted", "measured"), tuple(rows), frozenset({1}))
+
+    def measured(bar: Bar) -> str:
+        known = bar.measured
+        return _measured_seconds(known.value, known.spread, known.num) if known else UNKNOWN
+
+    return _table(info.bars, {**_part_columns(info, seconds_text), "measured": measured}, {"strategy"})
+
+
+def _part_columns(info: MemoryInfo | TimeInfo, text: Callable[[float], str]) -> _Columns[Bar]:
+    """Columns of the bars' names and predicted parts."""
+
+    def part_text(bar: Bar, *, part: int) -> str:
+        return text(bar.parts[part])
+
+    return {
+        "#": lambda bar: str(bar.number),
+        "strategy": lambda bar: bar.label,
+        **{info.names[part]: partial(part_text, part=part) for part in used_parts(info)},
+        "predicted": lambda bar: text(bar.predicted),
+    }
 
 
 def history_table(info: HistoryInfo) -> Table:
     """The trials in their order."""
-    rows = [
-        (
-            str(point.trial),
-            point.label,
-            point.status,
-            _measured_seconds(point.seconds, point.spread, point.num_steps),
-            f"{seconds_text(point.best_seconds)} (trial {point.best_trial})" if point.best_trial else UNKNOWN,
-            seconds_text(point.total_seconds),
-        )
-        for point in info.points
-    ]
-    columns = ("trial", "strategy", "how it ended", "step (measured)", "best so far", "took")
-    return Table(columns, tuple(rows), frozenset({1, 2}))
+
+    def best(point: HistoryPoint) -> str:
+        known = f"{seconds_text(point.best_seconds)} (trial {point.best_trial})"
+        return known if point.best_trial else UNKNOWN
+
+    columns: _Columns[HistoryPoint] = {
+        "trial": lambda point: str(point.trial),
+        "strategy": lambda point: point.label,
+        "how it ended": lambda point: point.status,
+        "step (measured)": lambda point: _measured_seconds(point.seconds, point.spread, point.num_steps),
+        "best so far": best,
+        "took": lambda point: seconds_text(point.total_seconds),
+    }
+    return _table(info.points, columns, {"strategy", "how it ended"})
 
 
 def waterfall_table(info: WaterfallInfo) -> Table:
     """What each change brought."""
-    rows = [
-        (
-            bar.label,
-            seconds_text(bar.before),
-            seconds_text(bar.after),
-            f"{'+' if bar.change > 0 else '-'}{seconds_text(abs(bar.change))}",
-            bar.source,
-        )
-        for bar in info.bars
-    ]
-    columns = ("change", "step before", "step after", "difference", "source")
-    return Table(columns, tuple(rows), frozenset({0, 4}))
+    columns: _Columns[WaterfallBar] = {
+        "change": lambda bar: bar.label,
+        "step before": lambda bar: seconds_text(bar.before),
+        "step after": lambda bar: seconds_text(bar.after),
+        "difference": lambda bar: f"{'+' if bar.change > 0 else '-'}{seconds_text(abs(bar.change))}",
+        "source": lambda bar: bar.source,
+    }
+    return _table(info.bars, columns, {"change", "source"})
 
 
 def accuracy_table(infos: Iterable[AccuracyInfo]) -> Table:
     """How good the predictions were."""
-    rows = [
-        (
-            info.quantity,
-            str(len(info.points)),
-            number_text(info.correlation),
-            percent_text(info.median_error),
-            percent_text(info.worst_error),
-        )
-        for info in infos
-    ]
-    columns = ("predicted", "candidates", "rank correlation", "median error", "worst error")
-    return Table(columns, tuple(rows), frozenset({0}))
+    columns: _Columns[AccuracyInfo] = {
+        "predicted": lambda info: info.quantity,
+        "candidates": lambda info: str(len(info.points)),
+        "rank correlation": lambda info: number_text(info.correlation),
+        "median error": lambda info: percent_text(info.median_error),
+        "worst error": lambda info: percent_text(info.worst_error),
+    }
+    return _table(infos, columns, {"predicted"})
 
 
 def pareto_table(info: ParetoInfo) -> Table:
     """The front, the fastest first."""
-    rows = [
-        (str(point.number), point.label, point.time.as_seconds(), point.memory.as_bytes())
-        for point in info.front
-    ]
-    return Table(("#", "strategy", "step", "peak"), tuple(rows), frozenset({1}))
+    columns: _Columns[CandidateLine] = {
+        "#": lambda point: str(point.number),
+        "strategy": lambda point: point.label,
+        "step": lambda point: point.time.as_seconds(),
+        "peak": lambda point: point.memory.as_bytes(),
+    }
+    return _table(info.front, columns, {"strategy"})
 
 
 def timeline_table(info: TimelineInfo) -> Table:
     """Each rank's figures."""
-    rows = tuple(
-        (
-            str(row.rank),
-            ", ".join(map(str, row.stages)),
-            seconds_text(row.busy_seconds),
-            percent_text(row.idle_share),
-            " + ".join(map(str, row.live_micro_batches)),
-        )
-        for row in info.rows
-    )
-    return Table(("rank", "stages", "busy", "idle", "micro-batches held at most"), rows, frozenset())
+    columns: _Columns[TimelineRow] = {
+        "rank": lambda row: str(row.rank),
+        "stages": lambda row: ", ".join(map(str, row.stages)),
+        "busy": lambda row: seconds_text(row.busy_seconds),
+        "idle": lambda row: percent_text(row.idle_share),
+        "micro-batches held at most": lambda row: " + ".join(map(str, row.live_micro_batches)),
+    }
+    return _table(info.rows, columns, set())
 
 
 def parts_table(estimate: Estimate) -> Table:
     """Memory and time in parts, each with its share; parts of nothing left out."""
     rows = []
-    for part, num_bytes in estimate.memory._asdict().items():
-        if num_bytes:
-            share = num_bytes / estimate.peak_bytes
-            rows.append(("memory", part, bytes_text(num_bytes), percent_text(share)))
-    rows.append(("memory", "peak", bytes_text(estimate.peak_bytes), ""))
-    for part, seconds in estimate.time._asdict().items():
-        if seconds:
-            share = seconds / estimate.step_seconds
-            rows.append(("time", part, seconds_text(seconds), percent_text(share)))
-    rows.append(("time", "step", seconds_text(estimate.step_seconds), ""))
+    for of, parts, whole, total, text in (
+        ("memory", estimate.memory, "peak", estimate.peak_bytes, bytes_text),
+        ("time", estimate.time, "step", estimate.step_seconds, seconds_text),
+    ):
+        used = [(part, value) for part, value in parts._asdict().items() if value]
+        rows += [(of, part, text(value), percent_text(value / total)) for part, value in used]
+        rows.append((of, whole, text(total), ""))
     return Table(("of", "part", "predicted", "share"), tuple(rows), frozenset({0, 1}))
 
 
 def collectives_table(collectives: tuple[Collective, ...]) -> Table:
     """What each step communicates."""
-    rows = tuple((each.kind, each.axis, str(each.count), bytes_text(each.num_bytes)) for each in collectives)
-    return Table(("collective", "over", "calls", "bytes"), rows, frozenset({0, 1}))
+    columns: _Columns[Collective] = {
+        "collective": lambda each: each.kind,
+        "over": lambda each: each.axis,
+        "calls": lambda each: str(each.count),
+        "bytes": lambda each: bytes_text(each.num_bytes),
+    }
+    return _table(collectives, columns, {"collective", "over"})
 
 
 def operators_table(info: OperatorsInfo) -> Table:
-    """The operators as a table."""
-    rows = [
-        (
-            line.name,
-            str(line.calls),
-            count_text(line.flops, "FLOP"),
-            percent_text(line.flops_share),
-            bytes_text(line.num_bytes),
-            percent_text(line.bytes_share),
-            line.mostly_in,
-        )
-        for line in info.lines
-    ]
-    columns = ("operator", "calls", "work", "of work", "read and written", "of bytes", "mostly in")
-    return Table(columns, tuple(rows), frozenset({0, 6}))
+    """The operators with their work and memory traffic."""
+    columns: _Columns[OperatorLine] = {
+        "operator": lambda line: line.name,
+        "calls": lambda line: str(line.calls),
+        "work": lambda line: count_text(line.flops, "FLOP"),
+        "of work": lambda line: percent_text(line.flops_share),
+        "read and written": lambda line: bytes_text(line.num_bytes),
+        "of bytes": lambda line: percent_text(line.bytes_share),
+        "mostly in": lambda line: line.mostly_in,
+    }
+    return _table(info.lines, columns, {"operator", "mostly in"})
 
 
-def _used(bars: Sequence[Bar]) -> list[int]:
-    """The parts that any bar has."""
-    return (
-        [part for part in range(len(bars[0].parts)) if any(bar.parts[part] for bar in bars)] if bars else []
-    )
+def _table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:
+    """The table of a line for each item, of columns by their heads; ``words`` are heads of columns of words."""
+    rows = tuple(tuple(cell(item) for cell in columns.values()) for item in items)
+    return Table(tuple(columns), rows, frozenset(at for at, head in enumerate(columns) if head in words))
 
 
 def _measured_seconds(value: float | None, spread: float, num: int) -> str:
     if value is None or num == 0:
         return UNKNOWN
     return f"{measured_text(value, spread if num > 1 else None)}, n={num}"
-
-
-def _limit_text(info: MemoryInfo, over: float) -> str:
-    if not info.limit_bytes:
-        return UNKNOWN
-    return f"{bytes_text(over)} over" if over > 0 else f"{bytes_text(-over)} free"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from atorch_ns.estimate import Estimate
 from atorch_ns.job import Report
-from atorch_ns.report.info.accuracy import ActualInfo, accuracy_info
+from atorch_ns.report.info.accuracy import QUANTITIES, ActualInfo, accuracy_info
 from atorch_ns.report.info.breakdown import Bar, TimelineInfo, TimelineRow, memory_info, time_info
 from atorch_ns.report.info.candidates import (
     CandidateLine,
@@ -146,9 +146,8 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
         yield "\nTrials in their order"
         yield as_text(history_table(history), width=width)
         yield "\nPredicted against measured"
-        yield as_text(
-            accuracy_table(accuracy_info(outcome, name) for name in ("time", "memory")), width=width
-        )
+        table = accuracy_table(accuracy_info(outcome, quantity) for quantity in QUANTITIES)
+        yield as_text(table, width=width)
     fall = waterfall_info(outcome)
     if fall is not None and fall.bars:
         yield f"\nFrom the baseline ({fall.baseline}) to the winner"
@@ -212,18 +211,16 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
 
 
 def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WIDTH) -> str:
-    """The whole estimate."""
-    return "\n".join(_parts(estimate, limit_bytes, width))
-
-
-def _parts(estimate: Estimate, limit_bytes: int, width: int) -> Iterator[str]:
-    yield fits_text(estimate, limit_bytes)
-    yield f"One step takes {seconds_text(estimate.step_seconds)} (predicted)."
-    yield ""
-    yield as_text(parts_table(estimate), width=width)
+    """Whether the estimate fits, its parts, and what each step communicates."""
+    lines = [
+        fits_text(estimate, limit_bytes),
+        f"One step takes {seconds_text(estimate.step_seconds)} (predicted).\n",
+        as_text(parts_table(estimate), width=width),
+    ]
     if estimate.collectives:
-        yield "\nEach step communicates, on every rank"
-        yield as_text(collectives_table(estimate.collectives), width=width)
+        lines.append("\nEach step communicates, on every rank")
+        lines.append(as_text(collectives_table(estimate.collectives), width=width))
+    return "\n".join(lines)
 
 
 def estimates_text(before: Estimate, after: Estimate, *, width: int = TEXT_WIDTH) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.cli.reference import verbs, with_verbs
 from atorch_ns.errors import InputError
+from docs.command_line import verbs, with_verbs
 from tests.cli.verbs import commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 
 def test_the_generated_part_is_up_to_date() -> None:
     text = PAGE.read_text()
-    assert with_verbs(text) == text, "python -m atorch_ns.cli.reference docs/command-line.md"
+    assert with_verbs(text) == text, "python -m docs.command_line"
 
 
 def test_a_page_without_a_place_for_it() -> None:

@@ -1,11 +1,10 @@
 """Generated reference of the command line, for the documentation and its frozen surface.
 
-``python -m atorch_ns.cli.reference docs/command-line.md``
+``python -m docs.command_line`` writes it into ``docs/command-line.md``.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -96,6 +95,7 @@ def _argument(parameter: Any) -> Argument:
     )
 
 
+PAGE: Final = Path(__file__).parent / "command-line.md"
 _BEGIN: Final = "<!-- verbs: generated -->"
 _END: Final = "<!-- verbs: end -->"
 
@@ -113,11 +113,5 @@ def with_verbs(page: str) -> str:
     return f"{before}{_BEGIN}\n\n{verbs_as_markdown()}\n{_END}{after}"
 
 
-def main() -> None:
-    """Writes the page that the command names."""
-    path = Path(sys.argv[1])
-    path.write_text(with_verbs(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(with_verbs(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

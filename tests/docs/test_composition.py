@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from atorch_ns.method import composition, load_registry
-from atorch_ns.report.composition import composition_page
+from docs.composition import composition_page
 
 
 def test_the_page_is_current() -> None:

@@ -1,18 +1,18 @@
-"""The page that says which methods may stand together.
+"""Table of the methods that may stand together, as a page.
 
-``python -m atorch_ns.report.composition docs/composition.md`` writes it; a test says when it is out of date.
+``python -m docs.composition`` writes it; a test says when it is out of date.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from atorch_ns.method import Composition, composition, load_registry
 
+PAGE = Path(__file__).parent / "composition.md"
 _HEAD = """# What may stand together
 
-<!-- Written by `python -m atorch_ns.report.composition docs/composition.md`: do not edit. -->
+<!-- Written by `python -m docs.composition`: do not edit. -->
 
 Taken from the methods' own declarations. ✓ stands together, a number says why not, · is the same method. A method
 without a note works with its default config; a note in brackets names the config that composes differently.
@@ -38,4 +38,4 @@ def composition_page(data: Composition) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(composition_page(composition(load_registry())))
+    PAGE.write_text(composition_page(composition(load_registry())))

@@ -1,0 +1,1 @@
+"""Documentation, and the programs that write its generated parts."""
