@@ -1,6 +1,6 @@
 """Every private name of torch that this package uses, each behind one function or imported from here.
 
-``tests/test_torch_compat.py`` says when torch moves one of them.
+``tests/test_torch_compat.py`` fails when torch moves one of them.
 """
 
 from __future__ import annotations

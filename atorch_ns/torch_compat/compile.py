@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
+from torch import nn
 
 
 def num_graphs() -> int:
-    """Graphs compiled so far (``torch._dynamo.utils.counters``); cheap enough to be asked around every call."""
+    """Number of graphs compiled so far (``torch._dynamo.utils.counters``); cheap enough to be read around every call."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))
 
 
 def num_compile_failures() -> int:
-    """How often tracing met what it does not support so far, graph breaks and limits included."""
+    """Number of failures of tracing so far, graph breaks and limits included."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values()) + sum(counters["unimplemented"].values())
 
 
 def graph_breaks() -> dict[str, int]:
-    """How often tracing stopped inside a function so far, by the first line of the reason
-    (``torch._dynamo.utils.counters``, which files branches that depend on data under what is not supported)."""
+    """Number of graph breaks so far, by the first line of the reason (``torch._dynamo.utils.counters``, which counts
+    branches that depend on data as unimplemented)."""
     from torch._dynamo.utils import counters
 
     breaks: dict[str, int] = {}
@@ -55,8 +56,8 @@ class CompileRecord(NamedTuple):
     """One attempt of ``torch._dynamo`` to compile a function.
 
     Attributes:
-        recompiled_for: the guard that failed of what was compiled before; empty for a first compilation.
-        failed_with: why nothing came of it; empty where it was compiled.
+        recompiled_for: the guard of an earlier compilation that failed; empty for a first compilation.
+        failed_with: the reason of a failure; empty where the function was compiled.
     """
 
     recompiled_for: str
@@ -64,7 +65,7 @@ class CompileRecord(NamedTuple):
 
 
 def compile_records(since_us: int) -> list[CompileRecord]:
-    """Attempts begun after ``since_us`` (microseconds since the epoch), of the last few dozen that torch keeps
+    """Attempts begun after ``since_us`` (microseconds since the epoch), among the last few dozen, which torch keeps
     (``torch._dynamo.utils.get_compilation_metrics``)."""
     from torch._dynamo.utils import get_compilation_metrics
 
@@ -77,10 +78,8 @@ def compile_records(since_us: int) -> list[CompileRecord]:
 
 
 def watch_compiled(module: nn.Module, watch: Callable[..., Any]) -> None:
-    """Has calls of a module that ``module.compile()`` prepared run as ``watch(compiled, *args, **kwargs)``
+    """Makes calls of a module that ``module.compile()`` prepared run as ``watch(compiled, *args, **kwargs)``
     (``_compiled_call_impl``)."""
-    from functools import partial
-
     module._compiled_call_impl = partial(watch, module._compiled_call_impl)
 
 
@@ -90,11 +89,11 @@ _SETTLING_S = 0.005
 class CpuMemoryRecord:
     """Bytes of CPU tensor memory that are alive, at every allocation and release between start and stop.
 
-    torch's CPU allocator tells the profiler about everything it gives and takes back, in Python or C++
-    (gradients, DDP's buckets, buffers of collectives), with the bytes asked for. The profiler sees the thread
-    that started it and what it hands to others; the allocator's own count, which each event carries, is of
-    all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. A gloo thread may give back what the
-    main thread took, so without the flag the count drifts.
+    torch's CPU allocator reports every allocation and release, in Python or C++ (gradients, DDP's buckets, buffers
+    of collectives), to the profiler with the requested bytes. The profiler sees the thread
+    that started it and the threads that work for it; the allocator's own count, which each event carries, is of
+    all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. A gloo thread may release what the
+    main thread allocated, so without the flag the count drifts.
     """
 
     def __init__(self) -> None:
@@ -102,35 +101,32 @@ class CpuMemoryRecord:
         self._profiler: Any = None
 
     def count(self, on: bool) -> None:
-        """Switches the allocator's count of all threads on or off; what was allocated before is not in it."""
+        """Switches the allocator's count of all threads on or off; earlier allocations are not in it."""
         if self._flag is not None:
             self._flag.value = on
 
     def start(self) -> None:
         """Begins a record."""
-        import torch
-
         with _silent_kineto():
             self._profiler = torch.autograd.profiler.profile(profile_memory=True)
             self._profiler.__enter__()
 
     def stop(self) -> list[int]:
         """Ends the record; the counts in the order of time."""
-        import torch
-
-        # Threads of a process group give buffers back a moment after a step; torch's profiler is not made for what is
-        # told to it while it ends.
+        # Threads of a process group release buffers a moment after a step; torch's profiler cannot take events while
+        # it ends.
         time.sleep(_SETTLING_S)
-        torch.empty(1)  # its release tells the count as it stands now
+        torch.empty(1)  # its release records the present count
         with _silent_kineto():
             self._profiler.__exit__(None, None, None)
         roots = self._profiler.kineto_results.experimental_event_tree()
-        counts = [fields.total_allocated for fields in _allocations(roots)]
+        counts = [event.extra_fields.total_allocated for event in _allocations(roots)]
         del counts[-2]
         return counts
 
 
-def _allocations(roots: Any) -> Iterator[Any]:
+def _allocations(roots: Any) -> list[Any]:
+    """The events of allocations, in the order of time."""
     from torch._C._profiler import _ExtraFields_Allocation
 
     found, waiting = [], list(roots)
@@ -139,17 +135,11 @@ def _allocations(roots: Any) -> Iterator[Any]:
         waiting.extend(event.children)
         if isinstance(event.extra_fields, _ExtraFields_Allocation):
             found.append(event)
-    found.sort(key=lambda event: event.start_time_ns)
-    return (event.extra_fields for event in found)
+    return sorted(found, key=lambda event: event.start_time_ns)
 
 
 def _cpu_memory_flag() -> Any:
-    """The allocator's flag as a ctypes bool; ``None`` where this build of torch does not show it."""
-    import ctypes
-    from pathlib import Path
-
-    import torch
-
+    """The allocator's flag as a ctypes bool; ``None`` where this build of torch does not export it."""
     libraries = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libc10.*")]
     try:
         library = ctypes.CDLL(libraries[0])
@@ -160,9 +150,7 @@ def _cpu_memory_flag() -> Any:
 
 @contextmanager
 def _silent_kineto() -> Iterator[None]:
-    """The profiler prints a line whenever it starts and stops, unless its log level says otherwise."""
-    import os
-
+    """Keeps the profiler from printing a line when it starts and stops, unless the user has set its log level."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:

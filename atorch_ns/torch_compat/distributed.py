@@ -1,15 +1,14 @@
-"""Loss scales of fp16 where gradients are divided over ranks."""
+"""Private names of ``torch.distributed``: meshes, process groups, pipeline schedules; fp16 loss scales of shards."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from datetime import timedelta
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -28,34 +27,28 @@ def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """How long collectives of the job's process group wait (``_get_backend(device).options._timeout``); ``None`` for a
-    backend that does not say, which leaves torch's default."""
-    import torch.distributed as dist
-
+    """Time limit of collectives of the default process group (``_get_backend(device).options._timeout``); ``None`` for
+    a backend without that option, which has torch's default."""
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(device), "options", None)
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def process_groups() -> list[Any]:
     """Every process group of this process, the default one too (``distributed_c10d._world.pg_map``)."""
-    from torch.distributed import distributed_c10d
-
-    return list(distributed_c10d._world.pg_map)
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def is_strided_shard(placement: object) -> bool:
     """Whether a DTensor's placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
-    from torch.distributed.tensor import placement_types
+    from torch.distributed.tensor import placement_types  # these imports take a while
 
     return isinstance(placement, placement_types._StridedShard)
 
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
-    import torch
-
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -64,16 +57,16 @@ def pipeline_orders(
 ) -> list[list[tuple[str, int, int]]]:
     """The passes of every rank in the order in which a pipeline schedule of torch runs them.
 
-    Asks ``_calculate_single_rank_operations`` of a schedule that was not constructed: the constructor wants
-    stages with a process group, and plans every send and receive of all ranks besides.
+    Calls ``_calculate_single_rank_operations`` of a schedule that was not constructed: the constructor needs
+    stages with a process group, and plans every send and receive of all ranks.
 
     Args:
-        class_name: of a class for several stages per rank in ``torch.distributed.pipelining``.
-        num_ranks, num_micro_batches, stages_per_rank: of the pipeline, which the schedule must be able to run.
+        class_name: name of a class for several stages per rank in ``torch.distributed.pipelining``.
+        num_ranks, num_micro_batches, stages_per_rank: sizes of the pipeline, which the schedule must support.
 
     Returns:
         For each rank ``(kind, stage, micro-batch)`` with kind F, B, I or W; passes that torch runs as a pair
-        stand one after the other, idle slots are left out.
+        follow each other, idle slots are left out.
     """
     from torch.distributed import pipelining
 
@@ -110,13 +103,12 @@ def found_inf_tensors(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optim
 
 
 def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
-    """A ``GradScaler`` that looks at this rank's part of every gradient (``_unscale_grads_``).
+    """A ``GradScaler`` that checks this rank's part of every gradient (``_unscale_grads_``).
 
-    torch's own asks DTensors on one mesh together, and refuses gradients of several meshes and plain ones beside
-    them. Its flags are then of this rank alone: combine them over all ranks. It skips steps itself, also those of
-    optimizers that can do so in their kernels (``_step_supports_amp_scaling``).
+    torch's own checks DTensors on one mesh together, and refuses gradients on several meshes and plain ones with
+    them. The flags of this one are of this rank alone: combine them over all ranks. It skips steps itself, also those
+    of optimizers that can do so in their kernels (``_step_supports_amp_scaling``).
     """
-    import torch
 
     class LocalGradScaler(torch.amp.GradScaler):
         def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode  # a base class: imported as it is
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    import torch
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:
@@ -41,8 +38,8 @@ def outside_fake_mode() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet_fake_kernels() -> Iterator[None]:
-    """Keeps torch from logging what fake tensors cannot do (the logger ``torch._subclasses.fake_tensor``); the error
-    itself is raised as ever."""
+    """Keeps torch from logging operators that fake tensors lack (the logger ``torch._subclasses.fake_tensor``); their
+    errors are raised as before."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -53,7 +50,7 @@ def quiet_fake_kernels() -> Iterator[None]:
 
 
 def count_operators(action: Callable[[], object]) -> int:
-    """The operators that ``action`` starts, forward and backward, views left out, as a dispatch mode sees them."""
+    """Number of operators that ``action`` starts, forward and backward, without views, as a dispatch mode sees them."""
 
     class Counter(TorchDispatchMode):
         count: int = 0
@@ -71,15 +68,12 @@ def count_operators(action: Callable[[], object]) -> int:
 
 def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -> Any:
     """An instance of ``cls``, a subclass of ``torch.Tensor``, with the dtype and device of ``like`` and no memory."""
-    import torch
-
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
 
 
 def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """The parts of a value whose class is registered with ``torch.utils._pytree``, and what makes one of other parts."""
-    from torch.utils import _pytree
-
+    """The parts of a value whose class is registered with ``torch.utils._pytree``, and a function that makes such a
+    value of other parts."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         return None

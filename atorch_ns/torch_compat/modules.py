@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import nn
+import torch
+from torch import nn
 
 
 def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:
@@ -26,23 +24,23 @@ def unwrap_checkpoint(module: nn.Module) -> nn.Module:
 
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_pipeline_unit.")
-"""What torch's wrappers, and the units of a pipeline, insert into the names of the parameters inside them."""
+"""Parts that torch's wrappers, and the units of a pipeline, insert into the names of parameters inside them."""
 
 
 def pipeline_unit(module: nn.Module) -> tuple[str, nn.Module]:
-    """The module inside a unit of a pipeline, and its path from there (``"._pipeline_unit"``); any other module as it
-    is, with no path."""
+    """The path and the module inside a unit of a pipeline (``"._pipeline_unit"``); any other module itself, with no
+    path."""
     inner = module._modules["_pipeline_unit"] if "_pipeline_unit" in module._modules else None  # noqa: SIM401
     return ("", module) if inner is None else ("._pipeline_unit", inner)
 
 
 def is_stand_in(module: nn.Module) -> bool:
-    """Whether a module stands for one that other ranks of a pipeline hold."""
+    """Whether a module is the placeholder of one that other ranks of a pipeline hold."""
     return bool(getattr(type(module), "is_stand_in", False))
 
 
 def stood_for(module: nn.Module) -> nn.Module:
-    """The module of another rank that a stand-in stands for, whose memory is gone; any other module as it is."""
+    """The module of another rank, without memory, in place of which a stand-in is; any other module itself."""
     original: nn.Module = module.__dict__["_original"] if is_stand_in(module) else module
     return original
 
@@ -77,9 +75,9 @@ _HOOKS = (
 
 
 def inner_hooks(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
-    """Hooks on the modules inside of a module: the path of each, the kind, and how many there are.
+    """Hooks on the modules inside a module: the path, the kind, and the number of each.
 
-    Where torch reuses what it compiled of an equal module, it does not look at them.
+    torch does not compare them where it reuses the compiled code of an equal module.
     """
     return tuple(
         (path, kind, len(found))

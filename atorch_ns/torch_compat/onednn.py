@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @functools.cache
 def onednn_computes_in(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels for ``dtype`` here; operators run on ATen's own where it has none."""
-    import torch
-
+    """Whether oneDNN has kernels for ``dtype`` on this CPU; operators use ATen's own where it has none."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -25,16 +21,12 @@ def onednn_computes_in(dtype: torch.dtype) -> bool:
 
 def onednn_block() -> int:
     """Channels in a block of oneDNN's layouts nChw16c and nChw8c: floats in a vector register."""
-    import torch
-
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def has_matrix_tiles() -> bool:
     """Whether the CPU has AMX, whose kernels oneDNN prefers in reduced precision.
 
-    Every CPU with AMX computes in fp16: where oneDNN does not, it is kept from both (``ONEDNN_MAX_CPU_ISA``).
+    Every CPU with AMX computes in fp16: where oneDNN does not, both are disabled (``ONEDNN_MAX_CPU_ISA``).
     """
-    import torch
-
     return bool(torch.cpu._is_amx_tile_supported()) and onednn_computes_in(torch.float16)
