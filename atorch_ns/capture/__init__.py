@@ -1,1 +1,1 @@
-"""A model seen from outside: its structure, blocks, batches and fake values, without running it."""
+"""Capture of a model without running it: its structure, repeated blocks, batches and fake values."""

@@ -23,10 +23,10 @@ def select_modules(
     """The modules that any selector matches, in the order of ``model.named_modules()``, the root excluded.
 
     Args:
-        model: where to look. Wrapped modules are matched by what is inside; the wrapper is returned.
+        model: the model to search. A wrapped module is matched by its inner module; the wrapper is returned.
         selectors: class names (``"LlamaDecoderLayer"``), qualified class names, or dotted paths, which may
             hold ``*`` (``"layers.*"``). A base class selects its subclasses.
-        outermost: leave out what lies inside a module already selected.
+        outermost: whether to leave out modules inside a selected one.
     """
     wanted = tuple(selectors)
     found: list[NamedModule] = []
@@ -41,12 +41,12 @@ def select_modules(
 
 
 def _belongs_to_pipeline(module: nn.Module) -> bool:
-    """Whether it is a wrapper whose inside will be found too, or stands for a module of another rank."""
+    """Whether it is a wrapper whose inner module will be found too, or the placeholder of another rank's module."""
     return pipeline_unit(module)[1] is not module or is_stand_in(module)
 
 
 def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
-    """Whether one of the selectors means this module."""
+    """Whether one of the selectors matches a module."""
     classes = class_names(module)
     return any(
         selector in classes or (fnmatch.fnmatchcase(name, selector) and not _selects_all(selector))
@@ -57,7 +57,7 @@ def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
 def class_names(module: nn.Module) -> set[str]:
     """Names of a module's class and its bases below ``nn.Module``: bare, qualified, and with the module's name.
 
-    Those of a module that it was made to stand for are among them.
+    They include those of a module that it replaces (:func:`stand_for`).
     """
     names: set[str] = set(vars(module).get(_STANDS_FOR, ()))
     for kind in type(module).__mro__:
@@ -68,16 +68,16 @@ def class_names(module: nn.Module) -> set[str]:
 
 
 def stand_for(new: nn.Module, old: nn.Module) -> None:
-    """Lets ``new``, put in the place of ``old``, be selected by the class names of ``old`` too.
+    """Makes ``new``, which replaces ``old``, match selectors by the class names of ``old`` too.
 
-    A strategy is written, and checked, against the classes of the user's model; methods that replace modules
-    must not make the selectors of later methods miss them.
+    A strategy is written, and checked, against the classes of the user's model; selectors of later methods
+    must match after a method has replaced modules.
     """
     vars(new)[_STANDS_FOR] = tuple(sorted(class_names(old)))
 
 
 def _selects_all(selector: str) -> bool:
-    """A bare ``*`` would select every module inside every other, which nobody means."""
+    """Whether a selector is a bare ``*``, which would select every module inside every other."""
     return selector.strip("*") == ""
 
 
@@ -89,31 +89,29 @@ _VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 
 
 def num_heads(model: nn.Module) -> int:
-    """Attention heads of a layer, from the model's config or its modules' attributes; 0 if neither tells."""
+    """Attention heads of a layer, from the model's config or its modules' attributes; 0 if neither has them."""
     return _first(_holders(model), _HEADS)
 
 
 def num_key_value_heads(model: nn.Module) -> int:
-    """Heads of keys and values; those of queries where nothing else is said."""
+    """Heads of keys and values; as many as of queries where the model has no other number."""
     return _first(_holders(model), _KEY_VALUE_HEADS) or num_heads(model)
 
 
 def num_experts(model: nn.Module) -> int:
-    """Experts of a layer, from the model's config or its modules' attributes; 0 if neither tells."""
+    """Experts of a layer, from the model's config or its modules' attributes; 0 if neither has them."""
     return _first(_holders(model), _EXPERTS)
 
 
 def experts_per_token(model: nn.Module) -> int:
-    """Experts that compute each token; 1 where nothing is said, 0 without experts."""
+    """Experts that compute each token; 1 where the model has no number, 0 without experts."""
     return (_first(_holders(model), _PER_TOKEN) or 1) if num_experts(model) else 0
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Rows of the token embedding: what the config says, else the largest ``nn.Embedding``; 0 without one."""
-    told = _first(_configs(model), _VOCABULARY)
-    if told:
-        return told
-    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    """Rows of the token embedding: those of the config, else of the largest ``nn.Embedding``; 0 without one."""
+    embeddings = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    return _first(_configs(model), _VOCABULARY) or max(embeddings, default=0)
 
 
 def _configs(model: nn.Module) -> Iterable[Any]:
@@ -151,11 +149,11 @@ def fingerprint(module: nn.Module) -> str:
 def fingerprints(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     """The fingerprint of each block, by path.
 
-    A number that only says where a block stands (``layer_idx``) is left out: it goes up by one from each
-    block to the next of its container, and its name says so, or at least four blocks agree.
+    A number that is only the position of a block (``layer_idx``) is left out: it goes up by one from each
+    block to the next of its container, and its name is that of a position, or there are at least four blocks.
     """
     found: dict[str, str] = {}
-    for paths in _by_container(blocks).values():
+    for paths in by_container(blocks).values():
         facts = [dict(_facts(blocks[path])) for path in paths]
         places = _places(facts)
         for path, own in zip(paths, facts, strict=True):
@@ -164,12 +162,13 @@ def fingerprints(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Attributes of the blocks of one container, in order, that say where a block stands, as dotted paths."""
+    """Attributes that hold a block's position, as dotted paths, from the blocks of one container in order."""
     places = _places([dict(_facts(module)) for module in modules])
     return tuple(sorted(key.removeprefix(".") for key in places))
 
 
-def _by_container(blocks: Iterable[str]) -> dict[str, list[str]]:
+def by_container(blocks: Iterable[str]) -> dict[str, list[str]]:
+    """Paths of blocks by the path of their container."""
     groups: dict[str, list[str]] = {}
     for path in blocks:
         groups.setdefault(path.rpartition(".")[0], []).append(path)
@@ -191,7 +190,7 @@ def _places(facts: list[dict[str, Any]]) -> set[str]:
 
 
 def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What decides the cost of a module, as keys with plain values."""
+    """Keys and plain values of a module's structure and settings, which decide its cost."""
     tied: dict[int, str] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         yield f"{path}:class", f"{type(child).__module__}.{type(child).__qualname__}"
@@ -208,8 +207,8 @@ def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Settings as they are; of a float, whether it is zero (a rate that is not zero costs the same, whatever
-    it is); ``None`` for what is no setting."""
+    """A setting's value; for a float only whether it is zero (all other rates cost the same); ``None`` for what is no
+    setting."""
     if value is None:
         return "None"
     if isinstance(value, float):

@@ -1,7 +1,9 @@
-"""Nests: tuples, lists, mappings and dataclass instances with tensors at their leaves, walked in one way everywhere.
+"""Nests: tuples, lists, mappings and dataclass instances with tensors at their leaves; batches and their sizes.
 
 Mappings include those that are no ``dict``, such as transformers' ``BatchEncoding``. Classes that are registered with
-``torch.utils._pytree`` are walked as they registered themselves. A tensor is always a leaf.
+``torch.utils._pytree`` are walked as registered. A tensor is always a leaf.
+
+Legend: B samples, T tokens in each.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _Children = tuple[Sequence[tuple[Any, Any]], Callable[[Sequence[Any]], Any]]
 
 
 def never(_: Any) -> bool:
-    """No container is a leaf: the default of ``is_leaf``."""
+    """False: the default of ``is_leaf``, by which every container is entered."""
     return False
 
 
@@ -32,7 +34,7 @@ def leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = never) -> Iterator[tup
 
     Args:
         nest: any value; one that is no container is its own leaf, at the path ``()``.
-        is_leaf: containers that are not entered.
+        is_leaf: predicate of containers that are not entered.
     """
     opened = None if is_leaf(nest) else _children(nest)
     if opened is None:
@@ -78,7 +80,7 @@ def floats_to(nest: Any, dtype: torch.dtype) -> Any:
 
 
 def tensors_of(nest: Any) -> list[torch.Tensor]:
-    """The tensors of a nest, in order; one that stands in several places is given several times."""
+    """The tensors of a nest, in order; one in several places is repeated."""
     found: list[torch.Tensor] = []
     _collect(nest, found)
     return found
@@ -89,6 +91,33 @@ def unique_tensors_of(nest: Any) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors_of(nest)}.values())
 
 
+def samples_and_tokens(batch: Any) -> tuple[int, int]:
+    """(B, T): dim 0 of the first tensor with dims, and dim 1 of the first [B, T] tensor of integers, or 1."""
+    with_dims = [tensor for tensor in unique_tensors_of(batch) if tensor.dim()]
+    num_samples = with_dims[0].shape[0] if with_dims else 1
+    for tensor in with_dims:
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[0] == num_samples:
+            return num_samples, tensor.shape[1]
+    return num_samples, 1
+
+
+def resized_shape(
+    shape: tuple[int, ...], sizes: tuple[int, int], new_sizes: tuple[int, int]
+) -> tuple[int, ...]:
+    """A tensor's shape with B in dim 0 and T in later dims replaced; unchanged without B in dim 0.
+
+    Args:
+        shape: the tensor's shape.
+        sizes: (B, T) of its batch.
+        new_sizes: (B, T) in their place.
+    """
+    (num_samples, num_tokens), (new_samples, new_tokens) = sizes, new_sizes
+    if not shape or shape[0] != num_samples:
+        return shape
+    rest = (new_tokens if num_tokens > 1 and size == num_tokens else size for size in shape[1:])
+    return (new_samples, *rest)
+
+
 def num_rows(batch: Any) -> int | None:
     """The size of dim 0 of a batch's tensors; ``None`` if they do not share one."""
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
@@ -96,7 +125,7 @@ def num_rows(batch: Any) -> int | None:
 
 
 def path_text(path: Path) -> str:
-    """A path within ``(args, kwargs)`` as a person would name the argument: ``"mask"``, ``"argument 0['x']"``."""
+    """An argument's name from its path within ``(args, kwargs)``: ``"mask"``, ``"argument 0['x']"``."""
     _, *keys = path
     head, *rest = keys or [""]
     shown = str(head) if isinstance(head, str) else f"argument {head}"
@@ -109,7 +138,7 @@ def is_dataclass_instance(value: Any) -> bool:
 
 
 def _collect(nest: Any, found: list[torch.Tensor]) -> None:
-    """Adds the tensors of a nest; the commonest walk, so without paths."""
+    """Adds the tensors of a nest; without paths, as the most frequent walk."""
     if isinstance(nest, torch.Tensor):
         found.append(nest)
     elif isinstance(nest, (tuple, list)):
@@ -121,7 +150,7 @@ def _collect(nest: Any, found: list[torch.Tensor]) -> None:
 
 
 def _children(nest: Any) -> _Children | None:
-    """The items of a container by key, and what makes such a container of other items; ``None`` for a leaf."""
+    """The items of a container by key, and a function that rebuilds it of other items; ``None`` for a leaf."""
     if isinstance(nest, torch.Tensor):
         return None
     if isinstance(nest, Mapping):

@@ -1,4 +1,4 @@
-"""Memory that a kernel takes and gives back inside one call, where it is large."""
+"""Operators: names, bytes, floating point operations, and workspaces that a kernel allocates inside one call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from atorch_ns.torch_compat import has_matrix_tiles, onednn_block, onednn_comput
 
 _aten = torch.ops.aten
 
-# They give an uninitialised or a described tensor and start no kernel.
+# They make an uninitialised tensor or describe one, and start no kernel.
 _FREE_NAMES = frozenset(
-    {
+    [
         "empty",
         "empty_like",
         "empty_permuted",
@@ -38,7 +38,7 @@ _FREE_NAMES = frozenset(
         "storage_offset",
         "set_",
         "resize_",
-    }
+    ]
 )
 
 
@@ -59,15 +59,15 @@ def is_free(func: Any) -> bool:
 
 
 def moved_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Bytes of each tensor that an operator reads or writes; of a broadcast one, its size in memory."""
+    """Bytes of each tensor that an operator reads or writes; for a broadcast one, its size in memory."""
     return tuple(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
 def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating point operations of a matrix product, a convolution or attention; 0 for all else.
+    """Floating point operations of a matrix product, a convolution or attention; 0 for other operators.
 
-    A multiply and an add are two operations, and attention is counted without its mask, as
-    ``torch.utils.flop_counter`` has it, whose formulas these are except for the kernels it lacks.
+    A multiply and an add are two operations, and attention is counted without its mask, by the formulas of
+    ``torch.utils.flop_counter`` and, for kernels that it lacks, of this module.
     """
     own = _OWN.get(func._overloadpacket)
     if own is not None:
@@ -85,25 +85,18 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 def _attention_backward(
     _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any
 ) -> int:
-    """Scores once more, then the gradients of P, V, Q and K: five products for the two of the forward pass."""
+    """Scores again, then the gradients of P, V, Q and K: five products for the two of the forward pass."""
     batch, heads, tokens, width = query.shape
     return 2 * batch * heads * tokens * key.shape[-2] * (3 * width + 2 * value.shape[-1])
 
 
-def _matrix_vector(matrix: torch.Tensor, *_: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _dot(vector: torch.Tensor, *_: Any) -> int:
-    return 2 * vector.numel()
-
-
-def _add_matrix_vector(_: torch.Tensor, matrix: torch.Tensor, *__: Any) -> int:
-    return 2 * matrix.numel()
+def _once_each(tensor: torch.Tensor, *_: Any) -> int:
+    """A multiply and an add for each element, as of a matrix by a vector."""
+    return 2 * tensor.numel()
 
 
 def _grouped(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int:
-    """Every row, or column, or element of the summed dim is in one group: the whole product once."""
+    """Every row, column or element of the summed dim is in one group: the whole product once."""
     if first.dim() == 3 and second.dim() == 3:
         return 2 * first.numel() * second.shape[-1]
     rows, summed = first.shape[-2:]
@@ -113,27 +106,26 @@ def _grouped(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int:
 _OWN: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten.mv: _matrix_vector,
-    _aten.addmv: _add_matrix_vector,
-    _aten.dot: _dot,
+    _aten.mv: _once_each,
+    _aten.addmv: lambda _, matrix, *__: _once_each(matrix),
+    _aten.dot: _once_each,
     _aten._grouped_mm: _grouped,
 }
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> tuple[int, ...]:
-    """Bytes of each piece of memory that an operator needs beside what it reads and gives.
+    """Bytes of each workspace that an operator needs in addition to its inputs and outputs.
 
-    Known for convolutions on CPUs: oneDNN copies what lies in memory as [B, C, H, W] into blocks of channels and back,
+    Known for convolutions on CPUs: oneDNN copies [B, C, H, W] tensors into blocks of channels and back;
     ATen's own kernels, for dtypes that oneDNN does not compute in on this CPU, make columns (im2col).
-    What cuDNN takes depends on the algorithm that it chooses when it runs, and is not counted.
+    Workspaces of cuDNN depend on the algorithm that it chooses when it runs, and are not counted.
     """
     formula = _FORMULAS.get(func)
     return () if formula is None or args[1].device.type != "cpu" else formula(args, out)
 
 
 def _convolution(args: Sequence[Any], out: torch.Tensor) -> tuple[int, ...]:
-    """Its input and weight in blocks, or its result before that is brought into order, whichever is more; for AMX
-    these are copied twice."""
+    """Its input and weight in blocks, or its result in blocks, whichever is more; AMX copies them twice."""
     given, weight = args[0], args[1]
     if not onednn_computes_in(given.dtype):
         return _columns(out, weight, args[3:], (_bytes(out),))
@@ -145,8 +137,8 @@ def _convolution(args: Sequence[Any], out: torch.Tensor) -> tuple[int, ...]:
 
 
 def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
-    """The result's gradient and the input in blocks. The weight's gradient is summed up in fp32; of a depthwise kernel
-    with channels last, each channel takes a block by a block, save for small kernels."""
+    """The result's gradient and the input in blocks. The weight's gradient is accumulated in fp32; for a depthwise
+    kernel with channels last, each channel takes a block by a block, except for small kernels."""
     gradient, given, weight = args[:3]
     if not onednn_computes_in(given.dtype):
         return _columns(gradient, weight, args[4:], (_bytes(given), _bytes(weight)))
@@ -160,14 +152,14 @@ def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
 def _columns(
     out: torch.Tensor, weight: torch.Tensor, options: Sequence[Any], results: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The patches of the input under each position of the kernel. In 2D groups run one after another, and their
-    results are put together in the end."""
+    """The patches of the input under each position of the kernel. In 2D, groups run one after another, and their
+    results are joined at the end."""
     stride, padding, dilation, transposed, _, groups = options[:6]
     if transposed or max(dilation) > 1:
-        return ()  # a sample's at a time
+        return ()  # one sample's at a time
     patches = _bytes(out) // out.shape[1] * (weight.numel() // weight.shape[0])
     if max(weight.shape[2:]) == 1 and max(stride) == 1 and not any(padding):
-        patches = 0  # the input as it lies
+        patches = 0  # the input itself
     if weight.dim() == 5:
         return (patches * groups,) if patches else ()
     return max((patches,) if patches else (), results if groups > 1 else (), key=sum)
@@ -179,12 +171,12 @@ def _in_blocks(given: torch.Tensor, weight: torch.Tensor) -> bool:
     last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
     if given.is_contiguous(memory_format=last) and not given.is_contiguous():
         return False
-    # An fp32 kernel of one point is a product of matrices as it lies.
+    # An fp32 kernel of one point is a matrix product without a copy.
     return any(size > 1 for size in weight.shape[2:]) or given.itemsize < 4
 
 
 def _padded(tensor: torch.Tensor) -> int:
-    """Bytes in blocks; fewer channels than one block has are not put into any."""
+    """Bytes in blocks; fewer channels than one block has are not copied into one."""
     block, channels = onednn_block(), tensor.shape[1]
     blocks = -(-channels // block)
     return _bytes(tensor) if channels < block else _bytes(tensor) // channels * blocks * block
@@ -194,8 +186,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-# What torch 2.13 with oneDNN was seen to take on CPUs with AVX2, AVX-512 and AMX;
-# ``tests/capture/test_operators.py`` holds single convolutions against it, and the benchmark ``estimate_peers`` the
+# Measured of torch 2.13 with oneDNN on CPUs with AVX2, AVX-512 and AMX;
+# ``tests/capture/test_operators.py`` checks single convolutions, and the benchmark ``estimate_peers`` the
 # peak of a whole network.
 _FORMULAS: Mapping[Any, Callable[[Sequence[Any], Any], tuple[int, ...]]] = {
     torch.ops.aten.convolution.default: _convolution,

@@ -1,4 +1,4 @@
-"""Guards of random states, buffers and training modes: a look at the user's model or data leaves no trace."""
+"""Guards of random states, buffers and training modes: an inspection of the user's model or data changes none of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 @contextmanager
 def random_states_kept(*devices: torch.device) -> Iterator[None]:
-    """Random states of Python, numpy, and torch on the CPU are the same after the block as before.
+    """Restores random states of Python, numpy, and torch on the CPU after the block.
 
     Args:
-        devices: further devices; those of GPUs among them are kept too.
+        devices: devices of which the GPUs' random states are restored too.
     """
     python, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
@@ -42,7 +42,7 @@ def save_generators(device: torch.device) -> Callable[[], None]:
 
 @contextmanager
 def buffers_and_generators_kept(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The buffers of ``module`` and random states are afterwards as before, those of ``device`` too."""
+    """Restores the buffers of ``module`` and random states after the block, those of ``device`` too."""
     buffers = [
         (child, name, buffer, buffer.detach().clone())
         for child in module.modules()
@@ -56,13 +56,13 @@ def buffers_and_generators_kept(module: nn.Module, device: torch.device) -> Iter
             with torch.no_grad():
                 for child, name, buffer, value in buffers:
                     child._buffers[name] = buffer
-                    if not torch.equal(buffer, value):  # else the backward pass may still need it as it is
+                    if not torch.equal(buffer, value):  # else the backward pass may still need this version
                         buffer.copy_(value)
 
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Every module inside ``module`` is afterwards in training or evaluation as before."""
+    """Restores the training mode of every module inside ``module`` after the block."""
     modes = {child: child.training for child in module.modules()}
     try:
         yield

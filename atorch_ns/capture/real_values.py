@@ -1,4 +1,4 @@
-"""Values of the batch on fake tensors: models look at masks and positions to choose what they run."""
+"""Real values of a batch among fake tensors: models read masks and positions to choose their kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _grouped_mm(
 
 
 def _reduced_in_place(func: Any) -> Callable[..., torch.Tensor]:
-    """Losses that compute every element into their result before they reduce it keep that memory."""
+    """Fake kernel of a loss that computes every element into its result, and keeps that memory after reducing it."""
 
     def kernel(first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         plain: torch.Tensor = func(first, second, *args, **kwargs)
@@ -50,13 +50,11 @@ def _reduced_in_place(func: Any) -> Callable[..., torch.Tensor]:
 def _layer_norm(
     value: torch.Tensor, shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    """With 16-bit values and fp32 weights the CPU's kernel keeps mean and deviation in fp32."""
+    """Fake kernel of layer norm: with 16-bit values and fp32 weights the CPU keeps mean and deviation in fp32."""
     plain = _aten.native_layer_norm.default(value, shape, weight, bias, eps)
-    mixed = weight is not None and weight.dtype != value.dtype and value.device.type == "cpu"
-    if not mixed:
+    if weight is None or weight.dtype == value.dtype or value.device.type != "cpu":
         return tuple(plain)
-    assert weight is not None
-    return (plain[0], *(one.new_empty(one.shape, dtype=weight.dtype) for one in plain[1:]))
+    return (plain[0], *(moment.new_empty(moment.shape, dtype=weight.dtype) for moment in plain[1:]))
 
 
 _aten = torch.ops.aten
@@ -74,7 +72,7 @@ FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
         )
     },
 }
-"""By operator; each takes the operator's arguments and gives its result on fake tensors."""
+"""Fake kernels by operator; each takes the operator's arguments and returns its result on fake tensors."""
 
 
 _WITHOUT_VALUES = ("aten.empty", "aten.empty_strided", "aten.empty_permuted")
@@ -84,18 +82,18 @@ _LARGEST = 1 << 21
 
 
 def may_be_real(tensor: torch.Tensor, num_elements: int, device: torch.device) -> bool:
-    """Whether a tensor of the batch keeps its values: one of integers or truth values that is small enough,
-    on a device that this machine has."""
+    """Whether a tensor of the batch keeps its values: a small one of integers or booleans, on a device that this
+    process uses."""
     small = not _floats(tensor.dtype) and num_elements <= _LARGEST
-    return small and not tensor.is_meta and _is_here(device)
+    return small and not tensor.is_meta and _is_usable(device)
 
 
 class RealValues(TorchDispatchMode):
-    """Inside a fake mode, really computes what depends on real tensors alone, and integers made from nothing.
+    """Mode inside a fake mode that computes operators on real tensors alone, and integers without inputs, for real.
 
-    With an attention mask of ones many models leave the mask out and call another kernel; on a fake mask
-    they cannot know. Whatever meets a fake tensor is fake, by :data:`FAKE_KERNELS` where they know better, and
-    so is what would be large or random.
+    With an attention mask of ones many models leave the mask out and call another kernel; a fake mask has no values
+    to decide by. Results of fake tensors are fake, by :data:`FAKE_KERNELS` where torch's fake kernels are wrong, and
+    so are large or random results.
     """
 
     def __init__(self) -> None:
@@ -115,27 +113,27 @@ class RealValues(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags or (not inputs and label(func) in _WITHOUT_VALUES):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            return self._really(func, args, kwargs)
+            return self._compute(func, args, kwargs)
         try:
             fake = func(*args, **kwargs)
-        except RuntimeError:  # its shape or value depends on what is in the tensors
+        except RuntimeError:  # its shape or value depends on the tensors' values
             if not inputs:
                 raise
-            return self._really(func, args, kwargs)
+            return self._compute(func, args, kwargs)
         outputs = tensors_of(fake)
         small = all(tensor.numel() <= _LARGEST for tensor in outputs)
-        wanted = bool(inputs) or not any(_floats(tensor.dtype) for tensor in outputs)
-        if not (small and wanted and all(_is_here(tensor.device) for tensor in outputs)):
+        has_values = bool(inputs) or not any(_floats(tensor.dtype) for tensor in outputs)
+        if not (small and has_values and all(_is_usable(tensor.device) for tensor in outputs)):
             return fake
-        return self._really(func, args, kwargs)
+        return self._compute(func, args, kwargs)
 
-    def _really(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with outside_fake_mode():
             return func(*args, **kwargs)
 
 
-def _is_here(device: torch.device) -> bool:
-    """Whether values can be had there: on the CPU, or on a GPU that this process uses already."""
+def _is_usable(device: torch.device) -> bool:
+    """Whether this process can compute on a device: the CPU, or a GPU that it uses already."""
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_initialized())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import counters
+from atorch_ns.capture.blocks import by_container, counters
 from atorch_ns.capture.nests import unique_tensors_of
 
 
@@ -19,12 +19,12 @@ class Container:
     """A list of blocks of which some are kept.
 
     Attributes:
-        path: of the ``ModuleList`` or ``Sequential``.
+        path: path of the ``ModuleList`` or ``Sequential``.
         blocks: paths of all its blocks, in order.
-        kept: places of those that are kept.
-        stands_for: for each block its representative, as a place in ``kept``.
-        kinds: fingerprints of those that are kept.
-        counters: attributes that say where a block stands, as dotted paths below the block.
+        kept: positions of the blocks that are kept.
+        stands_for: for each block its representative, as a position in ``kept``.
+        kinds: fingerprints of the blocks that are kept.
+        counters: attributes that hold a block's position, as dotted paths below the block.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which containers are shortened, by path; the others stay whole."""
+    """Containers that are shortened, by path; the others stay whole."""
 
     containers: Mapping[str, Container] = field(default_factory=dict)
 
@@ -49,17 +49,13 @@ class Truncation:
 def truncate(model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[str, str]) -> Truncation:
     """Keeps the first block, the last, and between them one of each kind.
 
-    The ends are kept for themselves: what they save is not always what those between do, whose neighbours are
-    blocks on both sides.
+    The first and the last do not always save the same tensors as equal blocks between two others.
 
-    Only ``ModuleList`` and ``Sequential`` that hold nothing but blocks are shortened: whatever else stands in
+    Only ``ModuleList`` and ``Sequential`` that hold nothing but blocks are shortened: another module in
     one could change the shapes between blocks.
     """
-    groups: dict[str, list[str]] = {}
-    for path in blocks:
-        groups.setdefault(path.rpartition(".")[0], []).append(path)
     found: dict[str, Container] = {}
-    for container, paths in groups.items():
+    for container, paths in by_container(blocks).items():
         holder = model.get_submodule(container)
         is_list = isinstance(holder, (nn.ModuleList, nn.Sequential))
         if not is_list or len(holder._modules) != len(paths):
@@ -67,13 +63,12 @@ def truncate(model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[
         kinds = [prints[path] for path in paths]
         kept, stands_for = _choose(kinds)
         if len(kept) < len(paths):
-            kept_kinds = tuple(kinds[index] for index in kept)
             found[container] = Container(
                 path=container,
                 blocks=tuple(paths),
                 kept=kept,
                 stands_for=stands_for,
-                kinds=kept_kinds,
+                kinds=tuple(kinds[index] for index in kept),
                 counters=counters([blocks[path] for path in paths]),
             )
     return Truncation(found)
@@ -154,7 +149,7 @@ def _shared_attributes(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, A
 
 
 def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Container]) -> None:
-    """Lists with one entry for each block (``config.layer_types``) lose those of the blocks left out."""
+    """Removes entries of left-out blocks from lists with one for each block (``config.layer_types``)."""
     kept: dict[int, tuple[int, ...] | None] = {}
     for container in containers:
         length = len(container.blocks)
@@ -173,7 +168,7 @@ def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Co
 
 
 def _renumber(made: nn.Module, container: Container) -> None:
-    """Blocks that know their place know the one in the shortened list."""
+    """Sets attributes that hold a block's position to that in the shortened list."""
     for place, index in enumerate(container.kept):
         for counter in container.counters:
             path, _, name = f"{container.copy_path(place)}.{counter}".rpartition(".")
@@ -182,7 +177,7 @@ def _renumber(made: nn.Module, container: Container) -> None:
 
 
 def _owners(module: nn.Module) -> list[Any]:
-    """What holds a module's settings: itself and its config."""
+    """The objects with a module's settings: itself and its config."""
     config = vars(module).get("config")
     return [module] if config is None or not hasattr(config, "__dict__") else [module, config]
 
@@ -196,7 +191,7 @@ def _modules_kept(
             if index not in containers[path].kept and child is not None:
                 dropped.update(id(module) for module in child.modules())
     for path, holder in shortened.items():
-        for index in containers[path].kept:  # a module shared with a dropped block stays
+        for index in containers[path].kept:  # a module shared with a dropped block is kept
             dropped.difference_update(id(module) for module in list(holder.children())[index].modules())
     for module in model.modules():
         if id(module) not in dropped:

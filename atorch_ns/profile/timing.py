@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from atorch_ns.capture.batches import batch_sizes
-from atorch_ns.capture.nests import map_tensors, unique_tensors_of
+from atorch_ns.capture.nests import map_tensors, samples_and_tokens, unique_tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
@@ -232,7 +231,7 @@ def measure_blocks(
     """
     if profile.trace is None:
         raise InputError("blocks can be measured for a profile with a trace; make one with profile_model().")
-    sizes = batch_sizes(batch)
+    sizes = samples_and_tokens(batch)
     target = torch.device(device)
     blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}
     modules = {segment.paths[0]: model.get_submodule(segment.paths[0]) for segment in blocks.values()}

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.batches import batch_sizes
 from atorch_ns.capture.blocks import (
     NamedModule,
     experts_per_token,
@@ -22,7 +21,7 @@ from atorch_ns.capture.blocks import (
     repeated_blocks,
     vocabulary_size,
 )
-from atorch_ns.capture.nests import unique_tensors_of
+from atorch_ns.capture.nests import samples_and_tokens, unique_tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import truncate
 from atorch_ns.errors import InputError
@@ -246,7 +245,7 @@ def profile_model(
     if blocks is not None:
         found = [NamedModule(path, model.get_submodule(path)) for path in blocks]
     modules = {block.name: block.module for block in found}
-    sizes = batch_sizes(batch)
+    sizes = samples_and_tokens(batch)
     usable = "cpu" if _is_unused(device) else device
     subject = Subject(
         model=model,

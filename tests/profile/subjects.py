@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.batches import batch_sizes
 from atorch_ns.capture.blocks import fingerprints
+from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.profile import ALL_PRECISIONS, Segment, SegmentCost, repeated_blocks
 from atorch_ns.profile.record.steps import ForwardLoss, Precision, Subject
 from atorch_ns.profile.tracing import TraceFallbacks
@@ -31,7 +31,7 @@ def subject_of(
 ) -> Subject:
     """What the tracing room passes around."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
-    sizes = batch_sizes(batch)
+    sizes = samples_and_tokens(batch)
     return Subject(model, batch, forward_loss, blocks, fingerprints(blocks), sizes, sizes, keeps_output)
 
 

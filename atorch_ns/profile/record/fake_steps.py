@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.batches import resized_shape
-from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.nests import map_tensors, resized_shape
 from atorch_ns.capture.real_values import RealValues, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.profile.record.steps import Precision, Step, Subject, record_step

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.batches import batch_sizes
 from atorch_ns.capture.blocks import vocabulary_size
-from atorch_ns.capture.nests import floats_to, unique_tensors_of
+from atorch_ns.capture.nests import floats_to, samples_and_tokens, unique_tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.recorder import Boundaries, Event, Occurrence, Recorder, Recording
 from atorch_ns.profile.record.tensor_division import Division, find_division
@@ -204,7 +203,7 @@ def record_step(
     }
     division = _division(model, recorder.recording, boundaries.occurrences, inside)
     dims = {name: division.dims[number] for number, name in enumerate(parameters) if number in division.dims}
-    return Step(recorder.recording, boundaries.occurrences, uses, batch_sizes(batch), division, dims)
+    return Step(recorder.recording, boundaries.occurrences, uses, samples_and_tokens(batch), division, dims)
 
 
 def _division(

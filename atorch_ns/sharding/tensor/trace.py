@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.batches import batch_sizes, resized_shape
-from atorch_ns.capture.nests import map_tensors, tensors_of, unique_tensors_of
+from atorch_ns.capture.nests import (
+    map_tensors,
+    resized_shape,
+    samples_and_tokens,
+    tensors_of,
+    unique_tensors_of,
+)
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
@@ -268,7 +273,7 @@ def trace_layers(
         InputError: as :func:`find_chains`.
         Exception: the model's own error on tensors without memory, if it does not run with random weights either.
     """
-    sizes = batch_sizes(batch)
+    sizes = samples_and_tokens(batch)
     failure: Exception | None = None
     for how, size in ways_to_run(sizes, multiple_of):
         subject = Subject(

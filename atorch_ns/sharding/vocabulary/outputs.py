@@ -15,8 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from atorch_ns.capture.batches import batch_sizes, resized_shape
-from atorch_ns.capture.nests import map_tensors, tensors_of, unique_tensors_of
+from atorch_ns.capture.nests import (
+    map_tensors,
+    resized_shape,
+    samples_and_tokens,
+    tensors_of,
+    unique_tensors_of,
+)
 from atorch_ns.errors import StepError
 from atorch_ns.profile.record.steps import Subject
 from atorch_ns.sharding.compare import gradients_of, largest, relative_error
@@ -160,7 +165,7 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], d
         heads: paths of the layers that give the logits.
         degree: the number of ranks that they are divided over.
     """
-    sizes = batch_sizes(batch)
+    sizes = samples_and_tokens(batch)
     subject = Subject(model=model, batch=batch, forward_loss=run, blocks={}, prints={}, sizes=sizes, at=sizes)
     study = LossStudy()
     for prepare, at in ways_to_run(sizes, degree):

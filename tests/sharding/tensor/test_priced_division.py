@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from atorch_ns.capture.batches import batch_sizes
+from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.data import call_model
 from atorch_ns.profile import repeated_blocks
 from atorch_ns.profile.record.fake_steps import FakeSteps
@@ -84,7 +84,7 @@ BY_NUMBERS = (NormOverHeads, ScaledByWidth)
 def priced(model: nn.Module, batch: Any, loss: Run) -> Dims:
     """The dims by recorded operators."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
-    sizes = batch_sizes(batch)
+    sizes = samples_and_tokens(batch)
     subject = Subject(model, batch, loss, blocks, dict.fromkeys(blocks, ""), sizes, sizes)
     return dict(FakeSteps(subject, {}, "cpu").record(Precision.parse("float32"), sizes).dims)
 
