@@ -9,9 +9,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Inductor compiles in the process that asks: its pool of workers costs more to start than tests compile.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import functools
 import gc
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -28,6 +31,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.processes import child_processes
+from tests.warm import warm_python
 
 torch.set_num_threads(1)
 # The machine is shared: how long an example takes says nothing.
@@ -35,6 +39,20 @@ settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
 _ENDING_S = 3.0
+_MANY = 30
+_servers: set[int] = set()
+_IMPORTED_BY_RANKS = (
+    "atorch_ns.api",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.optim",
+    "torchao.float8",
+    "deepspeed",
+    "fairscale.optim",
+    "bitsandbytes",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 # What pytest and imports of torch set.
 _OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 
@@ -66,6 +84,26 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if "gpu" not in str(config.getoption("markexpr", "")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _python(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Commands of many tests, and their ranks, are forks of processes that have imported what they need.
+
+    The few tests that somebody works on are not worth it.
+    """
+    if sum(item.get_closest_marker("processes") is not None for item in request.session.items) < _MANY:
+        yield
+        return
+    with warm_python() as pid:
+        _servers.add(pid)
+        for name in filter(_is_installed, _IMPORTED_BY_RANKS):
+            importlib.import_module(name)
+        yield
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name.partition(".")[0]) is not None
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +176,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def _processes() -> set[psutil.Process]:
-    return child_processes(recursive=True)
+    return {process for process in child_processes(recursive=True) if process.pid not in _servers}
 
 
 def _lasting(

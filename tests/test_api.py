@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import random
 import subprocess
-import sys
 import textwrap
 import time
 import warnings
@@ -36,6 +35,7 @@ from atorch_ns.testing.parity import (
     reference_run,
 )
 from atorch_ns.testing.workers import catch_ranks, run_ranks
+from tests.warm import COLD_PYTHON
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out.*")
 
@@ -680,7 +680,7 @@ def test_parameter_groups_and_scheduler_survive(strategy: Any) -> None:
 
 def _python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=True
+        [COLD_PYTHON, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.strip()
 

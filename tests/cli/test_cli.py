@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from atorch_ns import Strategy, __version__
 from atorch_ns.cli import app
+from tests.warm import COLD_PYTHON
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,9 +28,7 @@ def test_help_imports_no_torch() -> None:
         "try: main()\n"
         "except SystemExit: print('torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([COLD_PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "strategy" in done.stdout
     assert done.stdout.strip().endswith("False")
 

@@ -23,6 +23,7 @@ from tests.cli.verbs import VERBS, commands
 from tests.report.outcomes import searched
 from tests.search.fakes import World
 from tests.search.history.test_history import CANDIDATES, TRUTH, begin
+from tests.warm import COLD_PYTHON
 
 _CODE = "from atorch_ns.cli import main; main()"
 _READING = set(VERBS) - {"launch", "engine serve"}
@@ -61,9 +62,7 @@ def test_no_help_imports_torch() -> None:
         "    assert 'Example:' in written.getvalue(), verb\n"
         "print(sorted({'torch', 'numpy', 'optuna', 'grpc'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([COLD_PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -73,7 +72,7 @@ def _cpu_seconds(code: str) -> float:
     seconds = []
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-c", timed], capture_output=True, text=True, timeout=60, check=True
+            [COLD_PYTHON, "-c", timed], capture_output=True, text=True, timeout=60, check=True
         )
         seconds.append(float(done.stderr.split()[-1]))
     return min(seconds)

@@ -23,6 +23,7 @@ from atorch_ns.errors import (
 from atorch_ns.report import TrainingReport
 from atorch_ns.usercode import gibibytes, load_object
 from tests.cli.conftest import Run
+from tests.warm import COLD_PYTHON
 
 _JOB = ("--model", "job.py:build", "--sample", "job.py:sample", "--cluster", "2xcpu", "--batch", "8")
 
@@ -189,9 +190,7 @@ def test_help_imports_no_torch_and_has_an_example(verb: str) -> None:
         "try: main()\n"
         "except SystemExit: print('heavy:', sorted({'torch', 'optuna', 'grpc'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([COLD_PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "heavy: []" in done.stdout
     assert f"Example: atorch-ns {verb}" in done.stdout
     assert "--json" in done.stdout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from atorch_ns.testing import reserve_port
+from tests.warm import COLD_PYTHON
 
 # Rank 0 keeps the interpreter lock until it ends, while its collective ends and one of the backend's threads
 # asks for the lock to release the tensor.
@@ -35,7 +35,7 @@ def test_a_busy_backend_does_not_abort_the_interpreter_at_its_end() -> None:
     with reserve_port() as port:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT],
+                [COLD_PYTHON, "-c", SCRIPT],
                 env={
                     **os.environ,
                     "RANK": str(rank),

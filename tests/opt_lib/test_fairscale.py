@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +43,7 @@ from tests.opt_lib.scenarios import (
     scheduled,
     two_groups,
 )
+from tests.warm import COLD_PYTHON
 
 TWO = Cluster(world_size=2, local_world_size=2, distributed=True, torch="2.13.0")
 FOUR = Cluster(world_size=4, local_world_size=4, distributed=True, torch="2.13.0")
@@ -219,4 +219,4 @@ def test_backends_are_imported_only_when_used() -> None:
         "import sys, opt_lib.zero1, opt_lib.zero2, opt_lib.fsdp\n"
         "sys.exit(any(name.split('.')[0] in ('deepspeed', 'fairscale') for name in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([COLD_PYTHON, "-c", code], check=True, timeout=60)

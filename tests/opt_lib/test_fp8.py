@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -22,6 +21,7 @@ from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import get_case
 from atorch_ns.testing.parity import accelerate_case
 from opt_lib.fp8 import Fp8, Fp8Config
+from tests.warm import COLD_PYTHON
 
 EMULATED = {"backend": "torchao", "emulate": True}
 HOPPER = Cluster(device_type="cuda", capability=(9, 0), device_name="H100", packages={"torchao": "0.18"})
@@ -252,9 +252,7 @@ def test_the_import_of_torchao_is_silent() -> None:
         "import logging, warnings; warnings.simplefilter('always'); logging.basicConfig(level=logging.DEBUG)\n"
         "from opt_lib._fp8.torchao import load; load()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([COLD_PYTHON, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert "Failed to load" not in done.stderr
     assert "KernelPreference" not in done.stderr
     assert logging.getLogger("torchao").filters == []

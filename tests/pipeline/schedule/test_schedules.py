@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline import SCHEDULES, Action, ScheduleInfo, actions, get_schedule, live_micro_batches
+from tests.warm import COLD_PYTHON
 
 NAMES = [info.name for info in SCHEDULES]
 MULTI = [info for info in SCHEDULES if not info.is_single]
@@ -215,4 +215,4 @@ def test_planning_a_simple_schedule_does_not_load_the_runtime_of_torch() -> None
         "simulate(orders, StageCosts.equal(4)), partition([1] * 8, 4)\n"
         "sys.exit('torch.distributed.pipelining' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([COLD_PYTHON, "-c", code], check=False).returncode == 0
