@@ -219,7 +219,7 @@ def _run_as_python(request: dict[str, Any]) -> None:
         script = arguments[0]
         sys.path[:0] = [str(Path(script).resolve().parent), *paths]
         sys.argv[:] = arguments
-        main.__file__ = script
+        main.__file__ = str(Path(script).absolute())
         exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
 
 
