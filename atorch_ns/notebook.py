@@ -28,7 +28,7 @@ def run(
     """Calls ``fn(*args)`` on ``nproc`` new processes of this machine that train together, from a notebook or any program.
 
     Each process is a fresh interpreter with the environment of a launcher, so that ``auto_accelerate`` inside
-    ``fn`` uses all of them: with NCCL where there are GPUs, with gloo elsewhere. Nothing is forked, so it does not
+    ``fn`` uses all of them: with NCCL where there are GPUs, else with gloo. Nothing is forked, so it does not
     matter what the notebook has done with a GPU or with threads. The function, classes of the notebook and what
     they refer to are sent by value; large data is better read inside ``fn``.
 

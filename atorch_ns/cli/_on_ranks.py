@@ -40,8 +40,8 @@ def on_ranks(
         request: plain values for the ranks.
         nproc: number of ranks.
         timeout_s: seconds until they are ended.
-        as_json: whether a failure is a record too.
-        patient: whether Ctrl-C lets rank 0 come to an end of its own.
+        as_json: a failure is printed as a record too.
+        patient: Ctrl-C lets rank 0 end in its own time.
 
     Raises:
         InputError: if there are no ranks.
@@ -52,8 +52,8 @@ def on_ranks(
     if nproc < 1:
         raise InputError(f"--nproc={nproc}: at least one process is needed. Use --nproc 1 or more.")
     with scratch_folder() as folder:
-        asked = {**request, "debug": split_debug(sys.argv[1:])[1]}
-        (folder / "request.json").write_text(json.dumps(asked))
+        whole_request = {**request, "debug": split_debug(sys.argv[1:])[1]}
+        (folder / "request.json").write_text(json.dumps(whole_request))
         try:
             ends = run_local_ranks(
                 "atorch_ns.cli._rank_work", [work, str(folder)], nproc, timeout_s=timeout_s, patient=patient

@@ -10,7 +10,7 @@ import typer
 
 from atorch_ns.errors import InputError
 
-# typer reads these when a verb's help is asked for, so they hold no type that needs torch.
+# typer reads these for a verb's help, so they hold no type that needs torch.
 Model = Annotated[
     str | None,
     typer.Option(help="The model: pkg.mod:name or file.py:name of a class or a function that builds it."),
@@ -92,7 +92,7 @@ def _why_not(path: Path) -> str:
     try:
         if path.exists():
             path.open("ab").close()
-        else:  # to ask for permissions is not enough: the file system may be read-only, or full
+        else:  # a look at permissions is not enough: the file system may be read-only, or full
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b" ")
     except OSError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -39,6 +39,24 @@ def say(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Prints plain values on standard output."""
+    typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
+
+
+def one_node(world_size: int, device_type: str = "cpu") -> Cluster:
+    """A cluster of one node, with the packages of this machine."""
+    from atorch_ns.cluster import Cluster, installed_packages
+
+    return Cluster(
+        world_size=world_size,
+        local_world_size=world_size,
+        distributed=world_size > 1,
+        device_type=device_type,
+        packages=installed_packages(),
+    )
+
+
 def make_cluster(spec: str | None) -> Cluster:
     """The cluster described, or this machine as one process, with figures for its hardware."""
     from atorch_ns.cluster import Cluster, cluster_from_spec
@@ -63,31 +81,33 @@ def make_profile(options: ModelOptions) -> tuple[Profile, Cluster, float]:
     return profile, cluster, seconds
 
 
-def _profile(asked: ModelOptions, *, device: str) -> tuple[Profile, float]:
+def _profile(options: ModelOptions, *, device: str) -> tuple[Profile, float]:
     from atorch_ns.engine.offline import profile_offline
     from atorch_ns.profile import Profile
     from atorch_ns.report.report import read_text
 
-    if asked.profile is not None:
-        return Profile.from_json(read_text(asked.profile)), 0.0
-    missing = [name for name, value in (("--model", asked.model), ("--sample", asked.sample)) if not value]
+    if options.profile is not None:
+        return Profile.from_json(read_text(options.profile)), 0.0
+    missing = [
+        name for name, value in (("--model", options.model), ("--sample", options.sample)) if not value
+    ]
     if missing:
         raise InputError(
             f"{' and '.join(missing)} missing. Give --model pkg.mod:build and --sample pkg.mod:sample, or "
             "--profile with a file that --save-profile wrote."
         )
-    wanted = check_format(asked.input_format)
-    assert asked.model is not None
-    assert asked.sample is not None
-    model, how = build_model(asked.model)
+    wanted = check_format(options.input_format)
+    assert options.model is not None
+    assert options.sample is not None
+    model, how = build_model(options.model)
     say(how)
-    sample = load_sample(asked.sample)
+    sample = load_sample(options.sample)
     chosen, why = chosen_format(wanted, model, sample)
     if why:
         say(why)
-    loss = None if asked.loss is None else load_object(asked.loss, option="--loss")
-    no_optimizer = asked.optimizer.lower() == "none"
-    optimizer = None if no_optimizer else load_object(asked.optimizer, option="--optimizer")
+    loss = None if options.loss is None else load_object(options.loss, option="--loss")
+    no_optimizer = options.optimizer.lower() == "none"
+    optimizer = None if no_optimizer else load_object(options.optimizer, option="--optimizer")
     say("profiling one step on fake tensors …")
     began = time.perf_counter()
     try:
@@ -126,7 +146,7 @@ def read_strategy(text: str, option: str = "") -> Strategy:
     """A file (of a strategy, or of a report, which holds one), JSON text, or names with commas between them.
 
     Args:
-        text: as the user wrote it.
+        text: the option or argument as written.
         option: the option's name, for messages; empty for an argument.
 
     Raises:
@@ -148,7 +168,7 @@ def check_strategy_is_there(text: str, option: str = "") -> None:
     """Checks that a text which looks like a strategy file names one that exists.
 
     Args:
-        text: as the user wrote it.
+        text: the option or argument as written.
         option: the option's name, for messages; empty for an argument.
 
     Raises:
@@ -174,7 +194,7 @@ def read_report_or_strategy(path: Path) -> tuple[TrainingReport | None, Strategy
     if not path.exists():
         raise StrategyFileError("no such file", source=str(path))
     if path.suffix.lower() == ".html":
-        raise InputError(f"{path} is the page; give the report.json beside it.")
+        raise InputError(f"{path} is the page; give the report.json of the same search.")
     try:
         document = json.loads(path.read_bytes())
     except OSError as error:

@@ -59,7 +59,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Searches, and lets rank 0 write what was asked for; collective.
+    """Searches, and writes the requested files on rank 0; collective.
 
     Raises:
         KeyboardInterrupt: if Ctrl-C ended the search before anything was measured.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atorch_ns.cli._options import AsJson
+from atorch_ns.cli._planning import print_json
 from atorch_ns.errors import InputError
 from atorch_ns.text import bytes_text
 
@@ -81,8 +81,7 @@ def _print_findings(findings: Iterator[Finding], as_json: bool) -> None:
             typer.echo(f"        fix: {finding.fix}")
     counts = {verdict: sum(each.verdict == verdict for each in found) for verdict in _MARKS}
     if as_json:
-        document = {"schema": 1, "counts": counts, "findings": [finding.as_json() for finding in found]}
-        typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
+        print_json({"schema": 1, "counts": counts, "findings": [finding.as_json() for finding in found]})
     else:
         typer.echo(f"\n{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
     if counts["fail"]:
@@ -98,7 +97,7 @@ def env(as_json: AsJson = False) -> None:
 
     found = environment()
     if as_json:
-        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        print_json(found)
         return
     for title, value in found.items():
         if title != "schema":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atorch_ns.cli import _options as options
-from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, read_strategy, say
+from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, print_json, read_strategy, say
 
 if TYPE_CHECKING:
     from atorch_ns.engine.offline import PricedStrategy
@@ -44,7 +44,7 @@ def estimate(
     for note in (*priced.notes, *(known.trace.notes if known.trace else ())):
         say(note)
     if as_json:
-        typer.echo(json.dumps(estimate_as_json(priced), indent=1))
+        print_json(estimate_as_json(priced))
     else:
         typer.echo(f"{priced.strategy}\n{estimate_text(priced.estimate, priced.limit_bytes)}")
     if priced.over_bytes > 0:
@@ -93,10 +93,10 @@ def diff(
     result = compare(old, new)
     priced: tuple[PricedStrategy, ...] = ()
     if model is not None or profile is not None:
-        asked = ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
-        priced = _priced((old, new), asked, batch)
+        named = ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
+        priced = _priced((old, new), named, batch)
     if as_json:
-        typer.echo(json.dumps(differences_as_json(result, priced), indent=1, ensure_ascii=False))
+        print_json(differences_as_json(result, priced))
     else:
         if not result.same:
             typer.echo(f"before: {old}\nafter:  {new}\n")
@@ -110,11 +110,11 @@ def diff(
 
 
 def _priced(
-    strategies: tuple[Strategy, Strategy], asked: ModelOptions, batch: int | None
+    strategies: tuple[Strategy, Strategy], named: ModelOptions, batch: int | None
 ) -> tuple[PricedStrategy, ...]:
     from atorch_ns.engine.offline import price_strategy
 
-    profile, place, _ = make_profile(asked)
+    profile, place, _ = make_profile(named)
     priced = tuple(price_strategy(each, profile, place, global_batch=batch) for each in strategies)
     for side, one in zip(("before", "after"), priced, strict=True):
         for note in one.notes:

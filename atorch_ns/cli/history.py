@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atorch_ns.cli._options import AsJson
+from atorch_ns.cli._planning import print_json
 from atorch_ns.errors import InputError
 from atorch_ns.text import bytes_text, counted, seconds_text
 
@@ -41,8 +41,7 @@ def history(
             f"--study={study!r} begins no name. There are {', '.join(each.name for each in studies) or 'none'}."
         )
     if as_json:
-        document = {"schema": 1, "studies": [_as_json(each) for each in chosen]}
-        typer.echo(json.dumps(document, indent=1, ensure_ascii=False))
+        print_json({"schema": 1, "studies": [_as_json(each) for each in chosen]})
         return
     for each in chosen:
         typer.echo("\n".join(_lines(each, with_trials=study is not None or len(chosen) == 1)))

@@ -36,7 +36,7 @@ def check_script(name: str, module: bool) -> None:
     )
 
 
-def check_here(asked: Launch) -> None:
+def check_here(options: Launch) -> None:
     """Checks of this machine: its GPUs, and the host name of the rendezvous.
 
     Raises:
@@ -44,19 +44,19 @@ def check_here(asked: Launch) -> None:
         InputError: if the host of the rendezvous does not resolve here. Checked only where this node may keep the
             rendezvous: another node may come before the name is known.
     """
-    if asked.nproc == "gpu":
+    if options.nproc == "gpu":
         import torch
 
         if not torch.cuda.is_available():
             raise BackendError("--nproc=gpu: torch finds no GPU here. Give a number, or --nproc cpu.")
-    place = asked.meeting_place
-    if place is None or asked.node_rank not in (None, 0):
+    place = options.meeting_place
+    if place is None or options.node_rank not in (None, 0):
         return
     try:
         socket.getaddrinfo(*place)
     except socket.gaierror as error:
         raise InputError(
-            f"--rendezvous={asked.rendezvous}: the host {place[0]!r} is not known here ({error.strerror}). Give the name "
+            f"--rendezvous={options.rendezvous}: the host {place[0]!r} is not known here ({error.strerror}). Give the name "
             "or address of one node that all reach."
         ) from None
 
@@ -117,7 +117,7 @@ def launch(
     """
     from atorch_ns.launch import Launch, num_usable_cores, run_torchrun
 
-    asked = Launch(
+    options = Launch(
         target=tuple(target),
         nproc=nproc,
         nnodes=nnodes,
@@ -129,13 +129,13 @@ def launch(
     )
     check_script(target[0], module)
     if not dry_run:
-        check_here(asked)
-    variables = asked.environment(os.environ, num_cores=num_usable_cores())
-    line = asked.line(variables)
+        check_here(options)
+    variables = options.environment(os.environ, num_cores=num_usable_cores())
+    line = options.line(variables)
     if dry_run:
         typer.echo(line)
         return
     say(line)
-    code = run_torchrun(asked.arguments, variables)
+    code = run_torchrun(options.arguments, variables)
     if code:
         raise typer.Exit(code)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atorch_ns.cli._options import AsJson
-from atorch_ns.cli._planning import read_report_or_strategy, say
+from atorch_ns.cli._planning import one_node, print_json, read_report_or_strategy, say
 from atorch_ns.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def explain(
         assert strategy is not None
         lines = _strategy_lines(strategy, why)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "file": str(file), "why": why, "lines": list(lines)}, indent=1))
+        print_json({"schema": 1, "file": str(file), "why": why, "lines": lines})
     else:
         typer.echo("\n".join(lines))
 
@@ -81,19 +80,11 @@ def _report_lines(report: TrainingReport, why: str | None, name: str) -> tuple[s
 
 
 def _strategy_lines(strategy: Strategy, why: str | None) -> tuple[str, ...]:
-    from atorch_ns.cluster import Cluster, installed_packages
     from atorch_ns.method import load_registry
     from atorch_ns.report import explain_method, explain_strategy
 
-    size = strategy.requires.world_size or 1
-    cluster = Cluster(
-        world_size=size,
-        local_world_size=size,
-        distributed=size > 1,
-        device_type=strategy.requires.device or "cpu",
-        packages=installed_packages(),
-    )
-    registry = load_registry()
+    requires, registry = strategy.requires, load_registry()
+    cluster = one_node(requires.world_size or 1, requires.device or "cpu")
     if why is None:
         return explain_strategy(strategy, cluster, registry)
     return explain_method(strategy, why, cluster, registry)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from atorch_ns.cli._options import AsJson
-from atorch_ns.cli._planning import say
+from atorch_ns.cli._planning import one_node, print_json, say
 from atorch_ns.text import counted
 
 app = typer.Typer(help="Show, check, compare and convert strategy files.", no_args_is_help=True)
@@ -50,7 +50,6 @@ def validate(
 
     Example: atorch-ns strategy validate strategy.json --world-size 8
     """
-    from atorch_ns.cluster import Cluster, installed_packages
     from atorch_ns.errors import InputError, LayoutError, StrategyError
     from atorch_ns.method import load_registry, resolve
     from atorch_ns.strategy import Strategy
@@ -60,25 +59,23 @@ def validate(
             f"--world-size={world_size}: at least one process is needed. Use --world-size 1 or more."
         )
     strategy = Strategy.load(file)
-    size = world_size or strategy.requires.world_size or 1
-    cluster = Cluster(
-        world_size=size, local_world_size=size, distributed=size > 1, packages=installed_packages()
-    )
+    cluster = one_node(world_size or strategy.requires.world_size or 1)
+    processes = counted(cluster.world_size, "process", "processes")
+    answer = {"schema": 1, "valid": False, "world_size": cluster.world_size, "strategy": str(strategy)}
     try:
         resolved = resolve(strategy, cluster, load_registry())
     except (StrategyError, LayoutError) as error:  # the answer, not wrong usage
         if as_json:
             problems = [str(each) for each in getattr(error, "problems", ())] or [str(error)]
-            typer.echo(_answer(size, valid=False, strategy=str(strategy), notes=[], problems=problems))
-        say(f"not valid for {counted(size, 'process', 'processes')}: {error}")
+            print_json({**answer, "notes": [], "problems": problems})
+        say(f"not valid for {processes}: {error}")
         raise typer.Exit(1) from None
     notes = [note.text for note in resolved.notes]
     if as_json:
-        typer.echo(_answer(size, valid=True, strategy=str(resolved.strategy), notes=notes, problems=[]))
-        return
-    typer.echo(f"valid for {counted(size, 'process', 'processes')}: {resolved.strategy}")
-    for note in notes:
-        typer.echo(f"  {note}")
+        found = {"valid": True, "strategy": str(resolved.strategy), "notes": notes, "problems": []}
+        print_json({**answer, **found})
+    else:
+        typer.echo("\n  ".join([f"valid for {processes}: {resolved.strategy}", *notes]))
 
 
 @app.command()
@@ -92,7 +89,10 @@ def diff(before: File, after: File, as_json: AsJson = False) -> None:
     from atorch_ns.strategy import diff as compare
 
     result = compare(Strategy.load(before), Strategy.load(after))
-    typer.echo(json.dumps(differences_as_json(result), indent=1) if as_json else str(result))
+    if as_json:
+        print_json(differences_as_json(result))
+    else:
+        typer.echo(str(result))
     if not result.same:
         raise typer.Exit(1)
 
@@ -133,7 +133,7 @@ def convert(
     for warning in converted.warnings:
         say(f"warning: {warning}")
     if as_json:
-        typer.echo(json.dumps(converted.as_json(), indent=1, ensure_ascii=False))
+        print_json(converted.as_json())
     else:
         typer.echo(f"{output}: {converted.strategy}")
         for title, notes in (("carried over", converted.carried), ("not carried over", converted.left_out)):
@@ -141,15 +141,3 @@ def convert(
                 typer.echo(f"\n{title}:")
                 for note in notes:
                     typer.echo(f"  {note.key}: {note.text}")
-
-
-def _answer(size: int, *, valid: bool, strategy: str, notes: list[str], problems: list[str]) -> str:
-    document = {
-        "schema": 1,
-        "valid": valid,
-        "world_size": size,
-        "strategy": strategy,
-        "notes": notes,
-        "problems": problems,
-    }
-    return json.dumps(document, indent=1, ensure_ascii=False)

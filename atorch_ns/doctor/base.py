@@ -33,7 +33,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The finding as plain values."""
         return asdict(self)
 
 

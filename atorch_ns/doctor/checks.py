@@ -42,7 +42,7 @@ def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
     """Runs the checks, and gives each finding as it comes; a check that breaks is a finding that fails.
 
     Args:
-        place: what is to be checked.
+        place: the machine to check.
         names: names of checks; all if empty.
     """
     for name, check in CHECKS.items():

@@ -47,8 +47,8 @@ def check_collectives(place: Place) -> list[Finding]:
     if not figures or any(end.code for end in ends):
         return [_failed(place, ends)]
     summed = [
-        all_reduce_finding(_NAME, f"{place.num_ranks} ranks by {name}", one["all"])
-        for name, one in figures["backends"].items()
+        all_reduce_finding(_NAME, f"{place.num_ranks} ranks by {name}", rounds["all"])
+        for name, rounds in figures["backends"].items()
     ]
     return [*summed, *_not_tried(place, figures["num_gpus"]), _clock(figures["clocks"]["monotonic"])]
 

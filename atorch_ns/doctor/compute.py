@@ -59,7 +59,7 @@ _DTYPES: Final = "dtypes"
 _SIZE: Final = 512
 _REPEATS: Final = 7
 _TOLERANCE: Final = 0.02
-"""Of the largest element: bfloat16 has 8 bits, a sum of 512 products rounds to about 0.4%."""
+"""Share of the largest element: bfloat16 has 8 bits, a sum of 512 products rounds to about 0.4%."""
 _SHORTEST_S: Final = 60.0
 
 

@@ -162,7 +162,7 @@ def _short(text: str) -> str:
 
 _PORTS: Final = "ports"
 _DEFAULT_PORT: Final = 29500
-"""Where torchrun's store listens by default."""
+"""Default port of torchrun's store."""
 
 
 @as_check

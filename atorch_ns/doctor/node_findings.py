@@ -15,7 +15,7 @@ from atorch_ns.text import bytes_text, seconds_text
 _SLOW: Final = 0.5
 """A node with less than this share of the others' bandwidth or speed is named."""
 _SKEW_S: Final = 0.5
-"""Clocks further apart than this make logs and time limits hard to compare."""
+"""A larger difference of clocks makes logs and time limits hard to compare."""
 _EXPECTED: Final[Mapping[str, tuple[Verdict, str]]] = {
     "torch": ("fail", "pip install torch=={}"),
     "atorch-ns": ("fail", "pip install atorch-ns=={}"),
@@ -23,7 +23,7 @@ _EXPECTED: Final[Mapping[str, tuple[Verdict, str]]] = {
     "Python": ("warn", "use one image or environment for all nodes"),
     "devices": ("warn", "give the job nodes of one kind: the slowest sets the pace"),
 }
-"""How bad a difference between nodes is, and its fix; optional packages are worth a warning."""
+"""Verdict on a difference between nodes, and its fix; a difference in optional packages is a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Inventory:
 
     Attributes:
         host: the node's name.
-        versions: what all nodes should share: versions by package, and ``devices``.
-        address: where the node's first rank listens, ``(host, port)``; ``None`` for other ranks.
-        problem: why this rank cannot take part; empty if it can.
-        fix: what solves that.
+        versions: versions by package, and ``devices``; all nodes should have the same.
+        address: ``(host, port)`` at which the node's first rank listens; ``None`` for other ranks.
+        problem: reason why this rank cannot take part; empty if it can.
+        fix: command that solves the problem.
     """
 
     host: str
@@ -156,9 +156,9 @@ def clocks(measured: Mapping[str, Any], nodes: Nodes) -> Finding:
     """No node's clock is far from the majority's."""
     ahead = {int(node): seconds for node, seconds in measured["ahead_s"].items()}
     doubt = measured["uncertainty_s"]
-    apart = max(ahead.values()) - min(ahead.values())
-    figures = {"skew_seconds": apart, "uncertainty_seconds": doubt}
-    text = f"the nodes' clocks are {seconds_text(apart)} apart, to {seconds_text(doubt)}"
+    skew = max(ahead.values()) - min(ahead.values())
+    figures = {"skew_seconds": skew, "uncertainty_seconds": doubt}
+    text = f"the nodes' clocks are {seconds_text(skew)} apart, to {seconds_text(doubt)}"
     middle = statistics.median(ahead.values())
     wrong = [node for node in sorted(ahead) if abs(ahead[node] - middle) > _SKEW_S + doubt]
     if not wrong:
@@ -233,16 +233,16 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
     return found
 
 
-def all_reduce_finding(check: str, title: str, one: Mapping[str, float]) -> Finding:
+def all_reduce_finding(check: str, title: str, measured: Mapping[str, float]) -> Finding:
     """An all-reduce's latency and bandwidth."""
-    figures = {"latency_seconds": one["latency_s"], "bytes_per_second": one["bytes_per_s"]}
-    return passed(check, f"{title}: {_figures(one)}", figures=figures)
+    figures = {"latency_seconds": measured["latency_s"], "bytes_per_second": measured["bytes_per_s"]}
+    return passed(check, f"{title}: {_figures(measured)}", figures=figures)
 
 
 def _rates(check: str, title: str, by_node: list[Mapping[str, float]], fix: str, nodes: Nodes) -> Finding:
     """Bandwidths, judged by the fastest repeat: a machine may have been busy for a moment."""
-    best = [one["best_bytes_per_s"] for one in by_node]
-    usual, worst = statistics.median_high(one["bytes_per_s"] for one in by_node), best.index(min(best))
+    best = [each["best_bytes_per_s"] for each in by_node]
+    usual, worst = statistics.median_high(each["bytes_per_s"] for each in by_node), best.index(min(best))
     text = f"{title}: {bytes_text(usual)}/s in the middle, least {_figures(by_node[worst])} on "
     numbers = {"bytes_per_second": usual, "least_bytes_per_second": by_node[worst]["bytes_per_s"]}
     return _compared(check, text + nodes.named([worst]), best, fix, numbers, nodes)
@@ -258,10 +258,10 @@ def _compared(
     return passed(check, text, figures=figures)
 
 
-def _figures(one: Mapping[str, float]) -> str:
+def _figures(measured: Mapping[str, float]) -> str:
     return (
-        f"{seconds_text(one['latency_s'])} for one number, {bytes_text(one['bytes_per_s'])}/s for "
-        f"{bytes_text(one['num_bytes'])} (n={one['n']})"
+        f"{seconds_text(measured['latency_s'])} for one number, {bytes_text(measured['bytes_per_s'])}/s for "
+        f"{bytes_text(measured['num_bytes'])} (n={measured['n']})"
     )
 
 
@@ -274,11 +274,11 @@ def combined(
     others: dict[tuple[Verdict, str, str], list[int]] = {}
     for rank, findings in by_rank.items():
         node = rank // who.local_world_size
-        for one in (Finding(**each) for each in findings):
-            if one.verdict == "pass":
-                fine.setdefault(node, one)
+        for finding in (Finding(**each) for each in findings):
+            if finding.verdict == "pass":
+                fine.setdefault(node, finding)
             else:
-                others.setdefault((one.verdict, one.text, one.fix), []).append(node)
+                others.setdefault((finding.verdict, finding.text, finding.fix), []).append(node)
     found = []
     if fine:
         node, first = next(iter(fine.items()))

@@ -22,7 +22,7 @@ _SCALE = 1.5
 def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[Path]:
     """Writes each picture of the report's page as ``folder/name.svg``; the folder is made if it is not there.
 
-    A picture follows the reader's light or dark setting, and needs nothing from elsewhere.
+    A picture follows the reader's light or dark setting, and needs no other file.
 
     Returns:
         The files, in the order of the page; none for a report without a search and without a pipeline.

@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         write_whole(path, text.encode())
-    except OSError as error:  # it names the temporary file, which nobody asked for
+    except OSError as error:  # its own text names the temporary file
         raise InputError(with_period(f"{path} cannot be written: {error.strerror or error}")) from None
 
 
@@ -63,10 +63,10 @@ class TrainingReport:
     """Why a job is trained as it is. Prints as text (the first candidates); saves as JSON, HTML or text.
 
     Attributes:
-        applied: what was applied; ``None`` for a plan that was made offline.
+        applied: report of the applied strategy; ``None`` for a plan that was made offline.
         search: every candidate with its figures; ``None`` if the strategy was given.
-        actual: what training took; ``None`` until :meth:`with_actual`.
-        pipeline: a step of the pipeline as it is predicted; ``None`` where there is none.
+        actual: measurements of training; ``None`` until :meth:`with_actual`.
+        pipeline: predicted step of the pipeline; ``None`` without one.
     """
 
     applied: Report | None = None
@@ -76,14 +76,14 @@ class TrainingReport:
 
     @property
     def strategy(self) -> Strategy:
-        """As it is saved: what was applied, or what the search chose."""
+        """The strategy as it is saved: the one applied, or the one that the search chose."""
         if self.applied is None and self.search is not None and self.search.winner is not None:
             return _chosen(self.search, self.search.winner)
         return self._applied.strategy
 
     @property
     def rows(self) -> tuple[MethodRow, ...]:
-        """One for every method, in order of application."""
+        """One row for every method, in order of application."""
         return self._applied.rows
 
     @property
@@ -205,11 +205,11 @@ class TrainingReport:
         return cls.from_json(read_text(Path(path)), source=str(path))
 
     def with_actual(self, step_seconds: Sequence[float], peak_bytes: int | None = None) -> TrainingReport:
-        """The report with what training took beside what was predicted.
+        """The report with measurements of training, to be compared with the predictions.
 
         Args:
-            step_seconds: measured steps, warm-up left out.
-            peak_bytes: the most that was held at once on this rank.
+            step_seconds: seconds of each measured step, without warm-up.
+            peak_bytes: peak memory of this rank.
 
         Raises:
             InputError: without steps, or with one that is no positive time.
@@ -229,17 +229,17 @@ class TrainingReport:
 
     @property
     def timeline_info(self) -> TimelineInfo | None:
-        """What each rank of the pipeline does when; ``None`` where there is none."""
+        """Timeline of the pipeline's step; ``None`` without a pipeline."""
         return None if self.pipeline is None else timeline_info(self.pipeline)
 
     def _text(self, top: int | None) -> str:
         return report_text(self.applied, self.search, self.actual_info, self.timeline_info, top=top)
 
     def refit(self, path: str | PathLike[str] | None = None) -> Calibration:
-        """What the trials, and training where :meth:`with_actual` said it, teach about the estimate.
+        """Corrections of the estimate from the trials, and from training if :meth:`with_actual` gave its figures.
 
         Args:
-            path: file that the factors are added to, for searches to come; ``None`` only returns them.
+            path: file that the factors are added to, for later searches; ``None`` only returns them.
 
         Raises:
             InputError: without a search, or if nothing of it was measured.
@@ -277,7 +277,7 @@ def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:
 
 
 def _device_type(name: str) -> str | None:
-    """Of a device by its name; ``None`` if the name alone does not tell."""
+    """Type of a device by its name; ``None`` if the name does not say."""
     return "cpu" if name == "cpu" else "cuda" if name == "cuda" or name in DEVICES else None
 
 

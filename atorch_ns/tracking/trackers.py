@@ -153,8 +153,8 @@ class WandbTracker:
         project: the run's project.
         name: the run's name; ``None`` for one that wandb makes up.
         mode: ``"online"``; ``"offline"`` to write to ``folder`` for a later ``wandb sync``.
-        folder: where the run's files go; ``None`` for ``./wandb``.
-        config: what the run was started with, for wandb's table of runs.
+        folder: folder of the run's files; ``None`` for ``./wandb``.
+        config: settings of the run, for wandb's table of runs.
 
     Raises:
         MissingPackageError: if the package ``wandb`` is not installed.
@@ -199,10 +199,10 @@ class WandbTracker:
             config=self._config,
             settings=wandb.Settings(silent=True),
         )
-        asked = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
+        requested = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
         place = Path(run.dir).resolve()
-        if not place.is_relative_to(asked):
-            log.warning("wandb cannot write to %s, and writes this run to %s.", asked, place.parent)
+        if not place.is_relative_to(requested):
+            log.warning("wandb cannot write to %s, and writes this run to %s.", requested, place.parent)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run
@@ -226,7 +226,7 @@ class ProgressTracker:
 
     Args:
         num_steps: steps of the whole run; ``None`` if unknown.
-        stream: where to write; ``None`` for standard error.
+        stream: the stream to write to; ``None`` for standard error.
         every_s: seconds between lines where the stream is no terminal.
         clock: seconds, monotonic.
     """

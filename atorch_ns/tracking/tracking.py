@@ -21,7 +21,7 @@ class Metric(NamedTuple):
     """One name under which trackers are given a number.
 
     Attributes:
-        name: as trackers show it.
+        name: name that trackers show.
         unit: unit of the number.
         meaning: the quantity, and when it is absent.
     """

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
+
 from atorch_ns.doctor.base import isolated
 
 
+@pytest.mark.processes
 def test_isolation() -> None:
     assert isolated(len, [1, 2], timeout_s=60).value == 2
     assert "TypeError" in isolated(len, 1, timeout_s=60).problem

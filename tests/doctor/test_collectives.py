@@ -32,6 +32,7 @@ def test_nccl_without_a_gpu_for_every_rank_is_said() -> None:
     assert (found.verdict, found.fix) == ("warn", "atorch-ns doctor --nproc 1")
 
 
+@pytest.mark.processes
 def test_two_ranks_sum_a_tensor() -> None:
     found = collectives.check_collectives(HERE)
     assert [(one.check, one.verdict) for one in found] == [("all-reduce", "pass"), ("clock", "pass")]

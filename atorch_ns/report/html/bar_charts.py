@@ -162,7 +162,7 @@ def _longest(bar: Bar) -> float:
 
 
 def _sentence(bars: Sequence[Bar], shown: Callable[[float | None], str]) -> str:
-    """The first bar in words."""
+    """The first bar as a sentence."""
     if not bars:
         return ""
     first = bars[0]
@@ -184,7 +184,7 @@ _MIXED = "several passes"
 
 
 class _Span(NamedTuple):
-    """What is drawn as one block; ``text`` is its micro-batch."""
+    """A block as drawn; ``text`` is its micro-batch."""
 
     kind: str
     x: float

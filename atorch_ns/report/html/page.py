@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 LONGEST_PIECE = 24
-"""Characters that stay together: the width of the narrowest column of words."""
+"""Characters that stay together: the width of the narrowest column of text."""
 
 _AFTER = re.compile(r"(?<=\w\()(?=\S)|(?<=[,;])(?=\S)|(?<=\w[/.])(?=[^\W\d])")
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=[A-Za-zµ])")
@@ -126,7 +126,7 @@ def _worth_a_line(line: CandidateLine) -> bool:
 
 
 def _folded(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Table]]:
-    """Tables that are closed until they are asked for: what was not tried, and what was pruned."""
+    """Tables that are closed at first: candidates that were not tried, and those that were pruned."""
     rest = tuple(line for line in info.considered if line not in shown)
     more = "more that were not chosen" if info.planned else "more that were not tried"
     for title, lines in ((more, rest), ("pruned, each with its reason", info.pruned)):
@@ -152,13 +152,15 @@ def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
     caption += "." if is_planned(search) else "; a diamond is what was measured."
     yield _section("memory", "Memory per rank", memory_picture(memory), caption, memory_table(memory))
     yield _section("time", "Time of a step", time_picture(time), caption, time_table(time))
-    fall = waterfall_info(search)
-    if fall is not None:
+    waterfall = waterfall_info(search)
+    if waterfall is not None:
         source = (
             " (predicted)" if is_planned(search) else ". Measured where both ends of a link were measured"
         )
-        note, table = f"Which change brought how much{source}.", waterfall_table(fall)
-        yield _section("waterfall", "From the baseline to the winner", waterfall_picture(fall), note, table)
+        note, table = f"Which change brought how much{source}.", waterfall_table(waterfall)
+        yield _section(
+            "waterfall", "From the baseline to the winner", waterfall_picture(waterfall), note, table
+        )
     note = "Below and left of the line there is no candidate."
     yield _section("pareto", "Time against memory", pareto_picture(pareto), note, pareto_table(pareto))
     history = history_info(search)
@@ -218,21 +220,20 @@ def pieces(text: str) -> list[str]:
 
 
 def _short(piece: str) -> list[str]:
-    words = re.split(r"(?<=\s)", piece)
-    found = [""]
-    for word in words:
+    parts = [""]
+    for word in re.split(r"(?<=\s)", piece):
         first, *more = _divided(word) if len(word.strip()) > LONGEST_PIECE else [word]
-        found[-1] += first
-        found += more
-    return found
+        parts[-1] += first
+        parts += more
+    return parts
 
 
 def _divided(word: str) -> list[str]:
     """Parts of a long word, each as long as may be."""
-    found: list[str] = []
+    parts: list[str] = []
     for part in _INSIDE.split(word):
-        if found and len(found[-1]) + len(part.rstrip()) <= LONGEST_PIECE:
-            found[-1] += part
+        if parts and len(parts[-1]) + len(part.rstrip()) <= LONGEST_PIECE:
+            parts[-1] += part
         else:
-            found += [part[at : at + LONGEST_PIECE] for at in range(0, len(part), LONGEST_PIECE)]
-    return found
+            parts += [part[at : at + LONGEST_PIECE] for at in range(0, len(part), LONGEST_PIECE)]
+    return parts

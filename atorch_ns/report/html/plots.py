@@ -11,7 +11,7 @@ from atorch_ns.report.info.candidates import HistoryInfo, ParetoInfo, ParetoPoin
 from atorch_ns.text import bytes_text, counted, number_text, percent_text, seconds_text
 
 _FAR = 20.0
-"""Values this many times apart are shown on a logarithmic axis."""
+"""An axis is logarithmic from this ratio of the highest value to the lowest."""
 
 _MOST_TICKS = 7
 
@@ -22,19 +22,19 @@ class _Axes:
     """The frame of a plot: from values to places. An axis that does not begin near zero may be logarithmic.
 
     Args:
-        canvas: to draw on.
-        across, up: the ticks; :func:`_far_ticks` gives those of a logarithmic axis.
+        canvas: the canvas to draw on.
+        across, up: ticks of the axes; :func:`_far_ticks` gives those of a logarithmic axis.
     """
 
     def __init__(self, canvas: Canvas, across: Sequence[float], up: Sequence[float]) -> None:
         self._canvas, self._across, self._up = canvas, tuple(across), tuple(up)
 
     def x(self, value: float) -> float:
-        """Where a value stands across."""
+        """Horizontal position of a value."""
         return _LEFT + _share(self._across, value) * (self._canvas.width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Where a value stands up."""
+        """Vertical position of a value."""
         bottom = self._canvas.height - _BOTTOM
         return bottom - _share(self._up, value) * (self._canvas.height - _TOP - _BOTTOM)
 
@@ -182,7 +182,7 @@ def _ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tup
 
 
 def _far_ticks(values: Sequence[float]) -> tuple[float, ...]:
-    """Ticks of a logarithmic axis, for values so far apart that a linear one would show only the largest.
+    """Ticks of a logarithmic axis, for values of a range of which a linear one would show only the largest.
 
     Empty where they are not. Each tick is at least twice the one before, by which such an axis is known.
     """
@@ -190,15 +190,15 @@ def _far_ticks(values: Sequence[float]) -> tuple[float, ...]:
     if low <= 0 or high < _FAR * low or not math.isfinite(high):
         return ()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    found: list[float] = []
+    ticks: list[float] = []
     for digits in ((1, 2, 5), (1, 3), (1,)):
         every = [digit * 10.0**power for power in powers for digit in digits]
         first = max(at for at, tick in enumerate(every) if tick <= low * (1 + 1e-9))
         last = min(at for at, tick in enumerate(every) if tick >= high * (1 - 1e-9))
-        found = every[first : last + 1]
-        if len(found) <= _MOST_TICKS:
+        ticks = every[first : last + 1]
+        if len(ticks) <= _MOST_TICKS:
             break
-    return tuple(found)
+    return tuple(ticks)
 
 
 def _is_far(ticks: Sequence[float]) -> bool:
@@ -210,7 +210,7 @@ def _kind(ticks: Sequence[float]) -> str:
 
 
 def _share(ticks: Sequence[float], value: float) -> float:
-    """How far along an axis a value stands, from 0 to 1; what is below a logarithmic axis stands at its begin."""
+    """Position of a value along an axis, from 0 to 1; values below a logarithmic axis are at its beginning."""
     first, last = ticks[0], ticks[-1]
     if _is_far(ticks):
         return math.log(max(value, first) / first) / math.log(last / first)

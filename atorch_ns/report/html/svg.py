@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH = 440
-"""Of every picture, in its units: a phone shows 358 pixels of them, a desktop 680, by the page's style."""
+"""Width of every picture, in its units; the page's style shows it 358 pixels wide on a phone, 680 on a desktop."""
 
 FONT = 13
 """Height of text, in the units of the picture: legible on a phone, and not huge on a desktop."""
@@ -20,9 +20,9 @@ class Canvas:
 
     Args:
         name: identifies the picture in its page; title and description get ids from it.
-        title: what it is, for people who hear the page.
-        description: what it says, with the figures that matter.
-        width, height: of the coordinates.
+        title: title for people who hear the page.
+        description: content in a sentence, with the figures that matter.
+        width, height: size of the picture, in its units.
     """
 
     def __init__(self, name: str, title: str, description: str, width: int, height: int) -> None:
@@ -57,7 +57,7 @@ class Canvas:
         self._add("polyline", f'points="{text}" fill="none"', style)
 
     def mark(self, x: float, y: float, shape: str, *, style: str, size: float = 5, tip: str = "") -> None:
-        """A point: ``circle``, ``square``, ``diamond`` or ``cross``, told apart by shape."""
+        """A point: ``circle``, ``square``, ``diamond`` or ``cross``, so that colour is not needed to distinguish them."""
         if shape == "circle":
             self._add("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}"', style, tip)
         elif shape == "square":
@@ -77,12 +77,12 @@ class Canvas:
         self._parts.append(f'<text {place} class="{style}">{escape(text)}</text>')
 
     def label(self, x: float, y: float, text: str, *, reach: float = 7, rise: float = 0) -> None:
-        """Text beside the point ``(x, y)``: on the first of its sides where no other label is, or nowhere.
+        """Text next to the point ``(x, y)``: on the first of its sides where no other label is, or nowhere.
 
         Args:
             x, y, text: the point and its label.
-            reach: of the point's mark, in each direction.
-            rise: how far a label at the left or right stands above the point.
+            reach: radius of the point's mark.
+            rise: height of a label at the left or right above the point.
         """
         width = text_width(text)
         for left, base in (
@@ -128,7 +128,7 @@ def fitted(text: str, width: float) -> str:
 
 
 def legend_rows(names: Sequence[str], width: int) -> list[list[tuple[float, str]]]:
-    """Where each name of a legend stands, ``(x, name)`` by line; before each is room for a box."""
+    """Layout of a legend: ``(x, name)`` of each entry by line, with room for a box before each."""
     rows: list[list[tuple[float, str]]] = [[]]
     x = 0.0
     for name in names:

@@ -1,4 +1,4 @@
-"""The page's style and skeleton. One file: no script, no font, no picture from elsewhere."""
+"""Style and template of the page. It loads nothing: no script, no font, no picture."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ _PRINT = """
 """
 
 STYLE = _COLOURS + _LAYOUT + _PICTURES + _PRINT
-"""Of the page."""
+"""Style of the page."""
 
 SVG_STYLE = f"{_COLOURS}{_PICTURES}.ground {{ fill: var(--bg); }}\n"
-"""Of a picture that stands alone."""
+"""Style of a picture in a file of its own."""
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -19,8 +19,8 @@ class AccuracyPoint(NamedTuple):
     """One candidate that was tried.
 
     Attributes:
-        key, label: the candidate's.
-        number: of its line in the table of candidates.
+        key, label: key and label of the candidate.
+        number: number of its line in the table of candidates.
         predicted, measured: seconds or bytes.
     """
 
@@ -37,10 +37,10 @@ class AccuracyPoint(NamedTuple):
 
 
 class AccuracyInfo(NamedTuple):
-    """How good the predictions were, before any correction.
+    """Accuracy of the predictions, before any correction.
 
     Attributes:
-        quantity: what was predicted.
+        quantity: the predicted quantity.
         points: one for each candidate with both figures.
         correlation: Spearman's rank correlation; ``None`` with fewer than three points.
         median_error: median of the absolute errors, as a share of what was measured; ``None`` without points.
@@ -105,8 +105,8 @@ class Actual:
     """Steps of training with the chosen strategy. Measured.
 
     Attributes:
-        step_seconds: of this rank, warm-up left out.
-        peak_bytes: the most that was held at once on this rank; ``None`` if it was not measured.
+        step_seconds: seconds of each step on this rank, without warm-up.
+        peak_bytes: peak memory of this rank; ``None`` if it was not measured.
 
     Raises:
         InputError: without steps, or with one that is no positive time.
@@ -136,9 +136,9 @@ class ActualInfo(NamedTuple):
     """Predicted against actual, for the strategy that was trained with.
 
     Attributes:
-        predicted_seconds, predicted_bytes: what the estimate said.
-        trial_seconds, trial_bytes: what the search went by: the trial's figures, where there was one.
-        actual_seconds, actual_bytes: of the steps of training.
+        predicted_seconds, predicted_bytes: the estimate.
+        trial_seconds, trial_bytes: figures that the search ranked by: measured, if there was a trial.
+        actual_seconds, actual_bytes: measurements of training.
     """
 
     predicted_seconds: float | None
@@ -155,12 +155,12 @@ class ActualInfo(NamedTuple):
 
     @property
     def trial_error(self) -> float | None:
-        """The same of the step that the search went by."""
+        """The same for the step that the search ranked by."""
         return _error(self.trial_seconds.value, self.actual_seconds.value)
 
     @property
     def memory_error(self) -> float | None:
-        """The same of the predicted peak."""
+        """The same for the predicted peak."""
         return _error(self.predicted_bytes, self.actual_bytes.value)
 
 

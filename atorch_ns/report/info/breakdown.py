@@ -1,4 +1,4 @@
-"""A pipeline's step: what each rank does when, and how much of it is idle."""
+"""Predicted memory and time of candidates in parts, and the timeline of a pipeline's step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Bar(NamedTuple):
     """One candidate's predicted parts and what was measured.
 
     Attributes:
-        key, label: the candidate's.
-        number: of its line in the table of candidates.
-        is_best, is_baseline: whether it won, and whether it is the baseline.
+        key, label: key and label of the candidate.
+        number: number of its line in the table of candidates.
+        is_best: the candidate won.
+        is_baseline: the candidate is the baseline.
         parts: predicted bytes or seconds, in the order of ``MemoryParts`` or ``TimeParts``.
         measured: ``None`` if it was not tried or failed.
-        note: for memory, the worst moment in words.
+        note: moment of the step at which memory peaks.
     """
 
     key: str
@@ -43,9 +44,9 @@ class MemoryInfo(NamedTuple):
     """Peak bytes per rank, in parts, against the limit.
 
     Attributes:
-        names: of the parts.
-        bars: the winner first.
-        limit_bytes: what one rank may use; 0 where unknown.
+        names: names of the parts.
+        bars: bars of candidates, the winner first.
+        limit_bytes: bytes that one rank may use; 0 if unknown.
     """
 
     names: tuple[str, ...]
@@ -62,8 +63,8 @@ class TimeInfo(NamedTuple):
     """Seconds per step, in parts.
 
     Attributes:
-        names: of the parts.
-        bars: the winner first.
+        names: names of the parts.
+        bars: bars of candidates, the winner first.
     """
 
     names: tuple[str, ...]
@@ -150,12 +151,12 @@ class TimelineRow(NamedTuple):
     """One rank of the pipeline.
 
     Attributes:
-        rank: its index along the pipeline.
-        stages: the stages it holds.
-        blocks: its passes in order.
-        busy_seconds: what it computes for.
-        idle_share: of the step, what it does not.
-        live_micro_batches: the most that each of its stages holds activations of, by stage.
+        rank: index along the pipeline.
+        stages: stages that it holds.
+        blocks: its forward and backward passes, in order.
+        busy_seconds: seconds that it computes.
+        idle_share: idle share of the step.
+        live_micro_batches: the most micro-batches whose activations it holds at once, by stage.
     """
 
     rank: int
@@ -170,9 +171,9 @@ class TimelineInfo(NamedTuple):
     """The step of a pipeline, simulated.
 
     Attributes:
-        schedule: its name.
-        num_micro_batches: of the step.
-        step_seconds: of the passes, without the optimizer and what data parallelism adds.
+        schedule: name of the schedule.
+        num_micro_batches: micro-batches of a step.
+        step_seconds: seconds of the forward and backward passes, without the optimizer and data parallelism.
         bubble_share: mean idle share of the ranks.
         rows: the ranks.
     """

@@ -9,7 +9,7 @@ from atorch_ns.search import Fate, Row, SearchOutcome, TrialStatus
 from atorch_ns.text import bytes_text, measured_text, seconds_text
 
 Source = Literal["measured", "corrected", "predicted", "unknown"]
-"""Where a figure comes from. ``corrected``: predicted, after what the trials taught."""
+"""Source of a figure. ``corrected``: predicted, with a correction learned from the trials."""
 
 
 class Figure(NamedTuple):
@@ -17,8 +17,8 @@ class Figure(NamedTuple):
 
     Attributes:
         value: seconds or bytes; ``None`` where it is unknown.
-        source: where it comes from.
-        num: how many steps or ranks it was measured on; 0 for predictions.
+        source: source of the number.
+        num: number of steps or ranks that it was measured on; 0 for predictions.
         spread: standard error of a measured time, or lowest to highest rank of measured bytes; 0 otherwise.
     """
 
@@ -28,14 +28,14 @@ class Figure(NamedTuple):
     spread: float = 0.0
 
     def as_seconds(self) -> str:
-        """As ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
+        """The time as text: ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
         if self.source != "measured":
             return f"{seconds_text(self.value)} ({self.source})"
         shown = measured_text(self.value, self.spread if self.num > 1 else None)
         return f"{shown} (measured, n={self.num})"
 
     def as_bytes(self) -> str:
-        """As ``"812 MiB (measured, the highest of 2 ranks)"``."""
+        """The memory as text: ``"812 MiB (measured, the highest of 2 ranks)"``."""
         if self.source != "measured":
             return f"{bytes_text(self.value)} ({self.source})"
         among = f", the highest of {self.num} ranks" if self.num > 1 else ""
@@ -80,21 +80,21 @@ class CandidateLine(NamedTuple):
     """One candidate.
 
     Attributes:
-        number: from 1, in the order of the report.
-        key, label: the candidate's.
-        fate: what became of it; :func:`fate_text` has it in words.
-        is_best: whether it won.
-        is_baseline: whether others are compared with it.
-        on_front: whether no other candidate beats it in both time and memory.
+        number: number from 1, in the order of the report.
+        key, label: key and label of the candidate.
+        fate: result of the candidate; :func:`fate_text` gives it as text.
+        is_best: the candidate won.
+        is_baseline: others are compared with it.
+        on_front: no other candidate beats it in both time and memory.
         predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
-        time: the step to go by, in seconds.
-        memory: the peak to go by, in bytes.
+        time: best known step, in seconds.
+        memory: best known peak, in bytes.
         speedup: the baseline's step over this one's, measured against measured or else predicted against
             predicted; ``None`` where it failed or is unknown.
         limit_share: ``memory`` as a share of the limit; ``None`` where unknown.
         trial_number: 1 for the first trial, 0 if it was not tried.
-        reason: why, in one sentence.
-        pruned_kind: why it was not worth a trial, in one word; empty if it was.
+        reason: reason of the fate, in one sentence.
+        pruned_kind: reason for which it was pruned, in one word; empty if it was not.
     """
 
     number: int
@@ -119,9 +119,9 @@ class CandidatesInfo(NamedTuple):
     """The table of candidates.
 
     Attributes:
-        lines: the winner first.
-        limit_bytes: what one rank may use.
-        planned: whether no trial was run, so that all stand by prediction.
+        lines: lines of candidates, the winner first.
+        limit_bytes: bytes that one rank may use.
+        planned: no trial was run, so that all figures are predictions.
     """
 
     lines: tuple[CandidateLine, ...]
@@ -178,13 +178,13 @@ def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
 def _speedup(row: Row, baseline: Row | None) -> float | None:
     if baseline is None or row.fate == "failed":
         return None
-    mine, other = seconds(row), seconds(baseline)
-    if other.source == "measured" and mine.source not in ("measured", "corrected"):
+    step, reference = seconds(row), seconds(baseline)
+    if reference.source == "measured" and step.source not in ("measured", "corrected"):
         estimates = row.candidate.estimate, baseline.candidate.estimate
         if estimates[0] is None or estimates[1] is None:
             return None
         return _ratio(estimates[1].step_seconds, estimates[0].step_seconds)
-    return _ratio(other.value, mine.value)
+    return _ratio(reference.value, step.value)
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
@@ -207,15 +207,15 @@ class HistoryPoint(NamedTuple):
     """One trial.
 
     Attributes:
-        trial: 1 for the first.
-        key, label: the candidate's.
-        status: how the trial ended.
+        trial: number of the trial, from 1.
+        key, label: key and label of the candidate.
+        status: end of the trial.
         seconds: median step (measured); ``None`` if it gave none.
         spread: standard error of that median, in seconds.
         num_steps: timed steps.
         best_seconds: median step of the best candidate up to here; ``None`` if none could be used yet.
         best_trial: its number; 0 for none.
-        total_seconds: what the trial took, set-up included.
+        total_seconds: seconds of the trial, set-up included.
     """
 
     trial: int
@@ -234,7 +234,7 @@ class HistoryInfo(NamedTuple):
     """The history of a search.
 
     Attributes:
-        points: in the order of the trials.
+        points: trials in their order.
         lower_bound_seconds: no candidate is expected below this; ``None`` where unknown.
         best_trial: number of the winner's trial; 0 if it was not tried.
     """
@@ -248,8 +248,8 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
     """The history's data.
 
     The best so far is by the objective of the search. What is over the limit or was disqualified is never
-    the best, and nothing is better than the winner once that was tried: of candidates that noise cannot tell
-    apart, the simplest is chosen and not the shortest median.
+    the best, and nothing is better than the winner once that was tried: of candidates that differ by no more than
+    noise, the simplest is chosen and not the shortest median.
     """
     points: list[HistoryPoint] = []
     winner = outcome.winner
@@ -285,7 +285,7 @@ def _fits(row: Row, limit_bytes: int) -> bool:
 
 
 def _value(row: Row, outcome: SearchOutcome) -> float:
-    """What the search makes small, measured where it can be."""
+    """The search's objective, which it minimises; measured if possible."""
     objective = outcome.settings.objective
     held = peak(row).value or math.inf
     if objective == "memory":

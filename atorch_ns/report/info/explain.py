@@ -89,7 +89,7 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     """Why a candidate, or a method, was chosen or not.
 
     Args:
-        outcome: of the search.
+        outcome: outcome of the search.
         name: a method's name, or a candidate's key, its number (``"#3"``) or its whole label. A name that is
             both a method and a label means the method.
 
@@ -131,13 +131,13 @@ def _compared(outcome: SearchOutcome, row: Row) -> Iterator[str]:
     winner = outcome.winner
     if winner is None or winner is row:
         return
-    mine, other = row.candidate.estimate, winner.candidate.estimate
-    if mine is None or other is None:
+    estimate, reference = row.candidate.estimate, winner.candidate.estimate
+    if estimate is None or reference is None:
         return
     yield f"  against {winner.candidate.label}, by the estimate:"
     for title, before, after, text in (
-        ("step", other.time._asdict(), mine.time._asdict(), seconds_text),
-        ("peak", other.memory._asdict(), mine.memory._asdict(), bytes_text),
+        ("step", reference.time._asdict(), estimate.time._asdict(), seconds_text),
+        ("peak", reference.memory._asdict(), estimate.memory._asdict(), bytes_text),
     ):
         changes = [
             f"{name} {text(before[name])} → {text(after[name])}"
@@ -159,16 +159,16 @@ def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
         yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
     others = without if chosen else having
     rival = _best(others, outcome)
-    words = "without" if chosen else "with"
+    preposition = "without" if chosen else "with"
     if rival is None:
-        yield f"  No candidate {words} it could be used. {_commonest(others)}"
+        yield f"  No candidate {preposition} it could be used. {_commonest(others)}"
         return
     figures = f"{seconds(rival).as_seconds()}, {peak(rival).as_bytes()}"
-    yield f"  The best candidate {words} it is {rival.candidate.label}: {figures}; {_fate(rival)}"
+    yield f"  The best candidate {preposition} it is {rival.candidate.label}: {figures}; {_fate(rival)}"
     yield from _compared(outcome, rival)
     failed = [row for row in others if row.fate in ("failed", "pruned")]
     if failed:
-        yield f"  {len(failed)} of {len(others)} candidates {words} it failed or were pruned. {_commonest(failed)}"
+        yield f"  {len(failed)} of {len(others)} candidates {preposition} it failed or were pruned. {_commonest(failed)}"
 
 
 def _has(row: Row, name: str) -> bool:

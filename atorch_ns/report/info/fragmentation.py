@@ -15,13 +15,13 @@ _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def fragmentation_advice(stats: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> str | None:
-    """What to set, with the figures; ``None`` if little is lost, or it is set already.
+    """Advice to set ``expandable_segments``, with figures; ``None`` if little is lost, or it is set already.
 
     Much is lost if a fifth of what was reserved and more than 1 GiB was never used, or an allocation was retried.
 
     Args:
-        stats: what ``torch.cuda.memory_stats()`` returns.
-        environment: variables, among which the setting may be.
+        stats: result of ``torch.cuda.memory_stats()``.
+        environment: environment variables.
     """
     reserved = stats.get("reserved_bytes.all.peak", 0)
     unused = max(0, reserved - stats.get("allocated_bytes.all.peak", 0))

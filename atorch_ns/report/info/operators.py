@@ -14,11 +14,11 @@ class OperatorLine(NamedTuple):
     """One kind of operator, over all segments, forward and backward, recomputation left out.
 
     Attributes:
-        name: as ``aten.mm``.
-        calls: in one step.
+        name: name of the operator, as ``aten.mm``.
+        calls: calls in one step.
         flops: floating point operations.
         num_bytes: read and written.
-        flops_share, bytes_share: of the whole step.
+        flops_share, bytes_share: shares of the whole step.
         mostly_in: the segment that has most of it.
     """
 
@@ -37,8 +37,8 @@ class OperatorsInfo(NamedTuple):
     Attributes:
         lines: those with the greatest share of either first.
         precision: the key of the costs that were read.
-        num_samples: of one rank in a step.
-        flops, num_bytes: of the whole step.
+        num_samples: samples of one rank in a step.
+        flops, num_bytes: totals of the whole step.
     """
 
     lines: tuple[OperatorLine, ...]
@@ -54,10 +54,10 @@ def operators_info(
     """The ``top`` operators of a plan's step on one rank.
 
     Args:
-        trace: with operators.
-        plan: whose precision and micro-batches count.
-        workload: of all ranks.
-        world_size: number of processes, where the plan names no mesh.
+        trace: trace with operators.
+        plan: plan with its precision and number of micro-batches.
+        workload: workload of all ranks.
+        world_size: number of processes, for a plan without a mesh.
         top: lines at most.
     """
     key = precision_key(plan.precision.parameter_dtype, plan.precision.compute_dtype)

@@ -1,7 +1,5 @@
 """Verdict of a search in sentences, and the gain of each method.
 
-Which method brought how much: from the baseline to the winner, change by change.
-
 The changes between the two strategies span a lattice (every subset of them applied to the baseline). Of the
 subsets that the search has a candidate for, the longest chain from none to all is shown: each link is a bar.
 Changes that only work together, such as one wrapper in place of another, stay one bar.
@@ -10,7 +8,7 @@ Changes that only work together, such as one wrapper in place of another, stay o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +27,8 @@ from atorch_ns.text import (
 
 _MOST_CHANGES = 8  # 256 subsets; more changes than that are one bar
 
-Change = tuple[str, Any | None, Any | None]
+_ABSENT = object()  # None is a config
+_Link = tuple[frozenset[str], Row]
 
 
 class WaterfallBar(NamedTuple):
@@ -53,7 +52,7 @@ class WaterfallBar(NamedTuple):
 
 
 class PartChange(NamedTuple):
-    """How one part of the predicted time changed, in seconds."""
+    """Change of one part of the predicted time, in seconds."""
 
     name: str
     before: float
@@ -67,7 +66,7 @@ class WaterfallInfo(NamedTuple):
         baseline, winner: their labels.
         baseline_seconds, winner_seconds: their steps.
         bars: the links; empty if the baseline won.
-        parts: the same difference by parts of the predicted time, unchanged parts left out.
+        parts: the same difference by parts of the predicted time, without unchanged parts.
     """
 
     baseline: str
@@ -86,80 +85,61 @@ def waterfall_info(outcome: SearchOutcome) -> WaterfallInfo | None:
     start, end = seconds(baseline).value, seconds(winner).value
     if start is None or end is None:
         return None
-    bars: tuple[WaterfallBar, ...] = ()
-    if baseline is not winner:
-        bars = tuple(_bars(_chain(outcome, baseline, winner)))
+    bars = tuple(_bars(outcome, baseline, winner)) if baseline is not winner else ()
     return WaterfallInfo(
         baseline.candidate.label, winner.candidate.label, start, end, bars, _parts(baseline, winner)
     )
 
 
-def _chain(outcome: SearchOutcome, baseline: Row, winner: Row) -> list[tuple[tuple[Change, ...], Row]]:
-    """The links: the changes of each, and the row that they lead to; the baseline first, without changes."""
-    changes = _changes(baseline.candidate.steps, winner.candidate.steps)
-    known = {_identity(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
-    ends = [((), baseline), (changes, winner)]
-    if len(changes) > _MOST_CHANGES:
-        return _links(ends)
-    chains: dict[frozenset[int], list[tuple[tuple[Change, ...], Row]]] = {frozenset(): [((), baseline)]}
-    for size in range(1, len(changes) + 1):
-        for chosen in combinations(range(len(changes)), size):
-            subset = tuple(changes[index] for index in chosen)
-            row = winner if size == len(changes) else known.get(_applied(baseline, subset))
-            if row is None:
-                continue
-            below = [chains[part] for part in chains if part < frozenset(chosen)]
-            longest = max(below, key=lambda chain: (len(chain), _measured_rows(chain)))
-            chains[frozenset(chosen)] = [*longest, (subset, row)]
-    return _links(chains[frozenset(range(len(changes)))])
-
-
-def _links(chain: list[tuple[tuple[Change, ...], Row]]) -> list[tuple[tuple[Change, ...], Row]]:
-    """The chain with what each link adds to the one before, instead of all changes up to it."""
-    links = [chain[0]]
-    for (before, _), (after, row) in pairwise(chain):
-        links.append((tuple(change for change in after if change not in before), row))
-    return links
-
-
-def _measured_rows(chain: Iterable[tuple[tuple[Change, ...], Row]]) -> int:
-    return sum(seconds(row).source == "measured" for _, row in chain)
-
-
-def _bars(chain: list[tuple[tuple[Change, ...], Row]]) -> Iterable[WaterfallBar]:
+def _bars(outcome: SearchOutcome, baseline: Row, winner: Row) -> Iterator[WaterfallBar]:
+    old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
+    changed = [name for name in {**old, **new} if old.get(name, _ABSENT) != new.get(name, _ABSENT)]
     weakest = ("measured", "corrected", "predicted", "unknown")
-    for (_, before), (changes, after) in pairwise(chain):
-        first, second = seconds(before), seconds(after)
-        source = max(first.source, second.source, key=weakest.index)
-        label = ", ".join(_change_text(change) for change in changes)
-        yield WaterfallBar(label, first.value or 0.0, second.value or 0.0, source)
+    for (before, first), (after, second) in pairwise(_chain(outcome, baseline, winner, changed)):
+        label = ", ".join(_change_text(name, old, new) for name in changed if name in after - before)
+        figures = seconds(first), seconds(second)
+        source = max((figure.source for figure in figures), key=weakest.index)
+        yield WaterfallBar(label, figures[0].value or 0.0, figures[1].value or 0.0, source)
 
 
-def _changes(before: Iterable[tuple[str, Any]], after: Iterable[tuple[str, Any]]) -> tuple[Change, ...]:
-    old, new = {name: (config,) for name, config in before}, {name: (config,) for name, config in after}
-    names = dict.fromkeys([*old, *new])
-    return tuple((name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name))
+def _chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: list[str]) -> list[_Link]:
+    """The longest chain from the baseline to the winner: the changes made up to each row, and the row.
+
+    Args:
+        outcome: the outcome of the search.
+        baseline, winner: ends of the chain.
+        changed: methods whose configs, or whose presence, differ between the ends.
+    """
+    everything = frozenset(changed)
+    if len(changed) > _MOST_CHANGES:
+        return [(frozenset(), baseline), (everything, winner)]
+    old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
+    known = {_identity(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
+    chains: dict[frozenset[str], list[_Link]] = {frozenset(): [(frozenset(), baseline)]}
+    for size in range(1, len(changed) + 1):
+        for subset in map(frozenset, combinations(changed, size)):
+            applied = {name: (new if name in subset else old).get(name, _ABSENT) for name in {**old, **new}}
+            steps = [(name, config) for name, config in applied.items() if config is not _ABSENT]
+            row = winner if subset == everything else known.get(_identity(steps))
+            if row is not None:
+                below = [chain for made, chain in chains.items() if made < subset]
+                longest = max(below, key=lambda chain: (len(chain), _num_measured(chain)))
+                chains[subset] = [*longest, (subset, row)]
+    return chains[everything]
 
 
-def _applied(baseline: Row, changes: Iterable[Change]) -> frozenset[str]:
-    steps = {name: (config,) for name, config in baseline.candidate.steps}
-    for name, _, after in changes:
-        if after is None:
-            steps.pop(name, None)
-        else:
-            steps[name] = after
-    return _identity((name, config[0]) for name, config in steps.items())
+def _num_measured(chain: Iterable[_Link]) -> int:
+    return sum(seconds(row).source == "measured" for _, row in chain)
 
 
 def _identity(steps: Iterable[tuple[str, Any]]) -> frozenset[str]:
     return frozenset(f"{name} {json.dumps(config or None, sort_keys=True)}" for name, config in steps)
 
 
-def _change_text(change: Change) -> str:
-    name, before, after = change
-    if before is None:
+def _change_text(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    if name not in old:
         return f"+ {name}"
-    return f"- {name}" if after is None else f"{name}: {_short(before[0])} → {_short(after[0])}"
+    return f"- {name}" if name not in new else f"{name}: {_short(old[name])} → {_short(new[name])}"
 
 
 def _short(config: Any) -> str:
@@ -176,7 +156,7 @@ def _parts(baseline: Row, winner: Row) -> tuple[PartChange, ...]:
 
 
 def setting_text(setting: Setting) -> str:
-    """What was searched for, in one line."""
+    """Model, machine and workload of a search, in one line."""
     nodes = f" on {setting.num_nodes} nodes" if setting.num_nodes > 1 else ""
     tokens = f" of {setting.num_tokens} tokens" if setting.num_tokens > 1 else ""
     limit = bytes_text(setting.memory_limit_bytes or None)
@@ -196,19 +176,19 @@ def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
         trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{resumed}"
     if outcome.unchecked:
         sentences.append(f"Not checked: {outcome.unchecked}. `atorch-ns verify` compares it with one process")
-    sentences.append(f"{trials}, {seconds_text(outcome.seconds)} in all; {_ended(outcome)}")
+    sentences.append(
+        f"{trials}, {seconds_text(outcome.seconds)} in all; {outcome.stop_reason or 'the search ended'}"
+    )
     return tuple(with_period(text) for text in sentences if text)
 
 
 def _choice(outcome: SearchOutcome) -> list[str]:
     winner, baseline = outcome.winner, outcome.baseline
     if winner is None:
+        alone = len(outcome.rows) == 1
+        every = "The only candidate cannot" if alone else f"None of {len(outcome.rows)} candidates can"
         nearest = [f"Nearest: {outcome.nearest_miss}"] if outcome.nearest_miss else []
-        number = len(outcome.rows)
-        none = (
-            "The only candidate cannot be used" if number == 1 else f"None of {number} candidates can be used"
-        )
-        return [none, *nearest]
+        return [f"{every} be used", *nearest]
     time, memory = seconds(winner), peak(winner)
     sentences = [
         f"Chosen: {winner.candidate.label}",
@@ -244,16 +224,12 @@ def _certainty(outcome: SearchOutcome) -> list[str]:
     sentences = []
     if outcome.lower_bound_seconds is not None:
         bound = seconds_text(outcome.lower_bound_seconds)
-        gap = (
-            f": at most {percent_text(outcome.gap)} of the step is left to gain"
-            if outcome.gap is not None
-            else ""
+        left = (
+            ""
+            if outcome.gap is None
+            else f": at most {percent_text(outcome.gap)} of the step is left to gain"
         )
-        sentences.append(f"No candidate is expected below {bound}{gap} (predicted)")
+        sentences.append(f"No candidate is expected below {bound}{left} (predicted)")
     if outcome.noise:
         sentences.append(f"The noise of a median step was {percent_text(outcome.noise)} (measured)")
     return sentences
-
-
-def _ended(outcome: SearchOutcome) -> str:
-    return outcome.stop_reason or "the search ended"

@@ -1,4 +1,4 @@
-"""Views of a running search: a live table on a terminal, a log of lines elsewhere."""
+"""Views of a running search: a live table on a terminal, otherwise a log of lines."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class LiveTable(SearchView):
         self._live: Live | None = None
 
     def close(self) -> None:
-        """Takes the live table off the terminal and writes the last state."""
+        """Stops the live table, and writes its last state."""
         self._closed = True
         live, self._live = self._live, None
         if live is not None:
@@ -174,7 +174,7 @@ class LiveTable(SearchView):
 def observer_for(
     stream: TextIO | None = None, *, verbose: bool = False, time_limit_s: float | None = None
 ) -> SearchView:
-    """The view that suits a stream: :class:`LiveTable` on a terminal, :class:`LineLog` elsewhere.
+    """The view that suits a stream: :class:`LiveTable` on a terminal, otherwise :class:`LineLog`.
 
     Args:
         stream: ``None`` for standard error, so that standard output stays the program's own.
@@ -190,7 +190,7 @@ def observer_for(
 class SafeStream:
     """Writes to a stream until that fails once (closed, full disk, a reader that has gone), then to nowhere.
 
-    It has what rich asks of a file.
+    It has the methods that rich needs of a file.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -237,7 +237,7 @@ class Heartbeat:
     One daemon thread, which runs from :meth:`touch` to :meth:`stop`.
 
     Args:
-        beat: what to call; what it raises ends the heartbeat.
+        beat: function to call; an exception in it ends the heartbeat.
         every_s: seconds of silence before each call.
     """
 
@@ -249,7 +249,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def touch(self) -> None:
-        """Something was said; begins the wait anew. Starts the thread if it does not run."""
+        """Restarts the wait, and starts the thread if it does not run."""
         self._touched.set()
         if self._thread is None:
             self._stopped.clear()

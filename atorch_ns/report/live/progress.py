@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Takes note of events and answers how far the search is.
+    """State of a search, as its events describe it.
 
     Args:
         clock: seconds, monotonic.
-        time_limit_s: of the search, for the line that says how much is left.
+        time_limit_s: time limit of the search, for the line that says how much is left.
 
     Attributes:
-        doing: what goes on now, in words.
-        setting: what is searched for; ``None`` before the candidates are priced.
-        candidates: by key, in the order of the estimate.
+        doing: current activity, as text.
+        setting: model, machine and workload; ``None`` before the candidates are priced.
+        candidates: candidates by key, in the order of the estimate.
         trials: the last outcome of each candidate that was tried, by key.
         running: the candidate whose trial runs.
-        number: of the last trial that began.
-        probing: whether the last trial compares numerics instead of taking times.
+        number: number of the last trial that began.
+        probing: the last trial compares numerics instead of taking times.
         best: key of the best candidate so far.
-        notes: what a person should know.
-        outcome: of the whole search, once it is over.
+        notes: the search's notes, as sentences.
+        outcome: outcome of the whole search, once it is over.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Progress:
         return self._clock() - self._doing_since
 
     def elapsed_text(self) -> str:
-        """As ``"12.3 s of 120 s"``."""
+        """Time so far, and the limit: ``"12.3 s of 120 s"``."""
         limit = f" of {seconds_text(self._time_limit_s)}" if self._time_limit_s else ""
         return f"{seconds_text(self.elapsed_s)}{limit}"
 
@@ -86,7 +86,7 @@ class Progress:
         return trial.median_seconds if trial is not None and trial.succeeded else None
 
     def note(self, event: Event) -> None:
-        """Takes note of an event."""
+        """Updates the state by an event."""
         match event:
             case Profiling():
                 self._now(f"profiling {event.model}")
@@ -120,7 +120,7 @@ _SHOWN = 8
 
 
 def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[str]:
-    """What is said of an event that ``progress`` has already taken note of."""
+    """Lines of a log for an event that ``progress`` already includes."""
     match event:
         case Profiling():
             yield f"profiling {event.model} on fake tensors"
@@ -148,7 +148,7 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
 
 
 def predicted_text(candidate: Candidate) -> str:
-    """As ``"predicted 42.1 ms, 812 MiB"``."""
+    """The prediction: ``"predicted 42.1 ms, 812 MiB"``."""
     if candidate.estimate is None:
         return "not priced"
     time, memory = candidate.estimate.step_seconds, candidate.estimate.peak_bytes
@@ -156,7 +156,7 @@ def predicted_text(candidate: Candidate) -> str:
 
 
 def trial_text(outcome: TrialOutcome) -> str:
-    """As ``"42.1 ms ±0.3 ms (measured, n=12), 812 MiB"``, or how it failed and why."""
+    """The measurement, ``"42.1 ms ±0.3 ms (measured, n=12), peak 812 MiB"``, or the failure and its reason."""
     if not outcome.succeeded:
         where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
         log = f" (log: {outcome.log})" if outcome.log else ""
@@ -194,10 +194,10 @@ def _loser_text(row: Row) -> str:
 
 
 def live_view(progress: Progress, num_rows: int) -> RenderableType:
-    """What is known so far: the setting, the candidates worth a line, and what goes on.
+    """The setting, the first candidates, and the current activity, for a rich console.
 
     Args:
-        progress: of the search.
+        progress: state of the search.
         num_rows: candidates shown at most.
     """
     from rich.console import Group
@@ -248,7 +248,7 @@ def _cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
 
 
 def _state(progress: Progress, candidate: Candidate) -> tuple[str, str]:
-    """The state in words, and a style that says it again."""
+    """State of a candidate as text, and a style that repeats it."""
     trial = progress.trials.get(candidate.key)
     if progress.running is not None and progress.running.key == candidate.key:
         return f"▶ running, {progress.doing_for_s:.0f} s", "bold"

@@ -42,7 +42,7 @@ _FEW = 9
 """Columns, of which two are wide, that fit into the page."""
 
 TEXT_WIDTH = 140
-"""Characters of a line where there is no terminal to ask."""
+"""Characters of a line that is not written to a terminal."""
 
 _GAP = 3
 _LEAST_WORDS = 24
@@ -52,10 +52,10 @@ class Table(NamedTuple):
     """A table.
 
     Attributes:
-        columns: their heads.
+        columns: heads of the columns.
         rows: cells, as many in each row as there are columns.
-        words: indices of the columns that hold words; the others hold numbers.
-        ends_in_sentences: whether the last column holds sentences, which need room.
+        words: indices of the columns of text; the others hold numbers.
+        ends_in_sentences: the last column holds sentences, which need room.
     """
 
     columns: tuple[str, ...]
@@ -65,7 +65,7 @@ class Table(NamedTuple):
 
     @property
     def short(self) -> frozenset[int]:
-        """The columns of words in which nothing is long."""
+        """The columns of text in which no cell is long."""
         return frozenset(
             at
             for at in self.words
@@ -74,7 +74,7 @@ class Table(NamedTuple):
 
     @property
     def is_roomy(self) -> bool:
-        """Whether its sentences can be wide: there are not many columns beside them."""
+        """Whether its sentences can be wide, as there are few other columns."""
         return self.ends_in_sentences and len(self.columns) <= _FEW
 
     def without_unknown(self) -> Table:
@@ -91,7 +91,7 @@ class Table(NamedTuple):
 def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     """The table as plain text, without colours and without spaces at the ends of lines.
 
-    What is too long is folded, never cut. A last column of sentences is put below the first column of words, so that
+    What is too long is folded, never cut. A last column of sentences is put below the first column of text, so that
     there is room.
     """
     from rich import box
@@ -109,7 +109,7 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     roomy = sum(lengths.values()) + len(columns) * _GAP + words * _LEAST_WORDS <= width
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for position, name in enumerate(columns):
-        # A number is not broken while words can give way.
+        # A number is not broken while text can be.
         least = lengths[position] if position in numbers and roomy else None
         justify = "right" if position in numbers else "left"
         drawn.add_column(name, justify=justify, overflow="fold", min_width=least)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def history_table(info: HistoryInfo) -> Table:
 
 
 def waterfall_table(info: WaterfallInfo) -> Table:
-    """What each change brought."""
+    """Step time before and after each change."""
     columns: _Columns[WaterfallBar] = {
         "change": lambda bar: bar.label,
         "step before": lambda bar: seconds_text(bar.before),
@@ -227,7 +227,7 @@ def waterfall_table(info: WaterfallInfo) -> Table:
 
 
 def accuracy_table(infos: Iterable[AccuracyInfo]) -> Table:
-    """How good the predictions were."""
+    """Errors and rank correlation of the predictions."""
     columns: _Columns[AccuracyInfo] = {
         "predicted": lambda info: info.quantity,
         "candidates": lambda info: str(len(info.points)),
@@ -250,7 +250,7 @@ def pareto_table(info: ParetoInfo) -> Table:
 
 
 def timeline_table(info: TimelineInfo) -> Table:
-    """Each rank's figures."""
+    """Stages, busy and idle time, and micro-batches held, rank by rank."""
     columns: _Columns[TimelineRow] = {
         "rank": lambda row: str(row.rank),
         "stages": lambda row: ", ".join(map(str, row.stages)),
@@ -275,7 +275,7 @@ def parts_table(estimate: Estimate) -> Table:
 
 
 def collectives_table(collectives: tuple[Collective, ...]) -> Table:
-    """What each step communicates."""
+    """Collectives of a step: calls and bytes."""
     columns: _Columns[Collective] = {
         "collective": lambda each: each.kind,
         "over": lambda each: each.axis,
@@ -300,7 +300,7 @@ def operators_table(info: OperatorsInfo) -> Table:
 
 
 def _table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:
-    """The table of a line for each item, of columns by their heads; ``words`` are heads of columns of words."""
+    """A table with a row for each item and the given columns; ``words`` are the heads of columns of text."""
     rows = tuple(tuple(cell(item) for cell in columns.values()) for item in items)
     return Table(tuple(columns), rows, frozenset(at for at, head in enumerate(columns) if head in words))
 

@@ -43,7 +43,7 @@ _LABEL, _SHARE = len("  rank 0000  "), len("  100% idle")
 
 
 def timeline_sentence(info: TimelineInfo) -> str:
-    """What the timeline shows, in a sentence."""
+    """The timeline in a sentence."""
     ranks, batches = (
         counted(len(info.rows), "rank"),
         counted(info.num_micro_batches, "micro-batch", "micro-batches"),
@@ -61,12 +61,12 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
     Small letters are the passes of a rank's later stages.
 
     Args:
-        info: of the step.
+        info: timeline of the step.
         width: characters of a line.
     """
     lengths = (block.end - block.start for row in info.rows for block in row.blocks)
     shortest = min((length for length in lengths if length > 0), default=1.0)
-    # No more slices than there are passes to tell apart, no more than there is room for.
+    # No more slices than are needed to show the shortest pass, and no more than there is room for.
     columns = min(max(10, width - _LABEL - _SHARE), max(1, round(info.step_seconds / shortest)))
     shown = info.first(_ROWS)
     lines = [
@@ -103,10 +103,10 @@ def report_text(
     *,
     top: int | None = None,
 ) -> str:
-    """What was applied, the search behind it, and how it turned out.
+    """The applied strategy, the search that chose it, and predicted against actual figures.
 
     Args:
-        applied, search, actual, timeline: what there is of them.
+        applied, search, actual, timeline: parts of the report; ``None`` for those that it does not have.
         top: candidates shown at most; ``None`` for all.
     """
     parts = []
@@ -125,7 +125,7 @@ def search_text(outcome: SearchOutcome, *, width: int = TEXT_WIDTH, top: int | N
     """Verdict, candidates and the tables behind them.
 
     Args:
-        outcome: of the search.
+        outcome: outcome of the search.
         width: characters of a line.
         top: candidates shown at most; ``None`` for all. What is left out is counted.
     """
@@ -148,10 +148,10 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
         yield "\nPredicted against measured"
         table = accuracy_table(accuracy_info(outcome, quantity) for quantity in QUANTITIES)
         yield as_text(table, width=width)
-    fall = waterfall_info(outcome)
-    if fall is not None and fall.bars:
-        yield f"\nFrom the baseline ({fall.baseline}) to the winner"
-        yield as_text(waterfall_table(fall), width=width)
+    waterfall = waterfall_info(outcome)
+    if waterfall is not None and waterfall.bars:
+        yield f"\nFrom the baseline ({waterfall.baseline}) to the winner"
+        yield as_text(waterfall_table(waterfall), width=width)
     for title, lines in (("Self-checks", outcome.checks), ("Assumed", outcome.setting.notes)):
         if lines:
             yield f"\n{title}"
@@ -181,7 +181,7 @@ def _and_measured(bars: tuple[Bar, ...]) -> str:
 
 
 def actual_lines(info: ActualInfo) -> tuple[str, ...]:
-    """Predicted against actual in words."""
+    """Predicted against actual, line by line."""
     lines = ["Predicted against actual", f"  step: {info.actual_seconds.as_seconds()} in training"]
     if info.trial_seconds.value is not None:
         shown, error = info.trial_seconds.as_seconds(), change_text(info.trial_error)
@@ -195,7 +195,7 @@ def actual_lines(info: ActualInfo) -> tuple[str, ...]:
 
 
 def fits_text(estimate: Estimate, limit_bytes: int) -> str:
-    """Whether it fits, and by how much."""
+    """Whether an estimate is within the limit, and by how much."""
     if not limit_bytes:
         return "The memory of the device is unknown, so nothing is said about whether it fits."
     over = estimate.peak_bytes - limit_bytes

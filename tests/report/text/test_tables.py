@@ -1,0 +1,86 @@
+"""Tables as cells and as plain text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atorch_ns.report import candidates_info, memory_info, waterfall_info
+from atorch_ns.report.text.tables import (
+    Table,
+    as_text,
+    candidates_table,
+    memory_table,
+    parts_table,
+    waterfall_table,
+)
+from atorch_ns.text import UNKNOWN
+from tests.report.outcomes import estimated, searched
+
+
+def _table(*rows: tuple[str, ...]) -> Table:
+    return Table(("name", "time", "why"), rows, frozenset({0, 2}), ends_in_sentences=True)
+
+
+def test_columns_of_which_nothing_is_known_are_left_out() -> None:
+    kept = _table(("a", UNKNOWN, "slow"), ("b", UNKNOWN, "fast")).without_unknown()
+    assert kept.columns == ("name", "why")
+    assert kept.rows == (("a", "slow"), ("b", "fast"))
+    assert kept.words == {0, 1}
+    assert _table(("a", UNKNOWN, "slow"), ("b", "1 s", "fast")).without_unknown().columns[1] == "time"
+    assert _table().without_unknown().columns == ("name", "time", "why")
+
+
+def test_columns_of_short_text_need_no_break() -> None:
+    assert _table(("a", "1 s", "a reason of many characters")).short == {0}
+
+
+def test_sentences_stand_below_the_names() -> None:
+    lines = as_text(_table(("ddp", "1 s", "it is slower"), ("fsdp", "2 s", ""))).splitlines()
+    assert lines[0].split() == ["name,", "and", "why", "time"]
+    cells = [line.split() for line in lines[2:]]
+    assert cells == [["ddp", "1", "s"], ["it", "is", "slower"], ["fsdp", "2", "s"]]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_long_cells_are_folded_and_never_cut(width: int) -> None:
+    sentence = "a reason that is far longer than the line that it is to be written on, with every word kept"
+    text = as_text(_table(("strategy", "1.25 ms", sentence)), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert " ".join(sentence.split()) in " ".join(text.split())
+
+
+def test_candidates_have_the_heads_of_their_cells() -> None:
+    table = candidates_table(candidates_info(searched()))
+    base = dict(zip(table.columns, table.rows[2], strict=True))
+    assert base["strategy"] == "ddp (baseline)"
+    assert base["step predicted"] == "30.0 ms"
+    assert base["step measured"] == "40.0 ms ±0.3 ms, n=5"
+    assert base["against the baseline"] == ""
+    assert base["peak measured"] == "800 MiB"
+    assert dict(zip(table.columns, table.rows[3], strict=True))["peak measured"] == UNKNOWN
+    assert {table.columns[at] for at in table.words} == {"strategy", "fate", "why"}
+
+
+def test_memory_is_compared_with_the_limit_if_there_is_one() -> None:
+    table = memory_table(memory_info(searched()))
+    at = table.columns.index("of the limit")
+    assert (table.rows[0][at], table.rows[-1][at]) == ("590 MiB free", "200 MiB over")
+    assert "offload" not in "".join(table.columns)  # a part that no candidate has
+    unknown = replace(searched(), setting=replace(searched().setting, memory_limit_bytes=0))
+    assert {row[at] for row in memory_table(memory_info(unknown)).rows} == {UNKNOWN}
+
+
+def test_changes_have_their_sign() -> None:
+    info = waterfall_info(searched())
+    assert info is not None
+    assert [row[3] for row in waterfall_table(info).rows] == ["-10.0 ms", "-5.00 ms"]
+
+
+def test_parts_add_up_to_peak_and_step() -> None:
+    rows = parts_table(estimated(20, 400)).rows
+    assert ("memory", "peak", "400 MiB", "") in rows
+    assert ("time", "step", "20.0 ms", "") in rows
+    assert ("time", "compute", "16.0 ms", "80%") in rows
+    assert not [row for row in rows if row[1] == "recompute"]

@@ -1,0 +1,49 @@
+"""Text of estimates, searches and reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atorch_ns.report import estimate_text, estimates_text, search_text
+from atorch_ns.report.text.text import fits_text, report_text
+from tests.report.outcomes import MIB, estimated, searched
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "words"),
+    [
+        (1000, "It fits: 400 MiB of 1000 MiB a rank (predicted), 600 MiB free."),
+        (300, "100 MiB too much. The largest part is activations with 200 MiB"),
+        (0, "The memory of the device is unknown"),
+    ],
+)
+def test_whether_an_estimate_fits(limit_mib: int, words: str) -> None:
+    assert words in fits_text(estimated(20, 400), limit_mib * MIB)
+
+
+def test_an_estimate_without_collectives_says_nothing_of_them() -> None:
+    text = estimate_text(estimated(20, 400), 1000 * MIB)
+    assert "One step takes 20.0 ms (predicted)." in text
+    assert "communicates" not in text
+
+
+def test_two_estimates_side_by_side_name_what_is_new() -> None:
+    lines = estimates_text(estimated(20, 400), estimated(28, 300, recompute_ms=4)).splitlines()
+    (recompute,) = (line for line in lines if "recompute" in line)
+    assert recompute.split()[-1] == "new"
+    (peak,) = (line for line in lines if "peak" in line)
+    assert peak.split()[-1] == "-25%"
+
+
+def test_nothing_at_all_is_said() -> None:
+    assert report_text(None, None, None) == "nothing was applied and nothing was searched"
+
+
+def test_a_search_that_measured_nothing_has_no_trials_and_no_accuracy() -> None:
+    rows = tuple(replace(row, trial=None, trial_number=0) for row in searched().rows)
+    text = search_text(replace(searched(), rows=rows))
+    assert "Trials in their order" not in text
+    assert "Predicted against measured" not in text
+    assert "and measured" not in text
