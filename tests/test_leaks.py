@@ -41,6 +41,7 @@ def test_each_leak_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> Non
     (tmp_path / "tests").mkdir()
     for name in ("__init__.py", "processes.py"):
         shutil.copy(here / name, tmp_path / "tests")
+    shutil.copytree(here / "warm", tmp_path / "tests" / "warm")
     (tmp_path / "test_leaking.py").write_text(LEAKS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -92,7 +92,11 @@ def _forked(listener: socket.socket) -> dict[str, Any]:
                 _give_back(forks, selector)
             elif key.fileobj is listener:
                 client = _high(listener.accept()[0])
-                request, files = _received(client)
+                try:
+                    request, files = _received(client)
+                except (OSError, ValueError):  # killed while it asked
+                    client.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
@@ -104,9 +108,10 @@ def _forked(listener: socket.socket) -> dict[str, Any]:
                 for file in files:
                     os.close(file)
                 forks[pid] = client
-                client.sendall(pid.to_bytes(4, "big"))
+                with contextlib.suppress(OSError):
+                    client.sendall(pid.to_bytes(4, "big"))
                 selector.register(client, selectors.EVENT_READ)
-            else:  # the client is gone: killed
+            elif key.fileobj in forks.values():  # the client is gone: killed
                 selector.unregister(key.fileobj)
                 for pid in [pid for pid, client in forks.items() if client is key.fileobj]:
                     _end(pid)
@@ -121,7 +126,7 @@ def _received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     text = bytearray()
     size = int.from_bytes(client.recv(4, socket.MSG_WAITALL), "big")
     while len(text) < size:
-        text += client.recv(size - len(text))
+        text += client.recv(size - len(text)) or b"?" * size
     files = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH) for number in numbers]
     for number in numbers:
         os.close(number)
