@@ -60,7 +60,7 @@ def capture_rng(device: torch.device, shared: SharedRandomness | None = None) ->
 
 
 def rng_digest(states: Mapping[str, torch.Tensor]) -> str:
-    """A text that two ranks share only if their states are equal."""
+    """A digest of random states, to compare those of ranks."""
     total = hashlib.sha256()
     for kind in sorted(states):
         total.update(kind.encode())
@@ -71,7 +71,7 @@ def rng_digest(states: Mapping[str, torch.Tensor]) -> str:
 def restore_rng(
     states: Mapping[str, torch.Tensor], device: torch.device, shared: SharedRandomness | None = None
 ) -> None:
-    """Sets what :func:`capture` gave. What there is no place for here is left out."""
+    """Restores states of :func:`capture_rng`; those of a device or generator that this rank lacks are left out."""
     torch.set_rng_state(states["torch"])
     words, gauss = states["python"].tolist(), float(states["python_gauss"])
     random.setstate((_PYTHON_VERSION, tuple(words), None if math.isnan(gauss) else gauss))
@@ -87,7 +87,7 @@ def restore_rng(
 
 
 def spread_rng(rank: int) -> None:
-    """Gives a rank without a saved state one of its own, made from the present one and its number."""
+    """Seeds a rank without a saved state from the present state and its number."""
     seed = (int(torch.randint(2**62, ())) + rank) % 2**62
     torch.manual_seed(seed)
     random.seed(seed)
@@ -103,18 +103,18 @@ RNG = "rng."
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """One rank's part of a checkpoint, and what there is besides tensors.
+    """One rank's tensors of a checkpoint, and the manifest.
 
     Attributes:
-        tensors: by key; live, unless :meth:`copied`.
-        manifest: the same on every rank.
+        tensors: live tensors by key, or copies of :meth:`copied`.
+        manifest: everything else; equal on every rank after :func:`with_all_ranks`.
     """
 
     tensors: dict[str, torch.Tensor]
     manifest: Manifest
 
     def copied(self) -> Contents:
-        """With copies of the tensors in CPU memory, which training does not change."""
+        """The same with copies of the tensors in CPU memory, which training does not change."""
         copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.tensors.items()}
         return replace(self, tensors=copies)
 
@@ -125,24 +125,23 @@ def states_of(result: Result) -> TrainingStates:
 
 
 def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Contents:
-    """Reads the state of everything that a resumed run needs, as far as this rank knows it.
+    """Reads this rank's part of every state that a resumed run needs.
 
     Raises:
         CheckpointError: for a state that has no form in a checkpoint.
     """
     job = result.job
     states = states_of(result)
-    weights, optimizer, rng = (
-        states.weights(),
-        states.optimizer_states(),
-        capture_rng(job.device, job.step.randomness),
-    )
+    weights, optimizer = states.weights(), states.optimizer_states()
+    rng = capture_rng(job.device, job.step.randomness)
     buffers, extras = persistent_buffers(job.module), extra_states(job.module)
     records = [held_by_stages(job, found) for found in (weights, buffers, extras)]
     tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
-    if _is_first(job):  # every rank has them, and where they differ, rank 0's are what DDP sends around
-        tensors |= {BUFFER + name: tensor for name, tensor in _counted(job, buffers).items()}
-        tensors |= {EXTRA_STATE + name: tensor for name, tensor in _counted(job, extras).items()}
+    group = job.stage_group
+    # Every rank has buffers; where they differ, rank 0's count, which DDP broadcasts. Of a pipeline, rank 0's stages.
+    if job.cluster.rank == 0 if group is None else 0 in dist.get_process_group_ranks(group):
+        tensors |= {BUFFER + name: tensor for name, tensor in _first_held(job, buffers).items()}
+        tensors |= {EXTRA_STATE + name: tensor for name, tensor in _first_held(job, extras).items()}
     for name, entries in optimizer.tensors.items():
         tensors |= {_state_key(name, entry): tensor for entry, tensor in entries.items()}
     tensors |= {f"{RNG}{job.cluster.rank}.{kind}": tensor for kind, tensor in rng.items()}
@@ -166,13 +165,13 @@ def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Conten
 
 
 def with_all_ranks(contents: Contents, job: Job) -> Contents:
-    """With what the other ranks know besides tensors; collective."""
+    """``contents`` with the other ranks' optimizer values and random-state digests in the manifest; collective."""
     if not job.cluster.distributed:
         return contents
     own = contents.manifest
     values = {} if own.optimizer is None else own.optimizer.values
     of_ranks = gathered((values, own.rng_digests), distributed=True)
-    update: dict[str, Any] = {"rng_digests": tuple(mark for _, marks in of_ranks for mark in marks)}
+    update: dict[str, Any] = {"rng_digests": tuple(digest for _, digests in of_ranks for digest in digests)}
     if own.optimizer is not None:
         merged = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}
         update["optimizer"] = own.optimizer.model_copy(update={"values": merged})
@@ -180,7 +179,7 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
 
 
 def held_by_stages(job: Job, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
-    """What all stages of a pipeline hold together, and without one this rank; collective over the stages."""
+    """Records of the tensors of all pipeline stages, or of this rank without a pipeline; collective over the stages."""
     found = {
         name: record
         for stage in on_all_stages(job, tensor_records(tensors))
@@ -200,10 +199,10 @@ def state_specs(tensors: dict[str, StateSpec]) -> dict[str, dict[str, StateSpec]
 
 
 def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The extra states of those modules that have one, by the module's path.
+    """The extra states of modules, by the module's path.
 
     Raises:
-        CheckpointError: for one that is no tensor.
+        CheckpointError: for an extra state that is no tensor.
     """
     found = {}
     for path, child in module.named_modules():
@@ -220,7 +219,7 @@ def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def class_name(thing: object) -> str:
-    """Qualified name of its class."""
+    """Qualified name of an object's class."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
@@ -232,23 +231,8 @@ def _state_key(name: str, entry: str) -> str:
     return f"{STATE}{name}.{entry}"
 
 
-def _values(states: OptimizerStates) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            entry: encode(value, what=f"the state {entry!r} of {name}") for entry, value in entries.items()
-        }
-        for name, entries in states.values.items()
-    }
-
-
-def _is_first(job: Job) -> bool:
-    """Whether this is rank 0, or one of those that hold the other stages of its pipeline."""
-    group = job.stage_group
-    return job.cluster.rank == 0 if group is None else 0 in dist.get_process_group_ranks(group)
-
-
-def _counted(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those that no earlier stage holds too; collective over rank 0's pipeline."""
+def _first_held(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that no earlier stage holds; collective over rank 0's pipeline."""
     stages = on_all_stages(job, list(tensors))
     group = job.stage_group
     earlier = {name for stage in stages[: 0 if group is None else group.rank()] for name in stage}
@@ -256,7 +240,7 @@ def _counted(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
-    """Whole shape and dtype of each."""
+    """Whole shape and dtype of each tensor."""
     return {
         name: TensorRecord(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
@@ -269,10 +253,16 @@ def _optimizer_record(
     optimizer = result.optim
     if optimizer is None:
         return None
+    values = {
+        name: {
+            entry: encode(value, what=f"the state {entry!r} of {name}") for entry, value in entries.items()
+        }
+        for name, entries in read.values.items()
+    }
     return OptimizerRecord(
         class_name=states.optimizer_class(),
         groups=record_groups(states.group_names(), optimizer.param_groups),
-        values=_values(read),
+        values=values,
         num_skipped=int(getattr(optimizer, "num_skipped", 0)),
     )
 

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.checkpoint.contents import held_by_stages, states_of, tensor_records
 from atorch_ns.checkpoint.manifest import TensorRecord
-from atorch_ns.cluster import agree, from_first
+from atorch_ns.cluster import on_first
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job, Result, local_part, on_all_stages
+from atorch_ns.text import first_few
 from atorch_ns.torch_compat import persistent_buffers
 
 _SHOWN = 5
@@ -48,9 +49,9 @@ def whole_tensors(
     """As :func:`export_state_dict`, with tied parameters under their first name only; collective.
 
     Args:
-        result: of ``auto_accelerate``.
-        everywhere: on every rank, not on rank 0 alone.
-        buffers: persistent buffers too.
+        result: result of ``auto_accelerate``.
+        everywhere: whether every rank gets them, or rank 0 alone.
+        buffers: whether persistent buffers are included.
     """
     job = result.job
     own = states_of(result).weights()
@@ -70,13 +71,13 @@ def whole_tensors(
 
 
 def _by_stage(job: Job, own: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:
-    """What each stage gives: of a tensor that several hold, the first one. Collective over the stages."""
-    taken: set[str] = set()
-    given = []
+    """The tensors that each stage sends; the first stage sends one that several hold. Collective over the stages."""
+    earlier: set[str] = set()
+    sent = []
     for stage in on_all_stages(job, tensor_records(own)):
-        given.append({name: record for name, record in stage.items() if name not in taken})
-        taken |= stage.keys()
-    return given
+        sent.append({name: record for name, record in stage.items() if name not in earlier})
+        earlier |= stage.keys()
+    return sent
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def _from_stage(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """The tensor that the rank at ``place`` of ``group`` has, on all of them."""
+    """The tensor of the rank at ``place`` in ``group``, on all its ranks."""
     if whole is None:
         sent = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device)
     else:
@@ -102,14 +103,14 @@ def _from_stage(
 def import_state_dict(
     result: Result, state_dict: Mapping[str, torch.Tensor], strict: bool = True
 ) -> Unmatched:
-    """Gives the model the weights and buffers of ``state_dict``; collective.
+    """Loads the weights and buffers of ``state_dict`` into the model; collective.
 
-    The optimizer's states, if it has any, stay as they are. A tied parameter needs one of its names.
+    The optimizer's states, if it has any, are not changed. A tied parameter needs one of its names.
 
     Args:
-        result: of ``auto_accelerate``.
-        state_dict: whole tensors by the plain model's names; rank 0's counts, what the others give is not read.
-        strict: every name must be in both.
+        result: result of ``auto_accelerate``.
+        state_dict: whole tensors by the plain model's names, on rank 0; those of other ranks are not read.
+        strict: whether every name must be in both.
 
     Returns:
         The names that were left out; empty with ``strict``.
@@ -123,15 +124,15 @@ def import_state_dict(
     targets = {**weights, **persistent_buffers(job.module)}
     records = held_by_stages(job, targets)
     aliases = {name: (name, *job.original.tied.get(name, ())) for name in records}
-    first, distributed = job.cluster.rank == 0, job.cluster.distributed
-
-    def match() -> tuple[dict[str, str], Unmatched]:
-        return _match(state_dict, records, aliases, strict=strict) if first else ({}, Unmatched([], []))
-
-    matched = agree(match, what="comparing the names", distributed=distributed)
-    keys, unmatched = from_first(matched, distributed=distributed)
+    rank, distributed = job.cluster.rank, job.cluster.distributed
+    keys, unmatched = on_first(
+        lambda: _match(state_dict, records, aliases, strict=strict),
+        what="comparing the names",
+        rank=rank,
+        distributed=distributed,
+    )
     for name, key in keys.items():
-        source = state_dict[key] if first else None
+        source = state_dict[key] if rank == 0 else None
         _fill(targets.get(name), records[name], source, job.device, distributed=distributed)
     states.set_weights(weights)
     return unmatched
@@ -144,7 +145,7 @@ def _match(
     *,
     strict: bool,
 ) -> tuple[dict[str, str], Unmatched]:
-    """For each target the key to take, and what is left over."""
+    """The key of each target, and the names that only one side has."""
     keys: dict[str, str] = {}
     problems = []
     for name, names in aliases.items():
@@ -162,9 +163,11 @@ def _match(
         [name for name in targets if name not in keys], [key for key in given if key not in known]
     )
     if strict and unmatched.missing_keys:
-        problems.append(f"{len(unmatched.missing_keys)} missing: {_few(unmatched.missing_keys)}")
+        problems.append(f"{len(unmatched.missing_keys)} missing: {first_few(unmatched.missing_keys)}")
     if strict and unmatched.unexpected_keys:
-        problems.append(f"{len(unmatched.unexpected_keys)} unexpected: {_few(unmatched.unexpected_keys)}")
+        problems.append(
+            f"{len(unmatched.unexpected_keys)} unexpected: {first_few(unmatched.unexpected_keys)}"
+        )
     if problems:
         raise CheckpointError("the weights are of another model: " + "; ".join(problems[:_SHOWN]))
     return keys, unmatched
@@ -191,7 +194,3 @@ def _fill(
         target.to_local().copy_(local_part(whole, target))
     elif target is not None:
         target.copy_(whole)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

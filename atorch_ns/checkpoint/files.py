@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their sizes and digests, taken when they were written and checked before they are read."""
+"""Files of a checkpoint: sizes and digests, recorded after writing and checked before reading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record_files(folder: Path, rank: int) -> dict[str, FileRecord]:
 
 
 def check_files(folder: Path, records: Mapping[str, FileRecord], names: Iterable[str]) -> None:
-    """Reads the files of these names, and compares them with what was written. A file without a record is not read.
+    """Reads the named files and compares them with their records. A file without a record is not read.
 
     Raises:
         CheckpointError: naming each file that differs, with the sizes and digests expected and found.
@@ -60,9 +60,9 @@ def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = Fals
     """Compares the sizes of files, in bytes, without reading them.
 
     Args:
-        folder: where they are.
-        sizes: by name.
-        at_least: whether a larger file will do too.
+        folder: folder of the files.
+        sizes: expected sizes by file name.
+        at_least: whether larger files are accepted.
 
     Raises:
         CheckpointError: naming each file that is missing or of another size.
@@ -80,27 +80,27 @@ def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = Fals
 
 
 def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """The files that a rank checks: those that ranks of its machine need are divided among these ranks.
+    """The files that a rank checks: the ranks of a machine divide the files that any of them needs.
 
     Args:
-        rank: whose share.
+        rank: the rank whose share is wanted.
         needed: for each rank the name of its machine, and the size of each file that it reads.
     """
     host = needed[rank][0]
-    ranks = [one for one, (other, _) in enumerate(needed) if other == host]
-    sizes = {name: size for one in ranks for name, size in needed[one][1].items()}
-    load = dict.fromkeys(ranks, 0)
+    peers = [peer for peer, (other, _) in enumerate(needed) if other == host]
+    sizes = {name: size for peer in peers for name, size in needed[peer][1].items()}
+    load = dict.fromkeys(peers, 0)
     share = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        one = min(ranks, key=lambda one: (load[one], one))
-        load[one] += sizes[name]
-        if one == rank:
+        least_loaded = min(peers, key=lambda peer: (load[peer], peer))
+        load[least_loaded] += sizes[name]
+        if least_loaded == rank:
             share.append(name)
     return share
 
 
-def way_out(folder: Path) -> str:
-    """A sentence on what to load in the place of a damaged checkpoint."""
+def alternative(folder: Path) -> str:
+    """A sentence that names the checkpoint to load in place of a damaged one."""
     for place in other_steps(folder):
         if _is_whole(place):
             return (
@@ -113,7 +113,7 @@ def way_out(folder: Path) -> str:
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether all files are there with their sizes; only the index is read."""
+    """Whether all files have their sizes; only the index is read."""
     try:
         records = Manifest.read(place).files
         if records is None:
@@ -130,7 +130,7 @@ def _record(path: Path) -> FileRecord:
     size, digest, chunk = 0, 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
-            # Against accidents, and faster than disks; nobody is kept from writing a digest that fits.
+            # A CRC finds accidents, and is faster than disks; it is no protection against forgery.
             digest = zlib.crc32(chunk[:count], digest)
             size += count
     return FileRecord(size=size, crc32=f"{digest:08x}")

@@ -31,7 +31,7 @@ MANIFEST: Final = "manifest.json"
 """Written last: a folder that has it is complete."""
 
 _POINTER: Final = "latest"
-_STEP: Final = re.compile(r"step-(\d+)")
+STEP: Final = re.compile(r"step-(\d+)")
 _REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")
 
 
@@ -51,7 +51,7 @@ def latest(path: str | PathLike[str]) -> Path | None:
         named = (parent / _POINTER).read_text().strip()
     except (OSError, UnicodeDecodeError):
         named = ""
-    if _STEP.fullmatch(named):
+    if STEP.fullmatch(named):
         for place in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
             if (place / MANIFEST).is_file():
                 return place
@@ -60,7 +60,7 @@ def latest(path: str | PathLike[str]) -> Path | None:
 
 
 def other_steps(folder: Path) -> list[Path]:
-    """The complete checkpoints beside that in ``folder``, the highest step first."""
+    """The complete checkpoints next to ``folder``, the highest step first."""
     return [place for place in _steps(folder.parent) if place != folder]
 
 
@@ -80,7 +80,7 @@ def find(path: str | PathLike[str]) -> Path:
         raise CheckpointError(
             f"there is no folder {place}. Give the folder that was given to save, or one step's."
         )
-    if _STEP.fullmatch(place.name) or (place / ".metadata").is_file():
+    if STEP.fullmatch(place.name) or (place / ".metadata").is_file():
         raise DamagedError(f"{place} is incomplete: it has no {MANIFEST}, which is written last.")
     raise CheckpointError(
         f"{place} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
@@ -88,14 +88,14 @@ def find(path: str | PathLike[str]) -> Path:
 
 
 def new_folder(parent: Path, step: int) -> Path:
-    """Makes an empty folder to write the checkpoint of ``step`` into."""
+    """Makes an empty folder for writing the checkpoint of ``step``."""
     folder = parent / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
     return folder
 
 
 def clean(parent: Path) -> None:
-    """Removes what interrupted saves left, and brings back a checkpoint whose replacement never came."""
+    """Removes files of interrupted saves, and restores a checkpoint whose replacement was not completed."""
     for place in parent.glob(".old-step-*"):
         match = _REPLACED.fullmatch(place.name)
         if match and not (parent / match[1]).exists():
@@ -110,7 +110,7 @@ def commit(folder: Path, step: int) -> Path:
     """Makes the complete ``folder`` the checkpoint of ``step``, and the latest one.
 
     Returns:
-        Its final place. An older checkpoint of the same step is gone.
+        Its final place. An older checkpoint of the same step is removed.
     """
     parent = folder.parent
     place = parent / step_name(step)
@@ -128,7 +128,7 @@ def commit(folder: Path, step: int) -> Path:
 
 
 def write_json(path: Path, document: JSON) -> None:
-    """Writes ``document`` to ``path``, through to the disk, by way of a file beside it."""
+    """Writes ``document`` to ``path`` atomically, and syncs it to the disk."""
     temporary = path.with_name(f".tmp-{path.name}")
     _write(temporary, json.dumps(document, indent=1, allow_nan=False) + "\n")
     temporary.replace(path)
@@ -138,7 +138,7 @@ def write_json(path: Path, document: JSON) -> None:
 def _steps(parent: Path) -> list[Path]:
     """The complete checkpoints below ``parent``, the highest step first."""
     complete = [place for place in parent.glob("step-*") if (place / MANIFEST).is_file()]
-    numbered = [(int(match[1]), place) for place in complete if (match := _STEP.fullmatch(place.name))]
+    numbered = [(int(match[1]), place) for place in complete if (match := STEP.fullmatch(place.name))]
     return [place for _, place in sorted(numbered, reverse=True)]
 
 
@@ -150,7 +150,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """A rename is on the disk when its folder is."""
+    """Syncs a folder, which makes renames in it durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Going on where a run has stopped, or beginning where there is nothing to go on from."""
+"""Loading of a checkpoint into a job, and resuming of a run from its latest one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from atorch_ns.checkpoint.files import check_files, share_of, way_out
+from atorch_ns.checkpoint.files import alternative, check_files, share_of
 from atorch_ns.checkpoint.folder import DamagedError, find, latest
 from atorch_ns.checkpoint.save import lane_of
 from atorch_ns.checkpoint.source import Source
-from atorch_ns.cluster import Cluster, agree, from_first, gathered
+from atorch_ns.cluster import Cluster, agree, gathered, on_first
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 
@@ -23,26 +23,26 @@ log = logging.getLogger("atorch_ns")
 
 
 def load(path: str | PathLike[str], result: Result, *, data_position: bool = True) -> dict[str, Any]:
-    """Makes ``result`` go on where a checkpoint was saved; collective.
+    """Loads a checkpoint, so that ``result`` continues where it was saved; collective.
 
-    The strategy and the number of ranks may be others than those it was saved under. Everything is checked
+    The strategy and the number of ranks may differ from those it was saved under. Everything is checked
     before anything is changed, the content of the files too: the ranks of a machine share the reading of those
-    that any of them needs. What fails later, such as a disk that is lost meanwhile, says that the job is changed.
+    that any of them needs. The error of a later failure, such as a lost disk, says that the job is changed.
 
     Hyperparameters (learning rates, betas, …) are those of the checkpoint, parameter by parameter. Random
-    states are each rank's own. With more ranks than it was saved by, the additional ones begin states of
-    their own, unless all saved ones were equal: then those are equal too.
+    states are each rank's own. With more ranks than it was saved by, the additional ones get new states,
+    unless all saved ones were equal: then those are equal too.
 
-    Reading uses torch's ``.metadata`` file, a pickle: load checkpoints of people you trust.
+    Reading uses torch's ``.metadata`` file, a pickle: load only checkpoints that you trust.
 
     Args:
         path: the folder given to ``save``, for the latest checkpoint in it, or that of one step.
-        result: of ``auto_accelerate``, with the same model.
-        data_position: ``False`` to begin the data anew, as one must with another global batch size.
+        result: result of ``auto_accelerate``, with the same model.
+        data_position: whether to restore the position in the data; another global batch size needs ``False``.
 
     Returns:
         ``step``, ``extra`` as saved, ``path`` of the checkpoint, the ``world_size`` and ``strategy`` it was
-        saved under, and ``notes``: what it holds that there is nothing here to restore to, or the reverse.
+        saved under, and ``notes`` on states that only the checkpoint or only the job has.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of another model, optimizer, scheduler or batch size.
@@ -50,10 +50,18 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
     """
     lane_of(result.job).wait()
     cluster = result.job.cluster
-    folder = _find(Path(path).absolute(), result)
+    given = Path(path).absolute()
+
+    def find_folder() -> Path:
+        with _alternative_named(given):
+            return find(given)
+
+    folder = on_first(
+        find_folder, what="finding the checkpoint", rank=cluster.rank, distributed=cluster.distributed
+    )
 
     def open_source() -> Source:
-        with _damage_told(folder):
+        with _alternative_named(folder):
             return Source.open(folder, result, data_position=data_position)
 
     source = agree(open_source, what="checking the checkpoint", distributed=cluster.distributed)
@@ -66,7 +74,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         raise CheckpointError(
             f"loading {folder} failed after a part of it had been loaded: {reason}. The model and the optimizer are "
             "changed: load a checkpoint, or start anew, before training goes on. "
-            f"{way_out(folder)}"
+            f"{alternative(folder)}"
         ) from error
     manifest, notes = source.manifest, source.notes
     if notes and cluster.rank == 0:
@@ -81,25 +89,13 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
     }
 
 
-def _find(path: Path, result: Result) -> Path:
-    """The checkpoint that rank 0 finds; collective."""
-    cluster = result.job.cluster
-
-    def look() -> str:
-        with _damage_told(path):
-            return str(find(path)) if cluster.rank == 0 else ""
-
-    found = agree(look, what="finding the checkpoint", distributed=cluster.distributed)
-    return Path(from_first(found, distributed=cluster.distributed))
-
-
 @contextlib.contextmanager
-def _damage_told(folder: Path) -> Iterator[None]:
-    """Adds to an error about a damaged checkpoint what to load in its place."""
+def _alternative_named(folder: Path) -> Iterator[None]:
+    """Adds the checkpoint to load in its place to an error about a damaged one."""
     try:
         yield
     except DamagedError as error:
-        raise CheckpointError(f"{error} {way_out(folder)}") from error
+        raise CheckpointError(f"{error} {alternative(folder)}") from error
 
 
 def _check_content(source: Source, cluster: Cluster) -> None:
@@ -111,7 +107,7 @@ def _check_content(source: Source, cluster: Cluster) -> None:
     share = share_of(cluster.rank, gathered((platform.node(), sizes), distributed=cluster.distributed))
 
     def check() -> None:
-        with _damage_told(source.folder):
+        with _alternative_named(source.folder):
             check_files(source.folder, records, share)
 
     agree(check, what="checking the content of the checkpoint", distributed=cluster.distributed)
@@ -120,12 +116,11 @@ def _check_content(source: Source, cluster: Cluster) -> None:
 def resume(path: str | PathLike[str], result: Result, *, data_position: bool = True) -> dict[str, Any] | None:
     """:func:`load` of the latest checkpoint below ``path``, if there is one; collective.
 
-    For scripts that may be started again at any moment, on any number of ranks: rank 0 looks, and all ranks do
-    the same.
+    For scripts that may be restarted at any moment, on any number of ranks: rank 0 decides for all.
 
     Args:
-        path: the folder given to ``save``; it need not be there yet.
-        result: of ``auto_accelerate``, with the same model.
+        path: the folder given to ``save``; it need not exist yet.
+        result: result of ``auto_accelerate``, with the same model.
         data_position: as for ``load``.
 
     Returns:
@@ -137,20 +132,18 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
     """
     cluster = result.job.cluster
 
-    def look() -> str:
-        if cluster.rank != 0:
-            return ""
+    def find_latest() -> Path | None:
         _check_folder(Path(path))
-        found = latest(path)
-        return "" if found is None else str(found)
+        return latest(path)
 
-    found = agree(look, what="looking for a checkpoint", distributed=cluster.distributed)
-    place = from_first(found, distributed=cluster.distributed)
-    return load(place, result, data_position=data_position) if place else None
+    folder = on_first(
+        find_latest, what="looking for a checkpoint", rank=cluster.rank, distributed=cluster.distributed
+    )
+    return load(folder, result, data_position=data_position) if folder else None
 
 
 def _check_folder(path: Path) -> None:
-    """Nothing saved yet is a beginning; what can never be saved to, or cannot be seen, is a mistake."""
+    """Refuses a path that is no folder or cannot be read; a folder that does not exist yet is a first start."""
     present = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if not present.is_dir():
         raise CheckpointError(

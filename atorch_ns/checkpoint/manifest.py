@@ -1,9 +1,8 @@
-"""The manifest: what a checkpoint is of, and every small state in it, as readable JSON beside the tensors."""
+"""Manifest of a checkpoint: its origin, and every state that is no tensor, as readable JSON."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from atorch_ns.checkpoint.folder import MANIFEST, DamagedError, write_json
+from atorch_ns.checkpoint.folder import MANIFEST, STEP, DamagedError, step_name, write_json
 from atorch_ns.errors import CheckpointError
 from atorch_ns.strategy import JSON
+from atorch_ns.text import first_few
 
 _TAG = "$"
 _BARE = (bool, int, str)
@@ -28,8 +28,8 @@ def encode(value: Any, *, what: str) -> JSON:
     they are. A tensor or array of one element becomes its number.
 
     Args:
-        value: what to write.
-        what: what it is, for the message: ``"the scheduler's state"``.
+        value: the value to encode.
+        what: name of the value, for the message: ``"the scheduler's state"``.
 
     Raises:
         CheckpointError: naming the place inside ``value`` that has no such form, and its type.
@@ -108,16 +108,16 @@ def _num_elements(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> in
 
 
 _NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""The parameters themselves, and how the update is computed, which is this run's affair."""
+"""The parameters themselves, and options of how the update is computed, which are this run's own."""
 
 
 def record_groups(
     names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[GroupRecord, ...]:
-    """The groups as they stand.
+    """The groups' parameter names and hyperparameters.
 
     Args:
-        names: of each group's parameters.
+        names: parameter names of each group.
         groups: the optimizer's ``param_groups``.
 
     Raises:
@@ -136,38 +136,38 @@ def check_groups(
     *,
     ordered: bool,
 ) -> None:
-    """Checks that every group here can be given the hyperparameters its parameters were saved with.
+    """Checks that every group of the optimizer can get the hyperparameters its parameters were saved with.
 
-    Groups may be cut otherwise than they were if that loses nothing: if the parameters of a group here all
-    had the same hyperparameters, and those of a group there all have the same ones here.
+    Groups may be cut differently if no hyperparameter is lost: if the parameters of each group of the optimizer all
+    had the same hyperparameters, and those of each saved group all have the same ones in the optimizer.
 
     Args:
         saved: the checkpoint's groups.
-        names: of each group's parameters here.
-        groups: the optimizer's ``param_groups`` here.
-        ordered: whether something (a scheduler) tells groups apart by their number.
+        names: parameter names of each group of the optimizer.
+        groups: the optimizer's ``param_groups``.
+        ordered: whether a scheduler refers to groups by their number.
 
     Raises:
-        CheckpointError: saying which parameters are in the way.
+        CheckpointError: naming the parameters that prevent it.
     """
     _check_members(saved, names)
-    here = record_groups(names, groups)
-    cuts = [[frozenset(group.params) for group in side] for side in (saved, here)]
+    present = record_groups(names, groups)
+    cuts = [[frozenset(group.params) for group in side] for side in (saved, present)]
     if cuts[0] == cuts[1] or (not ordered and set(cuts[0]) == set(cuts[1])):
         return
     if ordered:
         raise CheckpointError(
-            f"the checkpoint has {len(saved)} parameter group(s) and this optimizer {len(here)}, cut or ordered "
+            f"the checkpoint has {len(saved)} parameter group(s) and this optimizer {len(present)}, cut or ordered "
             "differently, and the scheduler counts them. Give optim_param_func the groups it was saved with."
         )
-    _check_uniform(here, saved, "a group of this optimizer mixes parameters that the checkpoint has")
-    _check_uniform(saved, here, "a group of the checkpoint holds parameters that this optimizer has")
+    _check_uniform(present, saved, "a group of this optimizer mixes parameters that the checkpoint has")
+    _check_uniform(saved, present, "a group of the checkpoint holds parameters that this optimizer has")
 
 
 def restore_groups(
     saved: Sequence[GroupRecord], names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Gives every group the hyperparameters of its parameters; :func:`check_groups` has passed."""
+    """Sets every group's hyperparameters to those of its parameters; call :func:`check_groups` first."""
     options = _by_name(saved)
     for own, group in zip(names, groups, strict=True):
         if own:
@@ -184,14 +184,14 @@ def _options(group: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> Any:
-    """Learning rates and betas may be tensors, also inside a tuple."""
+    """Numbers in place of tensors, as learning rates and betas may be, also inside a tuple."""
     if isinstance(value, (tuple, list)):
         return type(value)(_numbers(item) for item in value)
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _like(present: Any, value: Any) -> Any:
-    """``value`` in the form that it has here: a tensor keeps its identity, which kernels may have captured."""
+    """``value`` in the form of the present one: a tensor keeps its identity, which kernels may have captured."""
     if isinstance(present, torch.Tensor):
         present.fill_(value)
         return present
@@ -201,13 +201,13 @@ def _like(present: Any, value: Any) -> Any:
 
 
 def _check_members(saved: Iterable[GroupRecord], names: Iterable[Iterable[str]]) -> None:
-    there = {name for group in saved for name in group.params}
-    here = {name for own in names for name in own}
+    trained = {name for group in saved for name in group.params}
+    present = {name for own in names for name in own}
     problems = []
-    if missing := sorted(here - there):
-        problems.append(f"{len(missing)} that the checkpoint did not train: {_few(missing)}")
-    if unexpected := sorted(there - here):
-        problems.append(f"without {len(unexpected)} that it did: {_few(unexpected)}")
+    if missing := sorted(present - trained):
+        problems.append(f"{len(missing)} that the checkpoint did not train: {first_few(missing)}")
+    if unexpected := sorted(trained - present):
+        problems.append(f"without {len(unexpected)} that it did: {first_few(unexpected)}")
     if problems:
         raise CheckpointError(
             f"the optimizer trains other parameters than the checkpoint's: {'; '.join(problems)}. Freeze and "
@@ -236,10 +236,6 @@ def _by_name(groups: Iterable[GroupRecord]) -> dict[str, dict[str, Any]]:
     return {name: group.options for group in groups for name in group.params}
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-
-
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -259,7 +255,7 @@ class FileRecord(_Record):
 
 
 class GroupRecord(_Record):
-    """A parameter group: names, and hyperparameters encoded by ``_values.encode``."""
+    """A parameter group: names, and hyperparameters encoded by :func:`encode`."""
 
     params: tuple[str, ...]
     options: dict[str, Any]
@@ -289,14 +285,14 @@ class SchedulerRecord(_Record):
 
 
 class Manifest(_Record):
-    """What stands in ``manifest.json``.
+    """Content of ``manifest.json``.
 
     Attributes:
         format: the version of this layout.
         step: steps trained.
         world_size: number of processes that wrote it.
         strategy: the methods it was trained under, ``{"name", "config"}`` each.
-        versions: of atorch_ns and torch.
+        versions: versions of atorch_ns and torch.
         model_class: qualified name of the model's class.
         weights: every parameter, by its first name.
         buffers: every persistent buffer.
@@ -306,8 +302,8 @@ class Manifest(_Record):
         scaler: state of the loss scaler; ``None`` if there was none.
         data: position in the data; ``None`` if there was no data loader.
         rng_digests: a digest of each rank's random states.
-        extra: what the caller gave.
-        files: every other file of the checkpoint, by name; ``None`` in those of versions that kept no digests.
+        extra: values of the caller.
+        files: every other file of the checkpoint, by name; ``None`` where an earlier version kept no digests.
     """
 
     format: Literal[1] = 1
@@ -350,7 +346,7 @@ class Manifest(_Record):
             raise DamagedError(
                 f"{folder / MANIFEST} is damaged, or of a version that this one cannot read: {issues}."
             ) from error
-        if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
+        if STEP.fullmatch(folder.name) and folder.name != step_name(manifest.step):
             raise DamagedError(
                 f"{folder / MANIFEST} is damaged: it is of step {manifest.step}, and stands in {folder.name}."
             )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.checkpoint.export import Unmatched, import_state_dict, whole_tensors
 from atorch_ns.checkpoint.folder import write_json
-from atorch_ns.cluster import agree
+from atorch_ns.cluster import agree, on_first
 from atorch_ns.errors import CheckpointError, MissingPackageError
 from atorch_ns.job import Result
 
@@ -33,8 +33,8 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
     the weights as they are exported (fp32 where the job keeps fp32 masters).
 
     Args:
-        result: of ``auto_accelerate``.
-        folder: made if it does not exist; rank 0 writes.
+        result: result of ``auto_accelerate``.
+        folder: folder to write to, made if it does not exist; rank 0 writes.
 
     Returns:
         ``folder``.
@@ -44,15 +44,13 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
         CheckpointError: if the folder cannot be written.
     """
     place, job = Path(folder), result.job
-    distributed = job.cluster.distributed
+    rank, distributed = job.cluster.rank, job.cluster.distributed
     library = agree(
         lambda: _library("safetensors.torch"), what="importing safetensors", distributed=distributed
     )
     tensors = whole_tensors(result)
 
     def write() -> None:
-        if job.cluster.rank != 0:
-            return
         try:
             place.mkdir(parents=True, exist_ok=True)
             _write(library, tensors, place)
@@ -60,7 +58,7 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
         except OSError as error:
             raise CheckpointError(f"cannot write weights to {place}: {error}") from error
 
-    agree(write, what="writing the weights", distributed=distributed)
+    on_first(write, what="writing the weights", rank=rank, distributed=distributed)
     return place
 
 
@@ -70,9 +68,9 @@ def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool
     Only rank 0 reads, tensor by tensor.
 
     Args:
-        result: of ``auto_accelerate``.
-        folder: as transformers' ``save_pretrained`` or :func:`export_safetensors` writes it.
-        strict: every name must be in both.
+        result: result of ``auto_accelerate``.
+        folder: folder that transformers' ``save_pretrained`` or :func:`export_safetensors` has written.
+        strict: whether every name must be in both.
 
     Returns:
         The names that were left out; empty with ``strict``.
@@ -91,7 +89,7 @@ def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool
 
 
 class _Files(Mapping[str, torch.Tensor]):
-    """Tensors by name, read when asked for."""
+    """Tensors by name, read on access."""
 
     def __init__(self, library: ModuleType, folder: Path) -> None:
         self._places: dict[str, Any] = {}
@@ -151,7 +149,7 @@ def _write_config(model: nn.Module, tensors: Mapping[str, torch.Tensor], place: 
     if len(dtypes) == 1:
         document["dtype"] = str(dtypes.pop()).removeprefix("torch.")
         document.pop("torch_dtype", None)
-    # Sharding gives a model a class of its own, derived from the user's.
+    # FSDP2 gives a model a new class, derived from the user's.
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     document["architectures"] = [own.__name__]
     write_json(place / _CONFIG, document)

@@ -1,4 +1,4 @@
-"""Saving: all of it or nothing."""
+"""Saving of a checkpoint, complete or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atorch_ns.checkpoint.contents import Contents, read_contents, with_all_rank
 from atorch_ns.checkpoint.files import record_files
 from atorch_ns.checkpoint.manifest import FileRecord, plain_json
 from atorch_ns.checkpoint.tensors import write_tensors
-from atorch_ns.cluster import agree, from_first, gathered
+from atorch_ns.cluster import agree, gathered, on_first
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job, Result
 from atorch_ns.strategy import JSON
@@ -25,8 +25,8 @@ class PendingSave:
     """A checkpoint being written by a thread of every rank.
 
     Args:
-        place: where it will be.
-        write: writes it.
+        place: folder of the checkpoint.
+        write: function that writes it.
     """
 
     def __init__(self, place: Path, write: Callable[[], None]) -> None:
@@ -66,30 +66,30 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # raised by wait()
             self._error = error
 
 
 class SaveLane:
-    """The saves of one job, one after the other."""
+    """Queue of a job's saves, of which one runs at a time."""
 
     def __init__(self) -> None:
         self._pending: PendingSave | None = None
         self._group: dist.ProcessGroup | None = None
 
     def wait(self) -> None:
-        """Waits for the save in the background, if any, and raises its error."""
+        """Waits for the background save, if there is one, and raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def begin(self, pending: PendingSave) -> PendingSave:
-        """Makes ``pending`` what the next save waits for."""
+        """Registers ``pending``, for which the next save waits."""
         self._pending = pending
         return pending
 
     def group(self, job: Job) -> dist.ProcessGroup | None:
-        """All ranks, connected apart from training, whose collectives may run meanwhile. Collective once."""
+        """A gloo group of all ranks, whose collectives may run during training. Its first call is collective."""
         if self._group is None and job.cluster.distributed:
             self._group = dist.new_group(backend="gloo")
         return self._group
@@ -110,31 +110,31 @@ def save(
     step: int | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
-    """Saves everything that a run needs to go on, as ``path/step-N``; collective.
+    """Saves everything that a run needs to continue, as ``path/step-N``; collective.
 
     Saved are the weights (fp32 where the job has fp32 masters) and persistent buffers, the optimizer's states
     and hyperparameters, the scheduler, the loss scaler, every rank's random states, the position in the data
     and the number of steps. It is written through ``torch.distributed.checkpoint``, each rank its own part,
     under names that depend on the model alone, so that any strategy on any number of ranks can load it.
 
-    Nobody sees an incomplete checkpoint: whatever interrupts a save, the one before stays the latest. What an
-    interrupted save left is removed by the next. Call it between steps, on every rank.
+    A checkpoint is complete or absent: whatever interrupts a save, the one before stays the latest. The next save
+    removes the files of an interrupted one. Call it between steps, on every rank.
 
     Args:
-        path: a folder that all ranks see; made if it does not exist. One job at a time may save into it.
-        result: of ``auto_accelerate``.
-        extra: more to keep, JSON values; rank 0's are saved.
+        path: folder that all ranks share, made if it does not exist. One job at a time may save into it.
+        result: result of ``auto_accelerate``.
+        extra: additional JSON values; rank 0's are saved.
         step: N; ``None`` for ``result.train_step.num_steps``, which the plain training loop does not count.
             A checkpoint of the same step is replaced.
-        asynchronous: copy the states to CPU memory, then write them in the background while training goes on.
-            One save is under way at a time: the next waits for it.
+        asynchronous: whether to copy the states to CPU memory, then write them in the background during training.
+            One save runs at a time: the next waits for it.
 
     Returns:
-        With ``asynchronous``, what to wait for; else ``None``.
+        With ``asynchronous``, the pending save; else ``None``.
 
     Raises:
         CheckpointError: for states that have no form in a checkpoint, a folder that cannot be written or that
-            a rank does not see, and for a failure of the save before this one in the background.
+            a rank does not see, and for a failure of the previous background save.
         RankError: if another rank failed.
     """
     job = result.job
@@ -164,29 +164,25 @@ def _read(result: Result, step: int, extra: Mapping[str, JSON] | None) -> Conten
 
 def _open(parent: Path, step: int, job: Job) -> Path:
     """A new folder to write into, which all ranks see; collective."""
-    first, distributed = job.cluster.rank == 0, job.cluster.distributed
+    rank, distributed = job.cluster.rank, job.cluster.distributed
 
-    def make() -> str:
-        if not first:
-            return ""
+    def make() -> Path:
         try:
             folder_module.clean(parent)
-            return str(folder_module.new_folder(parent, step))
+            return folder_module.new_folder(parent, step)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoints to {parent}: {error}") from error
 
-    def see() -> Path:
-        if not Path(made).is_dir():
+    def check() -> Path:
+        if not made.is_dir():
             raise CheckpointError(
-                f"rank 0 has made {made}, which is not there for rank {job.cluster.rank}. Save to a folder that "
-                "all ranks share."
+                f"rank 0 has made {made}, which is not there for rank {rank}. Save to a folder that all ranks share."
             )
-        return Path(made)
+        return made
 
-    made = from_first(
-        agree(make, what="opening the checkpoint", distributed=distributed), distributed=distributed
-    )
-    return agree(see, what="opening the checkpoint", distributed=distributed)
+    what = "opening the checkpoint"
+    made = on_first(make, what=what, rank=rank, distributed=distributed)
+    return agree(check, what=what, distributed=distributed)
 
 
 def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:

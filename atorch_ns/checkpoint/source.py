@@ -1,8 +1,8 @@
-"""A checkpoint that has been found to fit a job, and the tensors of the job that it is read into."""
+"""Source of a load: a checkpoint checked against a job, and the tensors of the job that it is read into."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,9 +27,8 @@ from atorch_ns.checkpoint.manifest import Manifest, TensorRecord, check_groups, 
 from atorch_ns.checkpoint.tensors import INDEX, describe_tensors, files_read, read_tensors
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, Result, StateSpec, StepOptimizer, TrainingStates
+from atorch_ns.text import first_few
 from atorch_ns.torch_compat import persistent_buffers, plain_name
-
-_SHOWN = 5
 
 
 def check_model(
@@ -70,7 +69,7 @@ def check_training(
 
 
 def left_out(manifest: Manifest, result: Result, *, data_position: bool) -> list[str]:
-    """What the checkpoint holds that there is nothing here to restore to, or the reverse; a sentence each."""
+    """States that only the checkpoint or only the job has; a sentence each."""
     optimizer = result.optim
     scaler = optimizer.scaler if isinstance(optimizer, StepOptimizer) else None
     rows: list[tuple[str, object, object]] = [
@@ -80,9 +79,12 @@ def left_out(manifest: Manifest, result: Result, *, data_position: bool) -> list
     ]
     if data_position:
         rows.append(("data position", manifest.data, result.dataloader))
-    notes = [
-        _note(what, saved is not None) for what, saved, here in rows if (saved is None) != (here is None)
-    ]
+    notes = []
+    for what, saved, present in rows:
+        if saved is not None and present is None:
+            notes.append(f"its {what} is not used: this job has none")
+        elif saved is None and present is not None:
+            notes.append(f"it holds no {what}: the one here begins anew")
     if manifest.world_size != result.job.cluster.world_size:
         notes.append(
             f"saved by {manifest.world_size} rank(s) and loaded by {result.job.cluster.world_size}: random numbers "
@@ -125,41 +127,33 @@ def _check_data(manifest: Manifest, result: Result) -> None:
         )
 
 
-def _differences(what: str, there: Mapping[str, TensorRecord], here: Mapping[str, TensorRecord]) -> list[str]:
-    problems = _names(what, there.keys(), here.keys())
+def _differences(
+    what: str, saved_records: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]
+) -> list[str]:
+    problems = _names(what, saved_records.keys(), records.keys())
     changed = []
-    for name in here.keys() & there.keys():
-        shape = here[name].shape
-        dtype: torch.dtype = getattr(torch, here[name].dtype)
-        saved: torch.dtype = getattr(torch, there[name].dtype)
-        if shape != there[name].shape:
-            changed.append(f"{name} is {shape} here and {there[name].shape} in the checkpoint")
+    for name in records.keys() & saved_records.keys():
+        shape, saved_shape = records[name].shape, saved_records[name].shape
+        dtype: torch.dtype = getattr(torch, records[name].dtype)
+        saved: torch.dtype = getattr(torch, saved_records[name].dtype)
+        if shape != saved_shape:
+            changed.append(f"{name} is {shape} here and {saved_shape} in the checkpoint")
         elif dtype.is_floating_point != saved.is_floating_point or dtype.is_complex != saved.is_complex:
             changed.append(f"{name} is {dtype} here and {saved} in the checkpoint")
     if changed:
-        problems.append(f"{len(changed)} {what}(s) differ: {_few(changed)}")
+        problems.append(f"{len(changed)} {what}(s) differ: {first_few(sorted(changed))}")
     return problems
 
 
-def _names(what: str, there: Iterable[str], here: Iterable[str]) -> list[str]:
-    saved, present = set(there), set(here)
+def _names(what: str, saved: Set[str], present: Set[str]) -> list[str]:
     problems = []
     if missing := present - saved:
-        problems.append(f"{len(missing)} {what}(s) missing in the checkpoint: {_few(missing)}")
+        problems.append(f"{len(missing)} {what}(s) missing in the checkpoint: {first_few(sorted(missing))}")
     if unexpected := saved - present:
-        problems.append(f"{len(unexpected)} {what}(s) that this model does not have: {_few(unexpected)}")
+        problems.append(
+            f"{len(unexpected)} {what}(s) that this model does not have: {first_few(sorted(unexpected))}"
+        )
     return problems
-
-
-def _few(texts: Iterable[str]) -> str:
-    ordered = sorted(texts)
-    return ", ".join(ordered[:_SHOWN]) + (", …" if len(ordered) > _SHOWN else "")
-
-
-def _note(what: str, saved: bool) -> str:
-    if saved:
-        return f"its {what} is not used: this job has none"
-    return f"it holds no {what}: the one here begins anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,18 +161,18 @@ class Source:
     """A checkpoint that has been found to fit, and the tensors to read it into.
 
     Attributes:
-        folder: where it is.
-        manifest: what it holds besides tensors.
-        result: what it is loaded into.
-        states: of the result.
-        weights: the tensors to fill with weights, by name.
-        blank: the tensors to fill with the optimizer's states.
-        rng: the same for the random states of this rank, or of rank 0.
-        buffers: live.
-        extras: extra states of modules, to be filled and handed to them.
-        notes: what will not be restored.
-        data_position: whether the position in the data is.
-        files: those that this rank will read, and how many bytes each has at least.
+        folder: folder of the checkpoint.
+        manifest: the checkpoint's manifest.
+        result: the job to load into.
+        states: the job's weights and optimizer states by name.
+        weights: tensors to fill with weights, by name.
+        blank: tensors to fill with optimizer states, by parameter and entry.
+        rng: tensors to fill with the random states of this rank, or of rank 0, by kind.
+        buffers: live buffers, by name.
+        extras: tensors to fill with extra states of modules, by path.
+        notes: sentences on states that are not restored.
+        data_position: whether the position in the data is restored.
+        files: files that this rank will read, with the least size of each in bytes.
     """
 
     folder: Path
@@ -196,7 +190,7 @@ class Source:
 
     @classmethod
     def open(cls, folder: Path, result: Result, *, data_position: bool) -> Source:
-        """Checks everything and makes room; nothing of ``result`` is changed."""
+        """Checks everything and allocates the tensors to fill; nothing of ``result`` is changed."""
         manifest = Manifest.read(folder)
         check_files(folder, manifest.files or {}, [INDEX])
         specs = describe_tensors(folder)
@@ -230,7 +224,7 @@ class Source:
         read_tensors(self._tensors(), self.folder, distributed=distributed, whole_chunks=self._whole_chunks())
 
     def _check_values(self) -> None:
-        """Reads the small states, to say now what has no meaning here."""
+        """Decodes the manifest's values, so that one of unknown form is refused before anything is changed."""
         record, scheduler = self.manifest.optimizer, self.manifest.scheduler
         decode(self.manifest.scaler)
         decode(None if scheduler is None else scheduler.state)
@@ -238,7 +232,7 @@ class Source:
             decode(entries)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """What is filled, by its key in the checkpoint."""
+        """The tensors to fill, by key in the checkpoint."""
         tensors = {WEIGHT + name: tensor for name, tensor in self.weights.items()}
         tensors |= {BUFFER + name: tensor for name, tensor in self.buffers.items()}
         tensors |= {EXTRA_STATE + name: tensor for name, tensor in self.extras.items()}
@@ -251,14 +245,14 @@ class Source:
         return tensors | {f"{RNG}{source}.{kind}": tensor for kind, tensor in self.rng.items()}
 
     def _whole_chunks(self) -> frozenset[str]:
-        """The keys of states that are stored in blocks."""
+        """Keys of states that are quantised in blocks."""
         record = self.manifest.optimizer
         if record is None or not record.class_name.startswith("torchao."):
             return frozenset()
         return frozenset(f"{STATE}{name}.{entry}" for name in self.blank for entry in self.blank[name])
 
     def restore(self) -> None:
-        """Puts what was read where it belongs; collective for some strategies."""
+        """Sets the states of the job from the tensors read; collective for some strategies."""
         manifest, result = self.manifest, self.result
         self.states.set_weights(self.weights)
         for path, child in result.job.module.named_modules():
@@ -292,21 +286,21 @@ class Source:
 def _wanted_specs(
     manifest: Manifest, specs: Mapping[str, StateSpec], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, StateSpec]]:
-    """The optimizer's tensors, in the dtypes they shall have here: what followed the weight's follows it here."""
+    """The optimizer's tensors, by parameter and entry; one saved in its weight's dtype gets the weight's dtype here."""
 
-    def here(name: str, spec: StateSpec) -> StateSpec:
+    def adapted(name: str, spec: StateSpec) -> StateSpec:
         saved: torch.dtype = getattr(torch, manifest.weights[name].dtype)
         follows = spec.dtype == saved and spec.shape == manifest.weights[name].shape and name in weights
         return StateSpec(spec.shape, weights[name].dtype) if follows else spec
 
     return {
-        name: {entry: here(name, spec) for entry, spec in entries.items()}
+        name: {entry: adapted(name, spec) for entry, spec in entries.items()}
         for name, entries in state_specs(dict(specs)).items()
     }
 
 
 def _rng_source(manifest: Manifest, result: Result) -> int:
-    """Whose random states this rank reads."""
+    """The rank whose random states this rank reads."""
     rank = result.job.cluster.rank
     return rank if rank < manifest.world_size else 0
 

@@ -31,7 +31,7 @@ class WholeChunks(DefaultLoadPlanner):
     tensor is exact, and can be sliced anywhere; it takes the memory of one chunk.
 
     Args:
-        names: the tensors to read so; others are read as torch does.
+        names: keys of the tensors to read whole; others are read as torch does.
     """
 
     def __init__(self, names: Container[str]) -> None:
@@ -40,18 +40,18 @@ class WholeChunks(DefaultLoadPlanner):
         self._wanted: dict[ReadItem, ReadItem] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """That of torch, with whole chunks in the place of parts."""
+        """torch's plan, with whole chunks in place of parts."""
         plan = super().create_local_plan()
         return replace(plan, items=[self._widened(item) for item in plan.items])
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where torch puts what it has read."""
+        """The tensor that torch reads into."""
         wanted = self._wanted.get(read_item)
         target: torch.Tensor = super().resolve_tensor(read_item if wanted is None else wanted)
         return target if wanted is None else target.new_empty(read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Takes the part that is wanted."""
+        """Copies the wanted part of a chunk."""
         wanted = self._wanted.get(read_item)
         if wanted is None:
             return
@@ -77,19 +77,19 @@ class WholeChunks(DefaultLoadPlanner):
 
 
 INDEX: Final = ".metadata"
-"""The file in which torch keeps what lies where."""
+"""torch's index of the tensors in the files."""
 
 
 def write_tensors(
     tensors: Mapping[str, torch.Tensor], folder: Path, *, distributed: bool, group: dist.ProcessGroup | None
 ) -> None:
-    """Writes every rank's tensors; what several ranks hold alike is written once. Collective.
+    """Writes every rank's tensors; replicated ones are written once. Collective.
 
     Args:
-        tensors: this rank's.
-        folder: empty, the same for all ranks.
+        tensors: this rank's tensors by key.
+        folder: an empty folder, the same for all ranks.
         distributed: whether there is a process group.
-        group: all ranks; ``None`` for the default group.
+        group: a group of all ranks; ``None`` for the default group.
 
     Raises:
         CheckpointError: on every rank, with the reason of each that failed.
@@ -101,15 +101,14 @@ def write_tensors(
             _write_alone(tensors, FileSystemWriter(folder))
     except CheckpointException as error:
         raise CheckpointError(f"the checkpoint was not written: {_reasons(error)}") from error
-    except (OSError, RuntimeError) as error:  # a full disk; a rank that is gone
+    except (OSError, RuntimeError) as error:  # a full disk; a rank that has ended
         raise CheckpointError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
 
 
 def describe_tensors(folder: Path) -> dict[str, StateSpec]:
     """Shape and dtype of everything in ``folder``.
 
-    torch keeps this in a pickle of its own, ``.metadata``, and reading it can run what it holds: load
-    checkpoints of people you trust.
+    torch keeps them in a pickle, ``.metadata``, and reading it can execute code: load only checkpoints that you trust.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -122,7 +121,7 @@ def describe_tensors(folder: Path) -> dict[str, StateSpec]:
 
 
 def stored_sizes(folder: Path) -> dict[str, int]:
-    """Every file of tensors, and how many bytes it has at least.
+    """The least size in bytes of every file of tensors.
 
     Raises:
         CheckpointError: if torch's index cannot be read.
@@ -134,7 +133,7 @@ def stored_sizes(folder: Path) -> dict[str, int]:
 def files_read(
     tensors: Mapping[str, torch.Tensor], folder: Path, *, whole_chunks: Container[str] = ()
 ) -> dict[str, int]:
-    """The files from which :func:`read_tensors` will fill ``tensors``, and how many bytes each has at least.
+    """The least size in bytes of every file from which :func:`read_tensors` will fill ``tensors``.
 
     Raises:
         CheckpointError: if the folder does not have these tensors.
@@ -154,17 +153,17 @@ def read_tensors(
     """Fills ``tensors`` in place, however they were sharded when written. Collective.
 
     Args:
-        tensors: this rank's.
-        folder: the same for all ranks.
+        tensors: this rank's tensors by key.
+        folder: the checkpoint, the same for all ranks.
         distributed: whether there is a process group.
-        whole_chunks: those that may be stored in a form that cannot be sliced.
+        whole_chunks: keys of tensors that may be stored in a form that cannot be sliced.
 
     Raises:
         CheckpointError: on every rank, with the reason of each that failed.
     """
     try:
         with warnings.catch_warnings():
-            # It says that there is no process group, which is so.
+            # It warns that there is no process group, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(
                 dict(tensors),
@@ -194,7 +193,7 @@ def _sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[str, in
 
 
 def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) -> None:
-    """What ``save`` does in one process, without its warning: it may run in a thread, where none can be caught."""
+    """``save`` in one process without its warning, which cannot be filtered in a background thread."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), storage_meta=writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)

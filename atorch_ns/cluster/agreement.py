@@ -88,10 +88,7 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
 
 
 def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup | None = None) -> T:
-    """The value that the first rank of a group passes, on each of its ranks; collective. It must pickle.
-
-    The other ranks may pass ``None``.
-    """
+    """The value of a group's first rank, on each of its ranks; collective. It must pickle; others may pass ``None``."""
     values: list[Any] = [value]
     if distributed:
         import torch.distributed as dist
@@ -100,8 +97,24 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
     return cast("T", values[0])
 
 
+def on_first(action: Callable[[], T], *, what: str, rank: int, distributed: bool) -> T:
+    """What ``action`` returns on rank 0, on every rank; all ranks fail if it does. Collective.
+
+    Args:
+        action: the work of rank 0; its value must pickle.
+        what: name of the action, for the message.
+        rank: this rank.
+        distributed: whether there is a process group.
+
+    Raises:
+        RankError: on the other ranks, if it failed on rank 0.
+    """
+    value = agree(lambda: action() if rank == 0 else None, what=what, distributed=distributed)
+    return from_first(value, distributed=distributed)
+
+
 def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values that all ranks of a group pass, by rank; collective. They must pickle."""
+    """The values of all ranks of a group, by rank; collective. They must pickle."""
     if not distributed:
         return [value]
     import torch.distributed as dist
