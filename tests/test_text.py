@@ -7,7 +7,7 @@ import doctest
 import pytest
 
 from atorch_ns import text as text_module
-from atorch_ns.text import bytes_text, count_text, factor_text, seconds_text
+from atorch_ns.text import bytes_text, clipped, count_text, factor_text, first_few, seconds_text
 
 
 def test_examples() -> None:
@@ -62,3 +62,10 @@ def test_counts() -> None:
 @pytest.mark.parametrize(("factor", "text"), [(1.5, "1.50×"), (12.34, "12.3×"), (123.4, "123×")])
 def test_factors_have_three_digits(factor: float, text: str) -> None:
     assert factor_text(factor) == text
+
+
+def test_long_texts_and_lists_are_shortened() -> None:
+    assert clipped("12345678", 8) == "12345678"
+    assert clipped("123456789", 8) == "12345..."
+    assert first_few(["a", "b"], 2) == "a, b"
+    assert first_few(["a", "b", "c"], 2) == "a, b, …"

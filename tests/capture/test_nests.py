@@ -18,6 +18,8 @@ from atorch_ns.capture.nests import (
     map_tensors,
     num_rows,
     path_text,
+    resized_shape,
+    samples_and_tokens,
     tensors_of,
     unique_tensors_of,
 )
@@ -101,3 +103,18 @@ def test_rows_are_those_that_all_tensors_share() -> None:
 def test_paths_read_as_arguments() -> None:
     paths = [path_text(path) for path, _ in leaves(((1, {"x": 2}), {"mask": 3}))]
     assert paths == ["argument 0", "argument 1['x']", "mask"]
+
+
+def test_samples_and_tokens_of_a_batch() -> None:
+    tokens, features = torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 5)
+    assert samples_and_tokens({"scale": torch.tensor(1.0), "features": features, "tokens": tokens}) == (4, 7)
+    assert samples_and_tokens(features) == (4, 1), "floats of two dims are features, not tokens"
+    assert samples_and_tokens((features, torch.ones(3, 7, dtype=torch.int64))) == (4, 1)
+    assert samples_and_tokens({}) == (1, 1)
+
+
+def test_shapes_of_another_batch() -> None:
+    assert resized_shape((4, 7, 7, 5), (4, 7), (2, 3)) == (2, 3, 3, 5)
+    assert resized_shape((7, 4), (4, 7), (2, 3)) == (7, 4), "dim 0 is no batch"
+    assert resized_shape((4, 1), (4, 1), (2, 3)) == (2, 1), "a batch without tokens"
+    assert resized_shape((), (4, 7), (2, 3)) == ()

@@ -1,0 +1,67 @@
+"""Agreement of ranks, with the other ranks' answers given by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from atorch_ns.cluster import agree, agreement, from_first, gathered, on_first, same_everywhere
+from atorch_ns.errors import RankError
+
+
+def _raise() -> int:
+    raise OSError("the disk is full")
+
+
+def _others_answer(monkeypatch: pytest.MonkeyPatch, *answers: Any, ranks: list[int]) -> None:
+    """This process is the first rank of a group of ``ranks``; the others answer ``answers``."""
+    monkeypatch.setattr(agreement, "gathered", lambda value, **_: [value, *answers])
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: ranks)
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert agree(lambda: None, what="nothing", distributed=False) is None
+    assert on_first(lambda: 3, what="counting", rank=0, distributed=False) == 3
+    assert from_first("text", distributed=False) == "text"
+    assert gathered("text", distributed=False) == ["text"]
+    same_everywhere({"model": "a"}, distributed=False)
+    with pytest.raises(OSError, match="the disk is full"):
+        agree(_raise, what="writing", distributed=False)
+
+
+def test_a_failure_elsewhere_is_named_by_the_number_that_the_rank_has_in_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _others_answer(monkeypatch, None, "OSError: the disk is full", ranks=[4, 5, 6])
+    with pytest.raises(RankError, match=r"writing failed on 1 other rank.*\n  rank 6: OSError") as caught:
+        agree(lambda: None, what="writing", distributed=True)
+    assert caught.value.failures == {6: "OSError: the disk is full"}
+
+
+def test_a_rank_that_fails_itself_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    _others_answer(monkeypatch, "ValueError: another", ranks=[0, 1])
+    with pytest.raises(OSError, match="the disk is full"):
+        agree(_raise, what="writing", distributed=True)
+
+
+def test_many_failures_are_counted_and_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    _others_answer(monkeypatch, *["OSError: full"] * 11, ranks=list(range(12)))
+    with pytest.raises(RankError, match="on 11 other") as caught:
+        agree(lambda: None, what="writing", distributed=True)
+    assert "rank 8:" in str(caught.value)
+    assert "rank 9:" not in str(caught.value)
+    assert "and 3 more" in str(caught.value)
+
+
+def test_arguments_that_differ_are_named_with_who_holds_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"strategy": "fsdp", "seed": "1"}
+    _others_answer(monkeypatch, own, {"strategy": "ddp" * 200, "seed": "1"}, ranks=[0, 1, 2])
+    with pytest.raises(
+        RankError, match=r"strategy: ranks \[0, 1\] have fsdp; ranks \[2\] have ddp.*\.\.\.$"
+    ) as caught:
+        same_everywhere(own, distributed=True)
+    assert "seed" not in str(caught.value)
+    _others_answer(monkeypatch, own, ranks=[0, 1])
+    same_everywhere(own, distributed=True)
