@@ -279,6 +279,7 @@ class TestStreams:
         assert parts == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
 
     @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.processes
     def test_workers_and_epochs(self, persistent: bool) -> None:
         epochs = [[], []]
         for rank in range(2):
@@ -295,6 +296,7 @@ class TestStreams:
         assert sorted(epochs[0]) == list(range(12))
         assert sorted(epochs[1]) == list(range(100, 112))
 
+    @pytest.mark.processes
     def test_a_worker_init_function_reaches_the_dataset(self) -> None:
         taken = []
         for rank in range(2):
@@ -312,10 +314,12 @@ class TestStreams:
         copied.end = 4
         assert (list(copied), list(share)) == ([1, 3], [1, 3, 5])
 
+    @pytest.mark.processes
     def test_one_rank_with_persistent_workers_hears_of_epochs(self) -> None:
         loader = build(Stream(3), num_workers=1, persistent_workers=True)
         assert [flat(loader), flat(loader)] == [[0, 1, 2], [100, 101, 102]]
 
+    @pytest.mark.processes
     def test_persistent_workers_hear_what_the_dataset_is_told_here(self) -> None:
         dataset = Stream(4)
         loader = build(dataset, num_ranks=2, batch_size=2, num_workers=1, persistent_workers=True)

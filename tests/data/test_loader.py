@@ -90,6 +90,7 @@ class TestEpochs:
         loader = build(range(12), shuffle=True, batch_size=4)
         assert [listed(loader) for _ in range(3)] == expected
 
+    @pytest.mark.processes
     def test_they_do_so_with_persistent_workers(self) -> None:
         loader = build(range(12), shuffle=True, batch_size=4, num_workers=1, persistent_workers=True)
         assert [listed(loader) for _ in range(3)] == epochs(3, batch_size=4)
@@ -167,6 +168,7 @@ class TestEpochs:
 
 
 class TestPosition:
+    @pytest.mark.processes
     def test_it_counts_what_was_handed_out(self) -> None:
         loader = build(range(24), batch_size=4, num_workers=1)
         assert loader.state_dict() == {"epoch": 0, "batches": 0, "global_batch_size": 4}
@@ -184,7 +186,10 @@ class TestPosition:
         "args",
         [
             {"batch_size": 4, "shuffle": True},
-            {"batch_size": 4, "shuffle": True, "num_workers": 1, "persistent_workers": True},
+            pytest.param(
+                {"batch_size": 4, "shuffle": True, "num_workers": 1, "persistent_workers": True},
+                marks=pytest.mark.processes,
+            ),
             {"batch_size": None, "shuffle": True, "collate_fn": torch.tensor},
             {"batch_sampler": BatchSampler(DistributedSampler(range(24), 1, 0), 4, drop_last=False)},
         ],
@@ -280,7 +285,7 @@ class TestPosition:
             found += [index for batch in listed(loader) for index in batch]
         assert sorted(found) == expected
 
-    @pytest.mark.parametrize("num_workers", [0, 1])
+    @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
     def test_a_stream_is_read_up_to_it(self, num_workers: int) -> None:
         parts = []
         for rank in range(2):
