@@ -157,8 +157,8 @@ def read_strategy(text: str, option: str = "") -> Strategy:
     if text.lstrip()[:1] in ("[", "{"):
         return Strategy.load(text)
     if Path(text).exists():
-        report, strategy = read_report_or_strategy(Path(text))
-        return report.strategy if report is not None else strategy or Strategy()
+        found = read_report_or_strategy(Path(text))
+        return found if isinstance(found, Strategy) else found.strategy
     check_strategy_is_there(text, option)
     names = [name.strip() for name in text.split(",")]
     return Strategy(name for name in names if name)
@@ -182,13 +182,13 @@ def check_strategy_is_there(text: str, option: str = "") -> None:
         )
 
 
-def read_report_or_strategy(path: Path) -> tuple[TrainingReport | None, Strategy | None]:
-    """Whichever of the two a file holds; the other is ``None``.
+def read_report_or_strategy(path: Path) -> TrainingReport | Strategy:
+    """The report or strategy that a file holds.
 
     Raises:
         InputError, StrategyError: if it holds neither.
     """
-    from atorch_ns.report import TrainingReport
+    from atorch_ns.report.report import KIND, TrainingReport
     from atorch_ns.strategy import Strategy
 
     if not path.exists():
@@ -200,7 +200,6 @@ def read_report_or_strategy(path: Path) -> tuple[TrainingReport | None, Strategy
     except OSError as error:
         raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
     except ValueError:
-        return None, Strategy.load(path)
-    if isinstance(document, Mapping) and document.get("kind") == "atorch_ns report":
-        return TrainingReport.load(path), None
-    return None, Strategy.load(path)
+        return Strategy.load(path)
+    is_report = isinstance(document, Mapping) and document.get("kind") == KIND
+    return TrainingReport.load(path) if is_report else Strategy.load(path)

@@ -57,12 +57,13 @@ def explain(
 
     Example: atorch-ns explain report.json --why fsdp
     """
-    report, strategy = read_report_or_strategy(file)
-    if report is not None:
-        lines = _report_lines(report, why, str(file))
+    from atorch_ns.strategy import Strategy
+
+    found = read_report_or_strategy(file)
+    if isinstance(found, Strategy):
+        lines = _strategy_lines(found, why)
     else:
-        assert strategy is not None
-        lines = _strategy_lines(strategy, why)
+        lines = _report_lines(found, why, str(file))
     if as_json:
         print_json({"schema": 1, "file": str(file), "why": why, "lines": lines})
     else:

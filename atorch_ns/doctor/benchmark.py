@@ -26,7 +26,7 @@ from atorch_ns.doctor.rank_info import Who, open_store
 
 _NUM_BYTES: Final = 16 * 2**20
 _REPEATS: Final = 5
-_QUESTIONS: Final = 8
+_CLOCK_REPEATS: Final = 8
 _READINGS: Final = 1000
 _PRODUCT_SIZES: Final = {"cpu": 512, "cuda": 4096}
 
@@ -162,17 +162,17 @@ def _clocks(who: Who) -> dict[str, Any]:
     uncertainty = 0.0
     for peer in who.leaders[1:]:
         if who.rank == 0:
-            half, offset = min(_ask_time(peer) for _ in range(_QUESTIONS))
+            half, offset = min(_clock_offset(peer) for _ in range(_CLOCK_REPEATS))
             ahead[str(peer // who.local_world_size)] = offset
             uncertainty = max(uncertainty, half)
         elif who.rank == peer:
-            for _ in range(_QUESTIONS):
+            for _ in range(_CLOCK_REPEATS):
                 dist.recv(torch.empty(1), 0)
                 dist.send(torch.tensor([time.time()], dtype=torch.float64), 0)
     return {"monotonic": monotonic, "ahead_s": ahead, "uncertainty_s": uncertainty}
 
 
-def _ask_time(peer: int) -> tuple[float, float]:
+def _clock_offset(peer: int) -> tuple[float, float]:
     """Half a round trip, and seconds that the peer's clock is ahead."""
     answer = torch.empty(1, dtype=torch.float64)
     began, watch = time.time(), time.perf_counter()

@@ -53,11 +53,6 @@ def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
             found = check(place)
         except Exception as error:
             seconds = time.perf_counter() - began
-            found = [
-                failed(
-                    name,
-                    f"the check itself failed after {seconds:.1f} s: {type(error).__name__}: {error}",
-                    "atorch-ns env --json   # and report it with this",
-                )
-            ]
+            text = f"the check itself failed after {seconds:.1f} s: {type(error).__name__}: {error}"
+            found = [failed(name, text, "atorch-ns env --json   # and report it with this")]
         yield from found

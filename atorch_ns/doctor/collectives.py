@@ -26,8 +26,7 @@ def check_backends(place: Place) -> list[Finding]:
     missing = [name for name in needed if not has[name]]
     if missing:
         text = f"torch was built without {' and '.join(missing)}, which jobs on this machine use"
-        fix = "pip install --force-reinstall torch"
-        return [failed("backends", text, fix)]
+        return [failed("backends", text, "pip install --force-reinstall torch")]
     there = ", ".join(name for name, present in has.items() if present)
     return [passed("backends", f"{there}; jobs here use {' and '.join(needed)}")]
 
@@ -35,13 +34,8 @@ def check_backends(place: Place) -> list[Finding]:
 def check_collectives(place: Place) -> list[Finding]:
     """Ranks are started with a time limit and sum tensors; every rank must get the same, right sum."""
     with scratch_folder() as folder:
-        ends = run_local_ranks(
-            "atorch_ns.doctor.benchmark",
-            [str(folder), str(place.timeout_s)],
-            place.num_ranks,
-            timeout_s=place.timeout_s,
-            shown=False,
-        )
+        program, arguments = "atorch_ns.doctor.benchmark", [str(folder), str(place.timeout_s)]
+        ends = run_local_ranks(program, arguments, place.num_ranks, timeout_s=place.timeout_s, shown=False)
         path = folder / "figures_0"
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not figures or any(end.code for end in ends):
@@ -76,11 +70,8 @@ def _failed(place: Place, ends: list[RankEnd]) -> Finding:
         why = f"rank {broken[0].rank} failed: {last_error(broken[0].output) or f'exit code {broken[0].code}'}"
     else:
         why = f"rank(s) {', '.join(map(str, late))} gave no answer within {place.timeout_s:.0f} s"
-    return failed(
-        _NAME,
-        f"{place.num_ranks} ranks could not sum a tensor: {why}",
-        "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO atorch-ns doctor   # names the interface, and says more",
-    )
+    fix = "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO atorch-ns doctor   # names the interface, and says more"
+    return failed(_NAME, f"{place.num_ranks} ranks could not sum a tensor: {why}", fix)
 
 
 def last_error(output: str) -> str:

@@ -31,12 +31,8 @@ _VARIABLES: Final = (
 )  # fmt: skip
 """Shown with their values, which are switches and numbers. All others may hold addresses, paths or secrets."""
 _SEEN: Final = (
-    "MASTER_ADDR",
-    "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
-    "LD_PRELOAD",
-    "ATORCH_NS_ENGINE_TOKEN",
-)
+    "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LD_PRELOAD", "ATORCH_NS_ENGINE_TOKEN",
+)  # fmt: skip
 """Shown as set or not, without their values."""
 
 
@@ -134,14 +130,11 @@ def _devices() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-        found.append(
-            {"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability}
-        )
-    return found
+    every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        for each in every
+    ]
 
 
 def _versions() -> dict[str, str]:

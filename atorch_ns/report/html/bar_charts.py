@@ -268,10 +268,7 @@ def _draw_axis(canvas: Canvas, info: TimelineInfo, scale: float, y: float) -> No
 
 def _legend(info: TimelineInfo, spans: Sequence[Sequence[_Span]]) -> list[list[tuple[float, str]]]:
     drawn = {span.kind for row in spans for span in row}
-    names = [KIND_NAMES[kind] for kind in info.kinds if kind in drawn]
-    if "mixed" in drawn:
-        names.append(_MIXED)
-    names.append("idle")
-    if any(span.later for row in spans for span in row):
-        names.append(_LATER)
-    return legend_rows(names, WIDTH)
+    kinds = [KIND_NAMES[kind] for kind in info.kinds if kind in drawn]
+    mixed = [_MIXED] if "mixed" in drawn else []
+    later = [_LATER] if any(span.later for row in spans for span in row) else []
+    return legend_rows([*kinds, *mixed, "idle", *later], WIDTH)
