@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from atorch_ns.strategy.convert.base import (
     Conversion,
     Converter,
-    number,
+    read_accumulation,
     read_clipping,
     read_degrees,
     read_recomputation,
-    switch,
     use_axes,
 )
-from atorch_ns.strategy.convert.deepspeed import ORDER, read_accumulation, read_deepspeed_section
+from atorch_ns.strategy.convert.deepspeed import read_deepspeed_section
 from atorch_ns.strategy.file import Requires
 
+_FSDP: Final = "fsdp_config.fsdp_"
 _SHARDINGS: Final = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
 _PREFETCHES: Final = {
     "BACKWARD_PRE": "BACKWARD_PRE",
@@ -49,53 +48,39 @@ _UNSHARDED: Final = {
     "optimizer_offload with ddp keeps optimizer states there, in fp32 or bf16",
 }
 """With NO_SHARD."""
-_RECOMPUTATION: Final = "fsdp_config.fsdp_activation_checkpointing"
+_POLICIES: Final = {
+    "TRANSFORMER_BASED_WRAP": "TRANSFORMER_BASED_WRAP: a unit for each of the named classes, or for each repeated block",
+    "SIZE_BASED_WRAP": "SIZE_BASED_WRAP: a unit for each module of that many parameters",
+    "NO_WRAP": "NO_WRAP: the whole model is one unit",
+}
 
 
-def read_fsdp(converter: Converter) -> None:
+def _read_fsdp(converter: Converter) -> None:
     """Adds ``fsdp``, or ``ddp`` where nothing is sharded."""
-    given = converter.take("fsdp_config.fsdp_version")
+    given = converter.take(f"{_FSDP}version")
     version = str(given or 1)
     if given is not None:
-        converter.carry("fsdp_config.fsdp_version", f"{given}: see distributed_type")
+        converter.carry(f"{_FSDP}version", f"{given}: see distributed_type")
     if version not in ("1", "2"):
-        raise converter.wrong("fsdp_config.fsdp_version", version, "1, 2")
-    old = "; FSDP2 trains the same, and torch has deprecated FSDP1" if version == "1" else ""
+        raise converter.wrong(f"{_FSDP}version", version, "1, 2")
     if _sharding(converter) == "NO_SHARD":
         converter.use("ddp")
         converter.carry("distributed_type", "FSDP without sharding → ddp")
-        read_recomputation(converter, _RECOMPUTATION)
-        _unsharded(converter)
-        return
-    converter.use("fsdp")
-    converter.carry("distributed_type", f"FSDP, version {version} → fsdp{old}")
-    _wrapping(converter)
-    for key, ours in _SWITCHES.items():
-        value = converter.take(f"fsdp_config.fsdp_{key}")
-        if value is not None:
-            converter.use("fsdp", **{ours: switch(converter, f"fsdp_config.fsdp_{key}", value)})
-            converter.carry(f"fsdp_config.fsdp_{key}", f"{value} → fsdp.{ours}")
-    prefetch = converter.take("fsdp_config.fsdp_backward_prefetch")
-    if prefetch is not None:
-        if str(prefetch).upper() not in _PREFETCHES:
-            raise converter.wrong("fsdp_config.fsdp_backward_prefetch", prefetch, ", ".join(_PREFETCHES))
-        converter.use("fsdp", backward_prefetch=_PREFETCHES[str(prefetch).upper()])
-        converter.carry("fsdp_config.fsdp_backward_prefetch", f"{prefetch} → fsdp.backward_prefetch")
-    read_recomputation(converter, _RECOMPUTATION)
-
-
-def _unsharded(converter: Converter) -> None:
-    """What the settings of sharding are worth where nothing is sharded."""
-    for key, reason in _UNSHARDED.items():
-        name = f"fsdp_config.fsdp_{key}"
-        if converter.take(name) is not None:
-            converter.leave(name, reason)
+        for key, reason in _UNSHARDED.items():
+            if converter.take(f"{_FSDP}{key}") is not None:
+                converter.leave(f"{_FSDP}{key}", reason)
+    else:
+        old = "; FSDP2 trains the same, and torch has deprecated FSDP1" if version == "1" else ""
+        converter.use("fsdp")
+        converter.carry("distributed_type", f"FSDP, version {version} → fsdp{old}")
+        _units_and_switches(converter)
+    read_recomputation(converter, f"{_FSDP}activation_checkpointing")
 
 
 def _sharding(converter: Converter) -> str:
     """The sharding strategy, whichever of its two keys says it."""
     sharding = "FULL_SHARD"
-    for key in ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"):
+    for key in (f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"):
         value = converter.take(key)
         if value is None:
             continue
@@ -116,84 +101,75 @@ def _sharding(converter: Converter) -> str:
     return sharding
 
 
-def _wrapping(converter: Converter) -> None:
-    policy = str(converter.take("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
-    classes = converter.take("fsdp_config.fsdp_transformer_layer_cls_to_wrap")
-    least = converter.take("fsdp_config.fsdp_min_num_params")
+def _units_and_switches(converter: Converter) -> None:
+    policy = str(converter.take(f"{_FSDP}auto_wrap_policy", "")).upper()
+    classes = converter.take(f"{_FSDP}transformer_layer_cls_to_wrap")
+    least = converter.take(f"{_FSDP}min_num_params")
     if policy:
-        converter.carry("fsdp_config.fsdp_auto_wrap_policy", _wrapping_text(policy))
+        converter.carry(f"{_FSDP}auto_wrap_policy", _POLICIES.get(policy, policy))
     if policy == "NO_WRAP":
         converter.use("fsdp", atorch_wrap_cls=[])
     if classes is not None:
         names = classes if isinstance(classes, list) else str(classes).split(",")
         converter.use("fsdp", atorch_wrap_cls=[str(each).strip() for each in names])
-        converter.carry("fsdp_config.fsdp_transformer_layer_cls_to_wrap", "→ fsdp.atorch_wrap_cls")
+        converter.carry(f"{_FSDP}transformer_layer_cls_to_wrap", "→ fsdp.atorch_wrap_cls")
     if least is not None:
+        key = f"{_FSDP}min_num_params"
         if policy == "SIZE_BASED_WRAP":
-            least = number(converter, "fsdp_config.fsdp_min_num_params", least)
-            converter.use("fsdp", atorch_size_based_min_num_params=least)
-            converter.carry("fsdp_config.fsdp_min_num_params", "→ fsdp.atorch_size_based_min_num_params")
+            converter.use("fsdp", atorch_size_based_min_num_params=converter.number(key, least))
+            converter.carry(key, "→ fsdp.atorch_size_based_min_num_params")
         else:
-            converter.leave("fsdp_config.fsdp_min_num_params", "read only with SIZE_BASED_WRAP")
+            converter.leave(key, "read only with SIZE_BASED_WRAP")
+    for name, ours in _SWITCHES.items():
+        key = f"{_FSDP}{name}"
+        value = converter.take(key)
+        if value is not None:
+            converter.use("fsdp", **{ours: converter.switch(key, value)})
+            converter.carry(key, f"{value} → fsdp.{ours}")
+    key = f"{_FSDP}backward_prefetch"
+    prefetch = converter.take(key)
+    if prefetch is not None:
+        if str(prefetch).upper() not in _PREFETCHES:
+            raise converter.wrong(key, prefetch, ", ".join(_PREFETCHES))
+        converter.use("fsdp", backward_prefetch=_PREFETCHES[str(prefetch).upper()])
+        converter.carry(key, f"{prefetch} → fsdp.backward_prefetch")
 
 
-def _wrapping_text(policy: str) -> str:
-    texts = {
-        "TRANSFORMER_BASED_WRAP": "TRANSFORMER_BASED_WRAP: a unit for each of the named classes, or for each repeated block",
-        "SIZE_BASED_WRAP": "SIZE_BASED_WRAP: a unit for each module of that many parameters",
-        "NO_WRAP": "NO_WRAP: the whole model is one unit",
-    }
-    return texts.get(policy, policy)
+_MEGATRON: Final = "megatron_lm_config.megatron_lm_"
 
 
-_SECTION: Final = "megatron_lm_config.megatron_lm_"
-
-
-def read_megatron(converter: Converter, *, processes: int | None) -> None:
+def _read_megatron(converter: Converter, *, processes: int | None) -> None:
     """Adds the axes, their methods, and what is sharded over the data ranks."""
-    degrees = {f"{_SECTION}tp_degree": "tensor", f"{_SECTION}pp_degree": "pipeline"}
+    degrees = {f"{_MEGATRON}tp_degree": "tensor", f"{_MEGATRON}pp_degree": "pipeline"}
     sizes = read_degrees(converter, degrees, methods=True)
-    _optimizer(converter)
-    _sequence(converter, divided="tensor" in sizes)
+    if converter.flag(
+        f"{_MEGATRON}use_distributed_optimizer",
+        on="{} → optimizer states are sharded over the data ranks, as by ZeRO 1",
+        off="false: every data rank holds the optimizer states",
+    ):
+        converter.use("zero1")
+    divides = "tensor" in sizes
+    sequence = converter.flag(
+        f"{_MEGATRON}sequence_parallelism",
+        on="{} → tensor_parallel.sequence" if divides else "true, but tp_degree is 1: nothing to divide",
+        off="false: not used",
+    )
+    if sequence and divides:
+        converter.use("tensor_parallel", sequence=True)
     _micro_batches(converter, staged="pipeline" in sizes)
-    read_recomputation(converter, f"{_SECTION}recompute_activations")
-    read_clipping(converter, f"{_SECTION}gradient_clipping")
+    read_recomputation(converter, f"{_MEGATRON}recompute_activations")
+    read_clipping(converter, f"{_MEGATRON}gradient_clipping")
     use_axes(converter, sizes, processes=processes)
     converter.carry("distributed_type", f"MEGATRON_LM → {'parallel_mode' if sizes else 'data parallelism'}")
 
 
-def _optimizer(converter: Converter) -> None:
-    key = f"{_SECTION}use_distributed_optimizer"
-    given = converter.take(key)
-    if given is None:
-        return
-    if switch(converter, key, given):
-        converter.use("zero1")
-        converter.carry(key, f"{given} → optimizer states are sharded over the data ranks, as by ZeRO 1")
-    else:
-        converter.carry(key, "false: every data rank holds the optimizer states")
-
-
-def _sequence(converter: Converter, *, divided: bool) -> None:
-    key = f"{_SECTION}sequence_parallelism"
-    given = converter.take(key)
-    if given is None:
-        return
-    on = switch(converter, key, given)
-    if on and divided:
-        converter.use("tensor_parallel", sequence=True)
-        converter.carry(key, f"{given} → tensor_parallel.sequence")
-    else:
-        converter.carry(key, "true, but tp_degree is 1: nothing to divide" if on else "false: not used")
-
-
 def _micro_batches(converter: Converter, *, staged: bool) -> None:
     """How many parts a step has; Accelerate accumulates gradients by these alone with Megatron-LM."""
-    key, other = f"{_SECTION}num_micro_batches", "gradient_accumulation_steps"
+    key, other = f"{_MEGATRON}num_micro_batches", "gradient_accumulation_steps"
     given = converter.take(key)
     if given is None:
         return
-    count = number(converter, key, given)
+    count = converter.number(key, given)
     if staged:
         converter.use("pipeline_parallel", num_micro_batches=count)
         converter.carry(key, f"{given} → pipeline_parallel.num_micro_batches")
@@ -218,89 +194,78 @@ _AXES: Final = {
         ("sp_size", "sequence"),
     )
 }
-_REASONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "machine_rank",
-                "num_machines",
-                "main_process_ip",
-                "main_process_port",
-                "rdzv_backend",
-                "same_network",
-                "gpu_ids",
-                "compute_environment",
-                "main_training_function",
-                "enable_cpu_affinity",
-                "mpirun_config",
-                "debug",
-            ),
-            _LAUNCHER,
+_REASONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            "machine_rank",
+            "num_machines",
+            "main_process_ip",
+            "main_process_port",
+            "rdzv_backend",
+            "same_network",
+            "gpu_ids",
+            "compute_environment",
+            "main_training_function",
+            "enable_cpu_affinity",
+            "mpirun_config",
+            "debug",
+            "deepspeed_config.deepspeed_multinode_launcher",
+            "deepspeed_config.deepspeed_hostfile",
+            "deepspeed_config.deepspeed_exclusion_filter",
+            "deepspeed_config.deepspeed_inclusion_filter",
         ),
-        **dict.fromkeys(
-            ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "downcast_bf16"), "there are no TPUs here"
-        ),
-        "ipex_config": "a package of Intel's that is not used here",
-        "fsdp_config.fsdp_state_dict_type": "checkpoints of any form load on any number of ranks",
-        "fsdp_config.fsdp_cpu_ram_efficient_loading": "build the model on meta instead; it is filled shard by shard",
-        "fsdp_config.fsdp_use_orig_params": "always so with FSDP2",
-        "deepspeed_config.zero3_init_flag": "build the model on meta instead; it is filled shard by shard",
-        "deepspeed_config.zero3_save_16bit_model": "checkpoints are written by atorch_ns.checkpoint",
-        "deepspeed_config.deepspeed_config_file": "none: the stage is given here",
-        "deepspeed_config.offload_optimizer_nvme_path": "nothing is kept on NVMe",
-        "deepspeed_config.offload_param_nvme_path": "nothing is kept on NVMe",
-        **{
-            f"deepspeed_config.deepspeed_{key}": _LAUNCHER
-            for key in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
-        },
-        "deepspeed_config.deepspeed_moe_layer_cls_names": "expert_parallel finds the layers of experts",
-        "dynamo_config": "nothing is compiled",
-        "parallelism_config.parallelism_config_cp_backend": "sequence_parallel chooses by its kind: ulysses or ring",
-        "parallelism_config.parallelism_config_cp_comm_strategy": "sequence_parallel chooses by its kind",
-    }
-)
+        _LAUNCHER,
+    ),
+    **dict.fromkeys(
+        ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "downcast_bf16"), "there are no TPUs here"
+    ),
+    "ipex_config": "a package of Intel's that is not used here",
+    "fsdp_config.fsdp_state_dict_type": "checkpoints of any form load on any number of ranks",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": "build the model on meta instead; it is filled shard by shard",
+    "fsdp_config.fsdp_use_orig_params": "always so with FSDP2",
+    "deepspeed_config.zero3_init_flag": "build the model on meta instead; it is filled shard by shard",
+    "deepspeed_config.zero3_save_16bit_model": "checkpoints are written by atorch_ns.checkpoint",
+    "deepspeed_config.deepspeed_config_file": "none: the stage is given here",
+    "deepspeed_config.offload_*_nvme_path": "nothing is kept on NVMe",
+    "deepspeed_config.deepspeed_moe_layer_cls_names": "expert_parallel finds the layers of experts",
+    "deepspeed_config": "a setting of DeepSpeed's own engine",
+    "dynamo_config.*regional*": "always so: each repeated block is compiled by itself",
+    "dynamo_config": "nothing is compiled",
+    "parallelism_config.parallelism_config_cp_backend": "sequence_parallel chooses by its kind: ulysses or ring",
+    "parallelism_config.parallelism_config_cp_comm_strategy": "sequence_parallel chooses by its kind",
+    "fp8_config": "see the config of the method fp8: atorch-ns methods fp8",
+}
 
 
 def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
-    """The strategy that an Accelerate config amounts to.
-
-    Args:
-        document: the parsed YAML.
-        name: of the file, for messages.
+    """The strategy that the Accelerate config ``document`` of the file ``name`` amounts to.
 
     Raises:
         StrategyFileError: if a value means nothing.
     """
-    converter = Converter(document, source="accelerate", name=name)
+    converter = Converter(document, source="accelerate", name=name, reasons=_REASONS)
     kind = str(converter.take("distributed_type", "NO")).upper()
     if kind not in _KINDS:
         raise converter.wrong("distributed_type", kind, ", ".join(_KINDS))
     requires = _requires(converter)
-    _distribution(converter, kind, requires.world_size)
-    if kind != "DEEPSPEED":  # there, weights are in 16 bits, and a file of DeepSpeed's may decide
-        _precision(converter)
-    _compile(converter)
-    steps = converter.take("gradient_accumulation_steps")
-    if steps is not None and not converter.has_remark("gradient_accumulation_steps"):
-        read_accumulation(converter, "gradient_accumulation_steps", steps)
-    use_axes(converter, read_degrees(converter, _AXES, methods=False), processes=requires.world_size)
-    return converter.finish(why=_why, requires=requires, order=ORDER)
-
-
-def _distribution(converter: Converter, kind: str, processes: int | None) -> None:
     if kind == "FSDP":
-        read_fsdp(converter)
-        return
-    if kind == "DEEPSPEED":
-        read_deepspeed_section(converter, processes=processes)
-        return
-    if kind in ("MULTI_GPU", "MULTI_CPU"):
+        _read_fsdp(converter)
+    elif kind == "DEEPSPEED":  # weights are in 16 bits there, and a file of DeepSpeed's may decide
+        read_deepspeed_section(converter, processes=requires.world_size)
+    elif kind == "MEGATRON_LM":
+        _read_megatron(converter, processes=requires.world_size)
+    elif kind in ("MULTI_GPU", "MULTI_CPU"):
         converter.use("ddp")
         converter.carry("distributed_type", f"{kind} → ddp")
-    elif kind == "MEGATRON_LM":
-        read_megatron(converter, processes=processes)
     else:
         converter.carry("distributed_type", f"{kind}: no method of its own")
+    if kind != "DEEPSPEED":
+        _precision(converter)
+    _compile(converter)
+    if not converter.has_remark("gradient_accumulation_steps"):
+        read_accumulation(converter, "gradient_accumulation_steps")
+    use_axes(converter, read_degrees(converter, _AXES, methods=False), processes=requires.world_size)
+    return converter.finish(requires)
 
 
 def _precision(converter: Converter) -> None:
@@ -335,35 +300,18 @@ def _compile(converter: Converter) -> None:
     for key, ours in (("mode", "mode"), ("use_dynamic", "dynamic"), ("use_fullgraph", "fullgraph")):
         value = converter.take(f"dynamo_config.dynamo_{key}")
         if value is not None:
-            config[ours] = str(value) if key == "mode" else switch(converter, f"dynamo_{key}", value)
+            config[ours] = str(value) if key == "mode" else converter.switch(f"dynamo_{key}", value)
             converter.carry(f"dynamo_config.dynamo_{key}", f"{value} → compile.{ours}")
     converter.use("compile", **config)
     converter.carry(place, f"{backend} → compile, block by block")
 
 
 def _requires(converter: Converter) -> Requires:
+    world_size, device = None, None
     processes = converter.take("num_processes")
-    on_cpu = converter.take("use_cpu")
     if processes is not None:
         converter.carry("num_processes", f"{processes} → requires.world_size")
-    if on_cpu is not None:
-        converter.carry(
-            "use_cpu", f"{on_cpu} → requires.device" if on_cpu else "false: the devices that are there"
-        )
-    return Requires(
-        world_size=None if processes is None else number(converter, "num_processes", processes),
-        device="cpu" if on_cpu is not None and switch(converter, "use_cpu", on_cpu) else None,
-    )
-
-
-def _why(key: str) -> str:
-    head, _, tail = key.partition(".")
-    if head == "dynamo_config" and "regional" in tail:
-        return "always so: each repeated block is compiled by itself"
-    if key in _REASONS or head in _REASONS:
-        return _REASONS.get(key) or _REASONS[head]
-    if head == "deepspeed_config":
-        return "a setting of DeepSpeed's own engine"
-    if head == "fp8_config":
-        return "see the config of the method fp8: atorch-ns methods fp8"
-    return "this version knows no counterpart"
+        world_size = converter.number("num_processes", processes)
+    if converter.flag("use_cpu", on="{} → requires.device", off="false: the devices that are there"):
+        device = "cpu"
+    return Requires(world_size=world_size, device=device)

@@ -1,12 +1,13 @@
-"""Converter tools: reading files, collecting methods and remarks, mesh axes and offloading."""
+"""Converter: methods and remarks collected from another system's file, and the parts that such files share."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -34,11 +35,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parsed(content: bytes, name: str) -> Any:
-    """The document: JSON if it begins with a bracket, comments and a comma before a closing bracket allowed.
-
-    Args:
-        content: of the file.
-        name: of the file, for messages.
+    """The document of the file ``name``: JSON if it begins with a bracket, with comments and trailing commas, or YAML.
 
     Raises:
         StrategyFileError: if it is neither JSON nor YAML.
@@ -104,15 +101,20 @@ class Converter:
 
     Args:
         document: the file's content.
-        source: the system that it is of.
-        name: of the file, for messages, and for the folder of files that it names.
+        source: the system that the file belongs to.
+        name: the file's path, for messages, and for the folder of files that it names.
+        reasons: why a key without a remark became nothing, by a pattern of its name or of a mapping that it is in;
+            the first pattern that matches decides.
     """
 
-    def __init__(self, document: Mapping[str, Any], *, source: str, name: str) -> None:
+    def __init__(
+        self, document: Mapping[str, Any], *, source: str, name: str, reasons: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.folder = Path(name).parent
         self._source = source
         self._document = document
+        self._reasons = reasons
         self._steps: dict[str, dict[str, Any]] = {}
         self._carried: list[Remark] = []
         self._left_out: list[Remark] = []
@@ -138,6 +140,29 @@ class Converter:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    def flag(self, key: str, *, on: str, off: str) -> bool:
+        """Whether a yes-or-no key is there and says yes; it is carried as ``on`` or ``off``, with ``{}`` for its value."""
+        value = self.take(key)
+        if value is None:
+            return False
+        is_on = self.switch(key, value)
+        self.carry(key, (on if is_on else off).format(value))
+        return is_on
+
+    def switch(self, key: str, value: Any) -> bool:
+        """A yes or no, as YAML and shells write it; raises StrategyFileError for anything else."""
+        text = str(value).lower()
+        if text not in _SWITCHES:
+            raise self.wrong(key, value, "true, false")
+        return _SWITCHES[text]
+
+    def number(self, key: str, value: Any) -> int:
+        """A positive whole number; raises StrategyFileError for anything else."""
+        text = str(value).strip()
+        if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+            raise self.wrong(key, value, "a whole number from 1 on")
+        return int(text)
+
     def use(self, method: str, **config: Any) -> None:
         """Adds a method, or keys to the config of one that is there."""
         self._steps.setdefault(method, {}).update(config)
@@ -161,47 +186,27 @@ class Converter:
             self._left_out.append(remark)
 
     def has_remark(self, key: str) -> bool:
-        """Whether a key has a remark."""
-        return any(remark.key == key for remark in (*self._carried, *self._left_out))
+        """Whether a key, or a mapping that it is in, has a remark."""
+        remarked = {remark.key for remark in (*self._carried, *self._left_out)}
+        return any(key == each or key.startswith(f"{each}.") for each in remarked)
 
     def warn(self, text: str) -> None:
         """Says what would train otherwise than the file's author may think, and what to do."""
         self._warnings.append(text)
 
-    def absorb(self, other: Converter, *, why: Callable[[str], str], before: str) -> None:
-        """Takes over what was made of another file that this one names.
-
-        Args:
-            other: its converter.
-            why: the reason for a key of it without a remark.
-            before: stands before its keys.
-        """
-        other.leave_the_rest(why)
+    def absorb(self, other: Converter, *, prefix: str) -> None:
+        """Takes over the methods and remarks of another file that this one names; ``prefix`` marks its keys."""
+        other._leave_the_rest()
         for method, config in other._steps.items():
             self.use(method, **config)
-        self._carried += [Remark(f"{before}{key}", text) for key, text in other._carried]
-        self._left_out += [Remark(f"{before}{key}", text) for key, text in other._left_out]
+        self._carried += [Remark(f"{prefix}{key}", text) for key, text in other._carried]
+        self._left_out += [Remark(f"{prefix}{key}", text) for key, text in other._left_out]
         self._warnings += other._warnings
 
-    def leave_the_rest(self, why: Callable[[str], str]) -> None:
-        """Says of every key without a remark why it became nothing."""
-        remarked = {remark.key for remark in (*self._carried, *self._left_out)}
-        for key in _leaves(self._document):
-            if not any(key == each or key.startswith(f"{each}.") for each in remarked):
-                self.leave(key, why(key))
-
-    def finish(
-        self, *, why: Callable[[str], str], requires: Requires | None = None, order: tuple[str, ...]
-    ) -> Conversion:
-        """The conversion.
-
-        Args:
-            why: the reason for a key without a remark.
-            requires: what the file says of the setting.
-            order: of the methods.
-        """
-        self.leave_the_rest(why)
-        steps = [(name, self._steps[name] or None) for name in order if name in self._steps]
+    def finish(self, requires: Requires) -> Conversion:
+        """The conversion; ``requires`` is what the file says of the setting."""
+        self._leave_the_rest()
+        steps = [(name, self._steps[name] or None) for name in _ORDER if name in self._steps]
         return Conversion(
             strategy=Strategy(
                 steps, requires=requires, provenance={"converted_from": f"{self._source} config"}
@@ -218,22 +223,38 @@ class Converter:
             f"{key}={value!r} means nothing here. Accepted: {accepted}", source=self.name
         )
 
+    def _leave_the_rest(self) -> None:
+        """Says of every key without a remark why it became nothing."""
+        for key in [key for key in _leaves(self._document) if not self.has_remark(key)]:
+            matching = (
+                reason
+                for pattern, reason in self._reasons.items()
+                if fnmatchcase(key, pattern) or key.startswith(f"{pattern}.")
+            )
+            self.leave(key, next(matching, "this version knows no counterpart"))
 
-def switch(converter: Converter, key: str, value: Any) -> bool:
-    """A yes or no, as YAML and shells write it; raises StrategyFileError for anything else."""
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False}
-    text = str(value).lower()
-    if text not in known:
-        raise converter.wrong(key, value, "true, false")
-    return known[text]
 
-
-def number(converter: Converter, key: str, value: Any) -> int:
-    """A positive whole number; raises StrategyFileError for anything else."""
-    text = str(value).strip()
-    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-        raise converter.wrong(key, value, "a whole number from 1 on")
-    return int(text)
+_SWITCHES: Final = {
+    **dict.fromkeys(("true", "yes", "1"), True),
+    **dict.fromkeys(("false", "no", "0", "none"), False),
+}
+_ORDER: Final = (
+    "parallel_mode",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "half",
+    "amp_native",
+    "fp8",
+    "checkpoint",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "optimizer_offload",
+    "compile",
+    "gradient_accumulation",
+)
+"""How converted methods stand in the strategy."""
 
 
 def _leaves(document: Mapping[str, Any], before: str = "") -> list[str]:
@@ -245,17 +266,14 @@ def _leaves(document: Mapping[str, Any], before: str = "") -> list[str]:
     return found
 
 
-_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
+_AXIS_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
 """From the inside out, as a search has them: ranks along ``tensor`` are neighbours."""
 
 
 def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int | None = None) -> None:
     """Adds ``parallel_mode`` with the axes that are larger than 1, the innermost first.
 
-    Args:
-        converter: gets the method.
-        sizes: of the axes, by name, in any order.
-        processes: how many there are, if the file says so; ``data`` takes those that are left.
+    ``data`` takes the processes that are left, where the file says how many there are.
 
     Raises:
         StrategyFileError: if the other sizes do not divide ``processes``.
@@ -275,7 +293,7 @@ def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int |
         # Named although it is 1, because an axis that is added when the job starts stands outside of all others.
         large.setdefault("data", 1)
         converter.carry("the axis data", "takes the ranks that are left; it is fitted when the job starts")
-    axes = [[axis, large[axis]] for axis in _ORDER if axis in large]
+    axes = [[axis, large[axis]] for axis in _AXIS_ORDER if axis in large]
     converter.use("parallel_mode", axes=axes)
     divided = [f"{axis}={size}" for axis, size in large.items() if axis in MODEL_AXES]
     if divided and converter.config("zero1") is not None:
@@ -292,7 +310,7 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
     """The sizes of the axes that keys give, by name; those of 1 are left out.
 
     Args:
-        converter: of the file.
+        converter: the file's converter.
         axes: the axis that each key gives the size of.
         methods: whether the method of each axis is added; else two keys for one axis are an error.
 
@@ -304,7 +322,7 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
         given = converter.take(key)
         if given is None:
             continue
-        size = number(converter, key, given)
+        size = converter.number(key, given)
         if size == 1:
             converter.carry(key, "1: nothing to divide")
             continue
@@ -319,14 +337,25 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
 
 def read_recomputation(converter: Converter, key: str) -> None:
     """Adds ``checkpoint`` where the key is on."""
+    if converter.flag(key, on="true → checkpoint", off="false: nothing is recomputed"):
+        converter.use("checkpoint")
+
+
+def read_accumulation(converter: Converter, key: str) -> None:
+    """Adds gradient accumulation where the key is more than one."""
     given = converter.take(key)
     if given is None:
         return
-    if switch(converter, key, given):
-        converter.use("checkpoint")
-        converter.carry(key, "true → checkpoint")
-    else:
-        converter.carry(key, "false: nothing is recomputed")
+    steps = converter.number(key, given)
+    if steps == 1:
+        converter.carry(key, "1: every batch is computed in one pass")
+        return
+    converter.use("gradient_accumulation", num_micro_batches=steps)
+    converter.carry(
+        key,
+        f"{steps} → gradient_accumulation: train_step splits each batch into {steps}, so the loader gives the "
+        "batch of a whole optimizer step",
+    )
 
 
 def read_clipping(converter: Converter, key: str) -> None:
@@ -350,8 +379,8 @@ def read_offload(
     """Adds what keeps things in host memory. Read the precision first: it decides what composes.
 
     Args:
-        converter: has the precision and the method of the ZeRO stage.
-        method: of the stage: ``ddp``, ``zero1``, ``zero2`` or ``fsdp``.
+        converter: holds the precision and the method of the ZeRO stage.
+        method: the stage's method: ``ddp``, ``zero1``, ``zero2`` or ``fsdp``.
         devices: for ``"optimizer"`` and ``"param"``, the key that was read and its device, or ``None``.
         one_process: whether the file says that there is only one.
 
@@ -368,7 +397,13 @@ def read_offload(
         elif given is not None:
             converter.carry(key, "none: nothing is offloaded")
     if method == "ddp":
-        _nothing_is_sharded(converter, wanted)
+        for part, (key, device) in wanted.items():
+            least = "1" if part == "optimizer" else "3"
+            converter.leave(
+                key,
+                f"{device}: DeepSpeed offloads this from stage {least} on. optimizer_offload with ddp keeps optimizer "
+                "states on the host, in fp32 or bf16",
+            )
         return
     if method != "fsdp" and "param" in wanted:
         converter.leave(wanted.pop("param")[0], "DeepSpeed offloads parameters in stage 3 only")
@@ -382,28 +417,16 @@ def read_offload(
             converter.leave(key, f"nvme: nothing is kept on NVMe, so {_LOST[part]}. Now: {target}")
 
 
-def _nothing_is_sharded(converter: Converter, wanted: Mapping[str, tuple[str, str]]) -> None:
-    """Stage 0."""
-    for part, (key, device) in wanted.items():
-        least = "1" if part == "optimizer" else "3"
-        converter.leave(
-            key,
-            f"{device}: DeepSpeed offloads this from stage {least} on. optimizer_offload with ddp keeps optimizer "
-            "states on the host, in fp32 or bf16",
-        )
-
-
 def _into_host_memory(converter: Converter, method: str, *, one_process: bool) -> str:
     """Adds the method that offloads, and returns what it does in words."""
     if method == "fsdp":
         converter.use("fsdp", cpu_offload=True)
         return f"fsdp.cpu_offload: {_TOGETHER}"
     fp16 = any((converter.config(name) or {}).get("dtype") == "fp16" for name in ("half", "amp_native"))
+    converter.drop(method)
     if one_process and not fp16:
-        converter.drop(method)
         converter.use("optimizer_offload")
         return f"optimizer_offload, without {method}, which has nothing to shard over in one process"
-    converter.drop(method)
     converter.use("zero2", cpu_offload=True)
     other = (
         "optimizer_offload would leave parameters on the device, but refuses fp16"

@@ -62,17 +62,16 @@ def convert_file(
             raise StrategyFileError(
                 "this is a pickle, and only ATorch wrote such; use --from atorch", source=str(place)
             )
-        strategy = convert_pickle(place, classes=classes)
-        return _as_it_is(strategy)
+        return _as_it_is(convert_pickle(place, classes=classes))
     document = parsed(content, str(place))
-    known = _known(document, str(place)) if source == "auto" else source
-    if known == "atorch":
+    system = _system_of(document, str(place)) if source == "auto" else source
+    if system == "atorch":
         return _as_it_is(Strategy.load(place))
     if not isinstance(document, Mapping):
         raise StrategyFileError(
-            f"a config of {known} is a mapping; this holds a {type(document).__name__}", source=str(place)
+            f"a config of {system} is a mapping; this holds a {type(document).__name__}", source=str(place)
         )
-    return _CONVERTERS[known](document, name=str(place))
+    return _CONVERTERS[system](document, name=str(place))
 
 
 def _as_it_is(strategy: Strategy) -> Conversion:
@@ -80,8 +79,8 @@ def _as_it_is(strategy: Strategy) -> Conversion:
     return Conversion(strategy=strategy, source="atorch", carried=carried)
 
 
-def _known(document: Any, name: str) -> str:
-    """Which system's file this is, by its keys."""
+def _system_of(document: Any, name: str) -> str:
+    """The system whose file this is, by its keys."""
     if isinstance(document, list) or (isinstance(document, Mapping) and {"steps", "schema"} & set(document)):
         return "atorch"
     keys = set(document) if isinstance(document, Mapping) else set()

@@ -8,159 +8,127 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from atorch_ns.errors import StrategyFileError
 from atorch_ns.strategy.convert.base import (
     Conversion,
     Converter,
-    number,
     parsed,
+    read_accumulation,
     read_bytes,
     read_clipping,
     read_degrees,
     read_offload,
-    switch,
     use_axes,
 )
 from atorch_ns.strategy.file import Requires
 
 _ZERO: Final = "zero_optimization"
-_TUNING: Final = (
-    "buckets, prefetching and memory of DeepSpeed's own ZeRO; torch's sharding gathers block by block"
-)
-_REASONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "optimizer": "an argument of auto_accelerate: optim_func and optim_args",
-        "scheduler": "an argument of auto_accelerate: lr_scheduler_cls and lr_scheduler_args, with a scheduler of "
-        "torch.optim.lr_scheduler",
-        "train_micro_batch_size_per_gpu": "follows from the global batch, the ranks and the accumulation",
-        "activation_checkpointing": "configures deepspeed.checkpointing, which a script calls itself; the method "
-        "checkpoint recomputes blocks without it",
-        "zero_allow_untested_optimizer": "no optimizer is refused here",
-        "zero_force_ds_cpu_optimizer": "there is no optimizer of DeepSpeed's here",
-        "steps_per_print": "logging is the script's; trackers and result.report tell the rest",
-        "wall_clock_breakdown": "result.report shows where the time goes",
-        "dump_state": "a debugging aid of DeepSpeed's",
-        "comms_logger": "the report lists collectives",
-        "flops_profiler": "the report tells FLOPs and times",
-        **dict.fromkeys(("tensorboard", "wandb", "csv_monitor"), "monitoring is the script's"),
-        **dict.fromkeys(("data_efficiency", "curriculum_learning"), "data is the script's"),
-        **dict.fromkeys(
-            ("prescale_gradients", "gradient_predivide_factor"),
-            "gradients are averaged in fp32, where scaling first gains nothing",
+_PRECISIONS: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_REASONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (f"{_ZERO}.zero_hpz*", f"{_ZERO}.mics*"),
+        "sharding within a node: fsdp with sharding_strategy HYBRID_SHARD, or parallel_mode with data and zero",
+    ),
+    **dict.fromkeys(
+        (
+            f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+            f"{_ZERO}.stage3_gather_fp16_weights_on_model_save",
         ),
-        "communication_data_type": "reduction follows the precision's method; fsdp takes mixed_precision.reduce_dtype",
-        "data_types": "reduction follows the precision's method",
-        "sparse_attention": "no counterpart",
-        "compression_training": "no counterpart",
-        "autotuning": "auto_accelerate without load_strategy searches",
-        "elasticity": "a checkpoint of any number of ranks loads on any other",
-        "checkpoint": "checkpoints are written by atorch_ns.checkpoint",
-        "aio": "nothing is kept on NVMe",
-        "amp": "apex is not used; amp_native is torch's own",
-    }
-)
-
-
-def why_deepspeed(key: str) -> str:
-    """Why a key of a DeepSpeed config became nothing."""
-    head, _, tail = key.partition(".")
-    if head == _ZERO:
-        return _why_zero(tail)
-    if head in ("fp16", "bf16", "bfloat16"):
-        if tail.startswith(("loss_scale", "initial_scale", "hysteresis", "min_loss_scale", "consecutive")):
-            return "the loss scale begins at 2^16 and is found while training; amp_native takes init_scale"
-        return "no counterpart in the precision's method"
-    if head == "pipeline":
-        return "pipeline_parallel decides it: see its schedule and split_method"
-    return _REASONS.get(head, "this version knows no counterpart")
-
-
-def _why_zero(key: str) -> str:
-    if key.startswith(("zero_hpz", "mics")):
-        return "sharding within a node: fsdp with sharding_strategy HYBRID_SHARD, or parallel_mode with data and zero"
-    if key in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
-        return "checkpoint.export_safetensors writes whole weights"
-    if key.startswith("zero_quantized"):
-        return "collectives are not quantised"
-    if key.startswith(("offload_", "cpu_offload_use_pin_memory")):
-        return "how DeepSpeed offloads; torch's offload has no such setting"
-    return _TUNING
-
-
-ORDER: Final = (
-    "parallel_mode",
-    "pipeline_parallel",
-    "tensor_parallel",
-    "half",
-    "amp_native",
-    "fp8",
-    "checkpoint",
-    "ddp",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "optimizer_offload",
-    "compile",
-    "gradient_accumulation",
-)
-"""How converted methods stand in the strategy."""
-
-_METHOD_OF_STAGE: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+        "checkpoint.export_safetensors writes whole weights",
+    ),
+    f"{_ZERO}.zero_quantized*": "collectives are not quantised",
+    **dict.fromkeys(
+        (f"{_ZERO}.offload_*", f"{_ZERO}.cpu_offload_use_pin_memory*"),
+        "how DeepSpeed offloads; torch's offload has no such setting",
+    ),
+    _ZERO: "buckets, prefetching and memory of DeepSpeed's own ZeRO; torch's sharding gathers block by block",
+    **{
+        f"{dtype}.{key}*": "the loss scale begins at 2^16 and is found while training; amp_native takes init_scale"
+        for dtype in _PRECISIONS
+        for key in ("loss_scale", "initial_scale", "hysteresis", "min_loss_scale", "consecutive")
+    },
+    **dict.fromkeys(_PRECISIONS, "no counterpart in the precision's method"),
+    "pipeline": "pipeline_parallel decides it: see its schedule and split_method",
+    "optimizer": "an argument of auto_accelerate: optim_func and optim_args",
+    "scheduler": "an argument of auto_accelerate: lr_scheduler_cls and lr_scheduler_args, with a scheduler of "
+    "torch.optim.lr_scheduler",
+    "train_micro_batch_size_per_gpu": "follows from the global batch, the ranks and the accumulation",
+    "activation_checkpointing": "configures deepspeed.checkpointing, which a script calls itself; the method "
+    "checkpoint recomputes blocks without it",
+    "zero_allow_untested_optimizer": "no optimizer is refused here",
+    "zero_force_ds_cpu_optimizer": "there is no optimizer of DeepSpeed's here",
+    "steps_per_print": "logging is the script's; trackers and result.report tell the rest",
+    "wall_clock_breakdown": "result.report shows where the time goes",
+    "dump_state": "a debugging aid of DeepSpeed's",
+    "comms_logger": "the report lists collectives",
+    "flops_profiler": "the report tells FLOPs and times",
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor"), "monitoring is the script's"),
+    **dict.fromkeys(("data_efficiency", "curriculum_learning"), "data is the script's"),
+    **dict.fromkeys(
+        ("prescale_gradients", "gradient_predivide_factor"),
+        "gradients are averaged in fp32, where scaling first gains nothing",
+    ),
+    "communication_data_type": "reduction follows the precision's method; fsdp takes mixed_precision.reduce_dtype",
+    "data_types": "reduction follows the precision's method",
+    "sparse_attention": "no counterpart",
+    "compression_training": "no counterpart",
+    "autotuning": "auto_accelerate without load_strategy searches",
+    "elasticity": "a checkpoint of any number of ranks loads on any other",
+    "checkpoint": "checkpoints are written by atorch_ns.checkpoint",
+    "aio": "nothing is kept on NVMe",
+    "amp": "apex is not used; amp_native is torch's own",
+}
+_METHOD_OF_STAGE: Final = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"}
 
 
 def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
-    """The strategy that a DeepSpeed config amounts to.
-
-    Args:
-        document: the parsed JSON.
-        name: of the file, for messages.
+    """The strategy that the DeepSpeed config ``document`` of the file ``name`` amounts to.
 
     Raises:
         StrategyFileError: if a value means nothing.
     """
-    converter = Converter(document, source="deepspeed", name=name)
-    read_deepspeed(converter)
-    return converter.finish(why=why_deepspeed, requires=Requires(), order=ORDER)
+    converter = _converter(document, name)
+    _read(converter)
+    return converter.finish(Requires())
 
 
-def read_deepspeed(converter: Converter, *, processes: int | None = None) -> str:
-    """Reads a whole DeepSpeed config, and returns the method of its ZeRO stage.
+def _converter(document: Mapping[str, Any], name: str) -> Converter:
+    return Converter(document, source="deepspeed", name=name, reasons=_REASONS)
 
-    Args:
-        converter: of the config.
-        processes: how many there are, if another file says so.
-    """
+
+def _read(converter: Converter, *, processes: int | None = None) -> str:
+    """Reads a whole DeepSpeed config, and returns the method of its ZeRO stage."""
     stage = f"{_ZERO}.stage"
     if converter.raw(stage) == "auto":
         converter.warn(
             f"{stage} is 'auto', so nothing is sharded. Write the stage, 1, 2 or 3, and convert again."
         )
     given = converter.take(stage)
-    if given is None:
-        converter.use("ddp")
-        method = "ddp"
-    else:
-        method = read_zero(converter, given, stage)
+    method = "ddp" if given is None else _read_stage(converter, given, stage)
+    converter.use(method)
     _precision(converter)
     _offload(converter, method, one_process=processes == 1)
-    _batch(converter)
+    whole = converter.take("train_batch_size")
+    if whole is not None:
+        converter.leave(
+            "train_batch_size", f'an argument of auto_accelerate: dataloader_args={{"batch_size": {whole}}}'
+        )
+    read_accumulation(converter, "gradient_accumulation_steps")
     _axes(converter, processes)
     _compile(converter)
     read_clipping(converter, "gradient_clipping")
     return method
 
 
-def read_zero(converter: Converter, stage: Any, key: str) -> str:
+def _read_stage(converter: Converter, stage: Any, key: str) -> str:
     """Adds the method of a ZeRO stage, and returns its name."""
-    text = str(stage)
-    if text not in ("0", "1", "2", "3"):
-        raise converter.wrong(key, stage, "0, 1, 2, 3")
-    method = _METHOD_OF_STAGE[int(text)]
+    if str(stage) not in _METHOD_OF_STAGE:
+        raise converter.wrong(key, stage, ", ".join(_METHOD_OF_STAGE))
+    method = _METHOD_OF_STAGE[str(stage)]
     converter.use(method)
-    converter.carry(key, f"{text} → {method}")
+    converter.carry(key, f"{stage} → {method}")
     return method
 
 
@@ -175,33 +143,32 @@ def _offload(converter: Converter, method: str, *, one_process: bool) -> None:
                 continue
             if devices[part][1] is not None:
                 converter.leave(name, f"the old name of offload_{part}, which is there")
-            elif switch(converter, name, given):
+            elif converter.switch(name, given):
                 devices[part] = (name, "cpu")
             else:
                 converter.carry(name, "false: nothing is offloaded")
     read_offload(converter, method, devices, one_process=one_process)
 
 
-def use_half(converter: Converter, key: str, given: Any, dtype: str) -> None:
+def _use_half(converter: Converter, key: str, given: Any, dtype: str) -> None:
     """Adds 16-bit weights with fp32 masters, as DeepSpeed has them."""
     converter.use("half", dtype=dtype, master_weights=True)
     converter.carry(key, f"{given} → half {dtype}, with fp32 master weights as DeepSpeed has")
 
 
 def _precision(converter: Converter) -> None:
-    for key, dtype in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
-        enabled = converter.take(f"{key}.enabled")
+    for section, dtype in _PRECISIONS.items():
+        key = f"{section}.enabled"
+        enabled = converter.take(key)
         if enabled is None:
             continue
-        if switch(converter, f"{key}.enabled", enabled):
-            before = converter.config("half")
-            if before is not None and before["dtype"] != dtype:
-                raise converter.wrong(
-                    f"{key}.enabled", enabled, f"false, since {before['dtype']} is enabled too"
-                )
-            use_half(converter, f"{key}.enabled", "true", dtype)
-        else:
-            converter.carry(f"{key}.enabled", f"false: not in {dtype}")
+        if not converter.switch(key, enabled):
+            converter.carry(key, f"false: not in {dtype}")
+            continue
+        before = converter.config("half")
+        if before is not None and before["dtype"] != dtype:
+            raise converter.wrong(key, enabled, f"false, since {before['dtype']} is enabled too")
+        _use_half(converter, key, "true", dtype)
     casts = converter.take("fp16.auto_cast")
     if casts is not None:
         converter.carry("fp16.auto_cast", f"{casts}: half casts floating inputs of the model")
@@ -214,31 +181,6 @@ def _precision(converter: Converter) -> None:
             "write true for that 'auto' and convert again, or add "
             '("half", {"dtype": "bf16", "master_weights": True}) to the strategy.'
         )
-
-
-def _batch(converter: Converter) -> None:
-    whole = converter.take("train_batch_size")
-    if whole is not None:
-        converter.leave(
-            "train_batch_size", f'an argument of auto_accelerate: dataloader_args={{"batch_size": {whole}}}'
-        )
-    given = converter.take("gradient_accumulation_steps")
-    if given is not None:
-        read_accumulation(converter, "gradient_accumulation_steps", given)
-
-
-def read_accumulation(converter: Converter, key: str, given: Any) -> None:
-    """Adds gradient accumulation where it is more than one."""
-    steps = number(converter, key, given)
-    if steps == 1:
-        converter.carry(key, "1: every batch is computed in one pass")
-        return
-    converter.use("gradient_accumulation", num_micro_batches=steps)
-    converter.carry(
-        key,
-        f"{steps} → gradient_accumulation: train_step splits each batch into {steps}, so the loader gives the "
-        "batch of a whole optimizer step",
-    )
 
 
 _AXES: Final = {
@@ -267,12 +209,11 @@ def _compile(converter: Converter) -> None:
     enabled = converter.take("compile.enabled", converter.take("compile.deepcompile"))
     if enabled is None:
         return
-    if switch(converter, "compile", enabled):
-        converter.use("compile")
+    is_on = converter.switch("compile", enabled)
+    if is_on:
         backend = converter.take("compile.backend")
-        if backend is not None:
-            converter.use("compile", backend=str(backend))
-    converter.carry("compile", "compile, block by block" if switch(converter, "compile", enabled) else "off")
+        converter.use("compile", **({} if backend is None else {"backend": str(backend)}))
+    converter.carry("compile", "compile, block by block" if is_on else "off")
 
 
 _SECTION: Final = "deepspeed_config."
@@ -288,11 +229,7 @@ _FILLS: Final = {
 
 
 def read_deepspeed_section(converter: Converter, *, processes: int | None) -> None:
-    """Adds the methods of a DeepSpeed run, its precision too.
-
-    Args:
-        converter: of the Accelerate config.
-        processes: how many there are, if the file says so.
+    """Adds the methods of a DeepSpeed run to the conversion of an Accelerate config, its precision too.
 
     Raises:
         StrategyFileError: if neither a stage nor a file is given, or the file cannot be read.
@@ -301,21 +238,18 @@ def read_deepspeed_section(converter: Converter, *, processes: int | None) -> No
         _with_file(converter, str(converter.take(_FILE)), processes)
         return
     key = f"{_SECTION}zero_stage"
-    if converter.take(key) is None:
+    stage = converter.take(key)
+    if stage is None:
         raise converter.wrong(
             "deepspeed_config", converter.raw("deepspeed_config"), "zero_stage, or deepspeed_config_file"
         )
-    method = read_zero(converter, converter.take(key), key)
+    method = _read_stage(converter, stage, key)
     converter.carry("distributed_type", f"DEEPSPEED → the method of the stage, {method}")
     _accelerate_precision(converter)
-    devices = {
-        part: (f"{_SECTION}offload_{part}_device", converter.take(f"{_SECTION}offload_{part}_device"))
-        for part in ("optimizer", "param")
-    }
+    keys = {part: f"{_SECTION}offload_{part}_device" for part in ("optimizer", "param")}
+    devices = {part: (key, converter.take(key)) for part, key in keys.items()}
     read_offload(converter, method, devices, one_process=processes == 1)
-    steps = converter.take(f"{_SECTION}gradient_accumulation_steps")
-    if steps is not None:
-        read_accumulation(converter, f"{_SECTION}gradient_accumulation_steps", steps)
+    read_accumulation(converter, f"{_SECTION}gradient_accumulation_steps")
     read_clipping(converter, f"{_SECTION}gradient_clipping")
 
 
@@ -323,10 +257,10 @@ def _accelerate_precision(converter: Converter) -> None:
     """16-bit weights with fp32 masters: Accelerate writes fp16.enabled or bf16.enabled for DeepSpeed."""
     text = str(converter.take("mixed_precision", "no")).lower()
     if text in ("fp16", "bf16"):
-        use_half(converter, "mixed_precision", text, text)
+        _use_half(converter, "mixed_precision", text, text)
     elif text == "fp8":
         converter.use("fp8")
-        use_half(converter, "mixed_precision", "fp8 → fp8 for the linears; bf16 for the rest", "bf16")
+        _use_half(converter, "mixed_precision", "fp8 → fp8 for the linears; bf16 for the rest", "bf16")
     elif text in ("no", "false", "none"):
         if converter.raw("mixed_precision") is not None:
             converter.carry("mixed_precision", "no: full precision")
@@ -349,9 +283,9 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
             f"{_FILE}={file!r} holds a {type(document).__name__}; a config of DeepSpeed is a mapping",
             source=converter.name,
         )
-    inner = Converter(_filled(converter, document, file), source="deepspeed", name=str(place))
-    method = read_deepspeed(inner, processes=processes)
-    converter.absorb(inner, why=why_deepspeed, before=f"{place.name}: ")
+    inner = _converter(_filled(converter, document, file), str(place))
+    method = _read(inner, processes=processes)
+    converter.absorb(inner, prefix=f"{place.name}: ")
     if str(converter.take("mixed_precision", "no")).lower() == "fp8":
         converter.use("fp8")
     converter.carry(_FILE, f"{file}: read, see its keys")
@@ -361,22 +295,21 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
 def _filled(converter: Converter, document: Mapping[str, Any], file: str) -> dict[str, Any]:
     """DeepSpeed's document, with Accelerate's values for ``"auto"``."""
     filled = copy.deepcopy(dict(document))
-    for key, keys in _FILLS.items():
-        for name in keys:
+    for key, names in _FILLS.items():
+        for name in names:
             given = converter.take(name)
-            if given is not None:
-                filled_in = _fill(filled, key, given)
-                (converter.carry if filled_in else converter.leave)(
-                    name,
-                    f"fills 'auto' in {file}" if filled_in else f"{file} decides: {key} is not 'auto' there",
-                )
+            if given is None:
+                continue
+            if _fill(filled, key, given):
+                converter.carry(name, f"fills 'auto' in {file}")
+            else:
+                converter.leave(name, f"{file} decides: {key} is not 'auto' there")
     precision = converter.take("mixed_precision")
     if precision is None:
         return filled
     text = str(precision).lower()
-    enabled = {"fp16": text == "fp16", "bf16": text in ("bf16", "fp8")}
     fills = False
-    for dtype, on in enabled.items():
+    for dtype, on in (("fp16", text == "fp16"), ("bf16", text in ("bf16", "fp8"))):
         if dtype not in filled and on:
             filled[dtype] = {"enabled": True}
             fills = True
