@@ -119,7 +119,7 @@ def _answered(estimator: Estimator, question: Question) -> tuple[int, float]:
 
 
 def _row(question: Question, truth: PeakMemory, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    states = truth.parameter_bytes + truth.gradient_bytes + truth.optimizer_bytes
+    states = truth.states.total - truth.states.buffers
     row: dict[str, Any] = {
         "model": question.sized.name,
         "setup": question.setup.name,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, gathered
 from atorch_ns.errors import BackendError, InputError, Problem, StepError
 from atorch_ns.job import Job, ParameterStates, explained_groups
 from atorch_ns.method import Conflict
@@ -140,17 +140,12 @@ def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
 
     Dynamic loss scaling decides by each rank's own gradients, so a rank without any cannot take part.
 
-    Args:
-        job: gives the ranks.
-        parameters: this rank's.
-
     Raises:
         BackendError: on all ranks, naming those with nothing.
     """
     assert job.mesh is not None
-    here = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    counts: list[int] = [0] * job.num_data_ranks
-    dist.all_gather_object(counts, here, group=job.mesh.data_group)
+    held = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    counts = gathered(held, distributed=True, group=job.mesh.data_group)
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
         raise BackendError(

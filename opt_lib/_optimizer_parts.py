@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.errors import CheckpointError
+from atorch_ns.job.gradients import norm_over
 
 
 class _CheckpointHint:
@@ -69,10 +70,10 @@ def norm_of_parts(
     """The norm of all parts on all ranks of ``group`` as if they were one vector; collective.
 
     Args:
-        parts: this rank's; may be none.
+        parts: this rank's parts; may be none.
         norm_type: the p of the p-norm, positive; ``float("inf")`` for the largest absolute value.
-        group: the ranks that hold the others.
-        device: where the result is.
+        group: the ranks that hold the other parts.
+        device: the result's device.
 
     Returns:
         A 0-d float32 tensor, the same on every rank.
@@ -82,16 +83,10 @@ def norm_of_parts(
         for part in parts
         if part.numel()
     ]
-    here = (
+    local = (
         torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
     )
-    if norm_type == float("inf"):
-        dist.all_reduce(here, op=dist.ReduceOp.MAX, group=group)
-        return here
-    total = here**norm_type
-    dist.all_reduce(total, group=group)
-    norm: torch.Tensor = total ** (1.0 / norm_type)
-    return norm
+    return norm_over(local, norm_type, group)
 
 
 @torch.no_grad()
@@ -114,9 +109,9 @@ def clip_parts(
     Returns:
         The norm before, as :func:`norm_of_parts`.
     """
-    here = list(parts)
-    norm = norm_of_parts(here, norm_type, group=group, device=device)
+    counted = list(parts)
+    norm = norm_of_parts(counted, norm_type, group=group, device=device)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for part in (*here, *uncounted):
+    for part in (*counted, *uncounted):
         part.mul_(scale.to(part.device, part.dtype))
     return norm

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.cluster import Cluster, agree
+from atorch_ns.cluster import Cluster, agree, from_first
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, Problem
 from atorch_ns.job import Job
@@ -128,11 +128,9 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) ->
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:
         return f"the model is not on {job.device.type} yet"
-    found: list[Any] = list(_sample(job)) if dist.get_rank() == 0 else [None, ""]
-    dist.broadcast_object_list(found, src=0)
-    sample, why = found
+    sample, why = from_first(_sample(job) if dist.get_rank() == 0 else None, distributed=True)
     if why:
-        return str(why)
+        return why
     try:
         batch = default_prepare_input(sample, job.device)
         join_blocks(

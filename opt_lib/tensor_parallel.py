@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.cluster import Cluster, agree
+from atorch_ns.cluster import Cluster, agree, from_first
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
@@ -140,9 +139,8 @@ def _sampled(job: Job) -> Any:
     Raises:
         InputError: if there is none.
     """
-    sampled = [agree(lambda: sample_batch(job.inputs), what="taking a sample batch", distributed=True)]
-    dist.broadcast_object_list(sampled, src=0)
-    batch = sampled[0]
+    sampled = agree(lambda: sample_batch(job.inputs), what="taking a sample batch", distributed=True)
+    batch = from_first(sampled, distributed=True)
     if batch is None:
         raise InputError(
             "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "

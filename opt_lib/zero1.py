@@ -119,9 +119,7 @@ def _shard_optimizer(job: Job) -> None:
 
     def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
         assert job.inputs.optim_func is not None
-        arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
-        if why:
-            job.explain("optimizer", why)
+        arguments = optimizer_arguments(job, groups)
         with explained_groups(job, groups):
             optimizer: ZeroRedundancyOptimizer = with_checkpoint_hint(ZeroRedundancyOptimizer)(
                 groups,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,7 +31,8 @@ def build(job: Job, resolved: Resolved) -> Result:
     Raises:
         InputError: if one of the user's functions does not give what it should.
     """
-    _place(job)  # first: the optimizer is made of parameters that have their memory
+    if not job.placed and job.optimizer.take_over is None:  # such a backend places the model itself
+        job.place()  # first: the optimizer is made of parameters that have their memory
     scaler = _scaler(job)  # the optimizer and the loss share it
     optimizer = _optimizer(job, scaler)  # a backend may put its engine around the model here
     _wrap_forward(job)  # so casts and autocast surround the outermost module only now
@@ -61,11 +61,6 @@ def build(job: Job, resolved: Resolved) -> Result:
     )
 
 
-def _place(job: Job) -> None:
-    if not job.placed and job.optimizer.take_over is None:  # such a backend places the model itself
-        job.place()
-
-
 def _runner(job: Job, loss_func: LossFunction | None) -> BatchRunner | None:
     if job.step.make_runner is None or loss_func is None:
         return None
@@ -75,12 +70,7 @@ def _runner(job: Job, loss_func: LossFunction | None) -> BatchRunner | None:
 def _scaler(job: Job) -> LossScaler | None:
     if job.precision.loss_scaling is None:
         return None
-    return LossScaler(
-        job.cluster.device_type,
-        init_scale=job.precision.loss_scaling.init_scale,
-        growth_interval=job.precision.loss_scaling.growth_interval,
-        group=job.agreeing_group,
-    )
+    return LossScaler(job.cluster.device_type, job.precision.loss_scaling, group=job.agreeing_group)
 
 
 def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | None:
@@ -99,7 +89,8 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
     else:
         optimizer = (job.optimizer.make or partial(make_user_optimizer, job))(groups)
     if untried:
-        _tell(job, untried)
+        job.explain(OPTIMIZER, untried)
+        job.warn(untried)
     norm = _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
@@ -118,12 +109,6 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
     )
 
 
-def _tell(job: Job, text: str) -> None:
-    job.explain(OPTIMIZER, text)
-    if job.cluster.rank == 0:
-        warnings.warn(text, stacklevel=2)
-
-
 def _masters(job: Job) -> MasterWeights | None:
     """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
     if job.plan.offload_optimizer:
@@ -136,13 +121,13 @@ def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch
     stages = job.stage_group
     if stages is None:
         return gradient_norm
-    elsewhere = [
+    uncounted = [
         parameter if masters is None else masters.of(parameter)
         for name, parameter in job.module.named_parameters(remove_duplicate=False)
         if plain_name(name) in job.gradients.remote_norm_names
     ]
-    job.gradients.clip = partial(clip_gradients, stages=stages, elsewhere=elsewhere)
-    return partial(gradient_norm, stages=stages, elsewhere=elsewhere)
+    job.gradients.clip = partial(clip_gradients, stages=stages, uncounted=uncounted)
+    return partial(gradient_norm, stages=stages, uncounted=uncounted)
 
 
 def _agree_over_model_axes(job: Job) -> None:
@@ -165,7 +150,7 @@ def _wrap_forward(job: Job) -> None:
     if job.precision.input_dtype is not None:
         cast_inputs(module, job.precision.input_dtype)
     if job.precision.autocast is not None:
-        autocast_forward(module, job.precision.autocast.device_type, job.precision.autocast.dtype)
+        autocast_forward(module, job.precision.autocast)
 
 
 def _loader(job: Job) -> TrainLoader | None:

@@ -9,7 +9,7 @@ from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, divided_like, is_on_meta, local_part
 from atorch_ns.job.memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
 from atorch_ns.job.model import parameter_names
-from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer, optimizer_arguments
+from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job.optimizer_checks import keeps_blocks
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
@@ -22,7 +22,7 @@ from atorch_ns.job.states import (
     on_all_stages,
 )
 from atorch_ns.job.train_step import StepSummary, StepTimes, TrainStep
-from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer
+from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer, optimizer_arguments
 from atorch_ns.sharding import Packing
 
 __all__ = [

@@ -32,7 +32,7 @@ def gradient_norm(
     norm_type: float = 2.0,
     *,
     stages: dist.ProcessGroup | None = None,
-    elsewhere: Collection[torch.Tensor] = (),
+    uncounted: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The norm of all gradients as if they were one vector, the same on every rank.
 
@@ -42,20 +42,20 @@ def gradient_norm(
         parameters: tensors whose ``grad`` is read; those without one are skipped.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
         stages: the ranks that hold other parameters of the same model; collective over them.
-        elsewhere: parameters that another of these ranks counts.
+        uncounted: parameters that another of these ranks counts; their gradients are scaled, not counted.
 
     Returns:
         A 0-d float32 tensor.
     """
     everything = list(parameters)
-    left_out = {id(parameter) for parameter in elsewhere}
+    left_out = {id(parameter) for parameter in uncounted}
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
     norms = [_full(torch.nn.utils.get_total_norm(_grads(group), norm_type)) for group in groups]
     if norms:
         total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
     else:
         total = torch.zeros((), device=everything[0].device if everything else None)
-    return total if stages is None else _over_stages(total, norm_type, stages)
+    return total if stages is None else norm_over(total, norm_type, stages)
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def clip_gradients(
     norm_type: float = 2.0,
     *,
     stages: dist.ProcessGroup | None = None,
-    elsewhere: Collection[torch.Tensor] = (),
+    uncounted: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scales all gradients so that their norm is at most ``max_norm``; collective where they are divided.
 
@@ -75,7 +75,7 @@ def clip_gradients(
         The norm before clipping, 0-d float32, the same on every rank.
     """
     everything = list(parameters)
-    total = gradient_norm(everything, norm_type, stages=stages, elsewhere=elsewhere)
+    total = gradient_norm(everything, norm_type, stages=stages, uncounted=uncounted)
     for group in _by_mesh(everything):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
@@ -100,12 +100,13 @@ def _full(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _over_stages(norm: torch.Tensor, norm_type: float, stages: dist.ProcessGroup) -> torch.Tensor:
+def norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The p-norm of the p-norms ``norm``, 0-d, that the ranks of ``group`` hold; collective."""
     if norm_type == float("inf"):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=stages)
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm
     power = norm**norm_type
-    dist.all_reduce(power, group=stages)
+    dist.all_reduce(power, group=group)
     return power ** (1.0 / norm_type)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -238,6 +239,11 @@ class Job:
     def explain(self, method: str, text: str | Callable[[], str]) -> None:
         """Records what a method did or chose, for the report; a function, where later batches show more of it."""
         self.explanations.setdefault(method, []).append(text)
+
+    def warn(self, text: str) -> None:
+        """Warns once for the whole job, on rank 0."""
+        if self.cluster.rank == 0:
+            warnings.warn(text, stacklevel=3)
 
     def explained(self, method: str) -> list[str]:
         """What a method did or chose, by what is known now."""

@@ -55,15 +55,10 @@ class Precision:
     restore: Callable[[nn.Module], None] | None = None
 
 
-def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Runs every forward pass of ``model`` under autocast. Hooks are added; ``forward`` is not replaced.
-
-    Args:
-        model: the outermost module, wrappers included.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        dtype: of matrix products.
-    """
-    scope = _AutocastScope(device_type, dtype)
+def autocast_forward(model: nn.Module, autocast: Autocast) -> None:
+    """Runs every forward pass of ``model``, the outermost wrapper, under autocast. Hooks are added; ``forward`` is not
+    replaced."""
+    scope = _AutocastScope(autocast)
     model.register_forward_pre_hook(scope.enter, prepend=True)
     model.register_forward_hook(scope.leave, always_call=True)
 
@@ -77,13 +72,12 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 class _AutocastScope:
     """Enters autocast before a forward pass and leaves it after; copies and pickles with the model."""
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self._device_type = device_type
-        self._dtype = dtype
+    def __init__(self, autocast: Autocast) -> None:
+        self._autocast = autocast
         self._entered: list[torch.autocast] = []
 
     def enter(self, *_: Any) -> None:
-        context = torch.autocast(self._device_type, dtype=self._dtype)
+        context = torch.autocast(self._autocast.device_type, self._autocast.dtype)
         context.__enter__()
         self._entered.append(context)
 
@@ -111,20 +105,16 @@ class LossScaler:
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        init_scale: the first scale.
-        growth_interval: steps without overflow after which the scale doubles.
+        scaling: the first scale and how it grows.
         group: the ranks that must skip a step together; ``None`` for one rank.
     """
 
     def __init__(
-        self,
-        device_type: str,
-        *,
-        init_scale: float = 2.0**16,
-        growth_interval: int = 2000,
-        group: dist.ProcessGroup | None = None,
+        self, device_type: str, scaling: LossScaling, *, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.scaler = local_grad_scaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
+        self.scaler = local_grad_scaler(
+            device_type, init_scale=scaling.init_scale, growth_interval=scaling.growth_interval
+        )
         self.num_backwards = 0
         self._group = group
 
@@ -133,8 +123,8 @@ class LossScaler:
         result: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_gradient)  # type: ignore[no-untyped-call]
         return result
 
-    def scaled_elsewhere(self, device: torch.device) -> None:
-        """Another rank computes the loss of this rank's gradients, and scales it alike."""
+    def expect_scaled_gradients(self, device: torch.device) -> None:
+        """Counts a backward pass whose loss another rank computes and scales alike."""
         self.scaler.scale(torch.zeros((), device=device))  # which makes the scale
         self.num_backwards += 1
 
@@ -192,10 +182,10 @@ def wrap_loss(
     """The loss function a user calls; the same object if nothing surrounds it.
 
     Args:
-        loss_func: the user's.
-        autocast: run it under autocast.
-        scaler: let the gradient scale enter in its backward pass.
-        upcast: give it the model's floating outputs in fp32.
+        loss_func: the user's function.
+        autocast: the autocast that it runs under; ``None`` for none.
+        scaler: the scaler whose scale enters in its backward pass; ``None`` for none.
+        upcast: whether it is given the model's floating outputs in fp32.
     """
     if autocast is None and scaler is None and not upcast:
         return loss_func

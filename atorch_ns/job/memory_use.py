@@ -49,21 +49,6 @@ class PeakMemory:
     peak_bytes: int
     states: StateBytes
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Parameters."""
-        return self.states.parameters
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Gradients that are alive after the step."""
-        return self.states.gradients
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Optimizer states and masters."""
-        return self.states.optimizer
-
 
 def state_bytes(result: Result) -> StateBytes:
     """What is kept of a job; read after a step, before gradients are cleared."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -25,10 +25,10 @@ _LARGE: Final = 1e4
 _TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Difference of updates, as a part of the largest. Estimated step sizes begin with 1e-6, below fp32's rounding."""
 _KNOWN: Final = ("torch.optim.", "torchao.", "bitsandbytes.")
-"""Modules whose optimizers update each parameter by itself, LBFGS apart."""
+"""Modules whose optimizers, LBFGS excepted, update each parameter by itself."""
 _Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _Updates = list[list[torch.Tensor]]
-"""Of each step, of each parameter."""
+"""What each step adds to each parameter."""
 
 
 def require_separable(job: Job, groups: ParameterGroups) -> str:
@@ -40,11 +40,11 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
     are left as they were.
 
     Args:
-        job: gives ``optim_func`` and how parameters are divided.
-        groups: of the real parameters; their options are tried.
+        job: the job, with ``optim_func`` and how parameters are divided.
+        groups: the real parameters' groups, whose options are tried.
 
     Returns:
-        What to tell of an optimizer that could not be tried; empty if there is nothing to tell.
+        A warning about an optimizer that could not be tried; empty if there is nothing to warn of.
 
     Raises:
         BackendError: if updates together and alone differ.
@@ -56,7 +56,7 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
         return ""
     for options in _kinds(groups):
         make = partial(_made, job, options)
-        with _undisturbed(job.device):
+        with random_states_kept(job.device), warnings.catch_warnings(action="ignore"):
             try:
                 optimizer = make(_parameters(torch.float32, torch.device("cpu")))
             except Exception as error:  # also what is wrong with the real call, which tells it better
@@ -96,7 +96,7 @@ def _require_tensors(job: Job, make: _Make) -> None:
     if one != other:
         raise BackendError(
             f"{_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy makes "
-            "DTensors of the parameters, where such a number is that of a rank's own part, so ranks would go apart "
+            "DTensors of the parameters, where such a number is that of a rank's own part, so ranks would diverge "
             "without an error. Use ddp, zero1 if it updates each parameter by itself, or an optimizer that keeps such "
             "values in tensors."
         )
@@ -161,26 +161,15 @@ def _made(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) 
     return optimizer  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    with random_states_kept(device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _tried(make: _Make, device: torch.device) -> tuple[bool, Exception | None]:
-    """Whether it couples parameters, and why it could not be found out."""
+    """Whether it couples parameters, and why it could not be found out; the first kind of trial that works decides."""
     why: Exception | None = None
-    for place in dict.fromkeys((torch.device("cpu"), device)):
-        for dtype in _TOLERANCES:
-            for with_closure in (False, True):
-                run = partial(_updates, make, dtype, place, with_closure)
-                try:
-                    couples = _couples(run, _TOLERANCES[dtype])
-                except Exception as error:
-                    why = why or error
-                else:
-                    return couples, None
+    places = dict.fromkeys((torch.device("cpu"), device))
+    for place, dtype, with_closure in itertools.product(places, _TOLERANCES, (False, True)):
+        try:
+            return _couples(partial(_updates, make, dtype, place, with_closure), _TOLERANCES[dtype]), None
+        except Exception as error:
+            why = why or error
     return False, why
 
 
@@ -188,9 +177,8 @@ def _couples(run: Callable[..., _Updates], tolerance: float) -> bool:
     together = run((0, 1))
     if not any(bool(update.any()) for updates in together for update in updates):
         raise ValueError("it changed neither of two small parameters")
-    alone = [run((index,)) for index in (0, 1)]
-    apart = [[first[0], second[0]] for first, second in zip(*alone, strict=True)]
-    if not _differ(together, apart, tolerance):
+    alone = [[*first, *second] for first, second in zip(run((0,)), run((1,)), strict=True)]
+    if not _differ(together, alone, tolerance):
         return False
     if _differ(together, run((0, 1), seed=1), tolerance):
         raise ValueError("its updates are random")
@@ -198,12 +186,12 @@ def _couples(run: Callable[..., _Updates], tolerance: float) -> bool:
 
 
 def _differ(first: _Updates, second: _Updates, tolerance: float) -> bool:
-    for ones, others in zip(first, second, strict=True):
-        for one, other in zip(ones, others, strict=True):
-            scale = float(torch.maximum(one.abs().max(), other.abs().max()))
-            rounding = 16 * torch.finfo(one.dtype).eps  # of weights of order one
-            if not torch.allclose(one, other, rtol=0, atol=tolerance * scale + rounding, equal_nan=True):
-                return True
+    pairs = zip(itertools.chain(*first), itertools.chain(*second), strict=True)
+    for one, other in pairs:
+        scale = float(torch.maximum(one.abs().max(), other.abs().max()))
+        rounding = 16 * torch.finfo(one.dtype).eps  # of weights of order one
+        if not torch.allclose(one, other, rtol=0, atol=tolerance * scale + rounding, equal_nan=True):
+            return True
     return False
 
 
@@ -246,8 +234,7 @@ def _updates(
         before = [parameter.detach().clone() for parameter in parameters]
         give = partial(_give, parameters, [step[index] for index in chosen])
         give()
-        closure: tuple[Any, ...] = (give,) if with_closure else ()
-        optimizer.step(*closure)
+        optimizer.step(*([give] if with_closure else []))
         found.append([p.detach() - old for p, old in zip(parameters, before, strict=True)])
     return found
 
@@ -293,21 +280,29 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
     package = type(optimizer).__module__.partition(".")[0]
     name = f"{package}.optim.{type(optimizer).__name__}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    reason = None
-    if package == "bitsandbytes":
-        reason = _of_bitsandbytes(parameters)
-    elif package == "torchao":
-        reason = _of_torchao(parameters)
-    elif isinstance(optimizer, NOT_OF_DTENSORS):
-        base = next(kind for kind in NOT_OF_DTENSORS if isinstance(optimizer, kind))
-        name = (
-            f"torch.optim.{base.__name__}"
-            if type(optimizer) is base
-            else f"{type(optimizer).__name__}, of torch.optim.{base.__name__},"
+    dtypes = {parameter.dtype for parameter in parameters if isinstance(parameter, DTensor)}
+    if dtypes and package == "bitsandbytes":  # its kernels take plain tensors
+        raise InputError(
+            f"{name} cannot update DTensors, which this strategy makes of the parameters. Use "
+            "torchao.optim.AdamW8bit, or shard with zero1 or ('zero2', {'not_use_fsdp': True}), whose optimizers see "
+            "plain tensors."
         )
-        reason = _of_torch(optimizer, parameters)
-    if reason is not None:
-        raise InputError(f"{name} {reason}")
+    # DTensors keep the dtype that torchao's quantized states seem to have, so mixed dtypes fail in the first step.
+    if dtypes - {torch.float32} and package == "torchao":
+        raise InputError(
+            f"{name} cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') in place of half, or "
+            "('half', 'fp16'), whose fp32 masters it updates."
+        )
+    base = next((kind for kind in NOT_OF_DTENSORS if isinstance(optimizer, kind)), None)
+    if dtypes and base is not None:
+        name = f"torch.optim.{base.__name__}"
+        if type(optimizer) is not base:
+            name = f"{type(optimizer).__name__}, of {name},"
+        raise InputError(
+            f"{name} cannot update DTensors, which this strategy makes of the parameters: torch has no rule for one of "
+            "its operators in place. Shard with zero1 or ('zero2', {'not_use_fsdp': True}), use ddp, or use another "
+            "optimizer, such as AdamW."
+        )
 
 
 def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
@@ -317,34 +312,3 @@ def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
     """
     ours = type(optimizer).__module__.partition(".")[0] == "bitsandbytes"
     return ours and getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
-
-
-def _of_torch(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> str | None:
-    """Their operators in place would have to change how a DTensor is divided."""
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return None
-    return (
-        "cannot update DTensors, which this strategy makes of the parameters: torch has no rule for one of its "
-        "operators in place. Shard with zero1 or ('zero2', {'not_use_fsdp': True}), use ddp, or use another optimizer, "
-        "such as AdamW."
-    )
-
-
-def _of_bitsandbytes(parameters: Iterable[torch.Tensor]) -> str | None:
-    """Its kernels take plain tensors."""
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return None
-    return (
-        "cannot update DTensors, which this strategy makes of the parameters. Use torchao.optim.AdamW8bit, or shard "
-        "with zero1 or ('zero2', {'not_use_fsdp': True}), whose optimizers see plain tensors."
-    )
-
-
-def _of_torchao(parameters: Iterable[torch.Tensor]) -> str | None:
-    """DTensors keep the dtype that its quantized states seem to have, so mixed dtypes fail in the first step."""
-    if not any(isinstance(p, DTensor) and p.dtype != torch.float32 for p in parameters):
-        return None
-    return (
-        "cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') in place of half, or ('half', 'fp16'), whose "
-        "fp32 masters it updates."
-    )

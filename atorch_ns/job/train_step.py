@@ -199,7 +199,7 @@ class TrainStep:
             job.gradients.sums.expect(job.module)
             total = self._runner.forward_backward(micro_batches)
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
-                optimizer.scaler.scaled_elsewhere(job.device)
+                optimizer.scaler.expect_scaled_gradients(job.device)
             job.gradients.sums.run(job.module)
             return self._mean_over_ranks(total)
         total = torch.zeros((), device=job.device)

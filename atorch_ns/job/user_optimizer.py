@@ -1,17 +1,20 @@
-"""User's optimizer: ``optim_func``, called with a list of parameters where possible, with parameter groups otherwise."""
+"""User's optimizer: ``optim_func``, called with a list of parameters where possible, by fused kernels where they fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
-from atorch_ns.job.optimizer import optimizer_arguments
 from atorch_ns.job.optimizer_checks import refuse_what_fails
+from atorch_ns.torch_compat import plain_name
 
 
 def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
@@ -20,10 +23,6 @@ def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
     A function that is given a list may filter it and make groups of its own. That is right only where parameters
     have their own shapes, and where this rank has all of them; elsewhere groups stay groups, and
     :func:`explained_groups` says so to a function that takes them for parameters.
-
-    Args:
-        job: the user's functions, and how parameters are divided.
-        groups: of what ``optim_param_func`` chose, or one group of all parameters.
     """
     whole = job.plan.sharding.layout == "rows" and job.stage_group is None
     if not whole or job.inputs.optim_param_func is not None or len(groups) != 1 or not groups[0]["params"]:
@@ -61,9 +60,7 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
         InputError: if it takes other arguments, or does not return a torch optimizer.
     """
     assert job.inputs.optim_func is not None
-    arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
-    if why:
-        job.explain(OPTIMIZER, why)
+    arguments = optimizer_arguments(job, groups)
     parameters = optim_func_parameters(job, groups)
     with explained_groups(job, parameters):
         optimizer = job.inputs.optim_func(parameters, **arguments)
@@ -71,3 +68,90 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
         raise InputError(f"optim_func returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
     refuse_what_fails(optimizer)
     return optimizer
+
+
+_FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with fused kernels for CPUs and for CUDA. Adagrad has one for CPUs only."""
+_DEVICES: Final = ("cpu", "cuda")
+_DECIDES: Final = ("fused", "foreach", "differentiable")
+
+
+def choose_fused(
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
+) -> tuple[bool, str]:
+    """Whether an optimizer is asked for its fused kernel, and why, for the report; empty if there is nothing to decide.
+
+    A fused kernel updates all parameters of a group in one pass over memory, with no temporary. torch itself leaves
+    it off; a loop over parameters is what it runs on CPUs, and for DTensors on GPUs too.
+
+    Args:
+        optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
+        optim_args: the user's keywords; where they decide, nothing is added.
+        groups: the parameter groups as ``optim_func`` will be given them, with the user's options.
+        models: what holds the parameters; embeddings in it may say that their gradients are sparse.
+    """
+    kind, given = _unwrapped(optim_func, dict(optim_args or {}))
+    if kind not in _FUSED:
+        return False, ""
+    groups = list(groups)
+    if any(given.get(key) is not None or any(key in each for each in groups) for key in _DECIDES):
+        return False, ""
+    reason = _sparse(models) or next(
+        (reason for group in groups if (reason := _obstacle(kind, group["params"]))), None
+    )
+    if reason is not None:
+        return False, f"{kind.__name__}: not fused, since {reason}"
+    return (
+        True,
+        f"{kind.__name__}: fused, in one pass over all parameters; optim_args={{'fused': False}} for a loop",
+    )
+
+
+def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class behind partials, and all keywords that it will be called with."""
+    while isinstance(function, partial):
+        given = {**function.keywords, **given}
+        function = function.func
+    return function, given
+
+
+def optimizer_arguments(job: Job, groups: ParameterGroups) -> dict[str, Any]:
+    """The keywords that ``optim_func`` is called with for ``groups``; the report says of a fused kernel."""
+    use_fused, why = choose_fused(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
+    if why:
+        job.explain(OPTIMIZER, why)
+    given = dict(job.inputs.optim_args or {})
+    return {**given, "fused": True} if use_fused else given
+
+
+def _sparse(models: Iterable[nn.Module]) -> str | None:
+    """The module whose gradient is sparse, which fused kernels refuse in the first step."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                kind = type(module).__name__
+                return f"{plain_name(name) or 'the model'} is an {kind} with sparse=True, and no fused kernel takes sparse gradients"
+    return None
+
+
+def _obstacle(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why one fused call cannot update these parameters; ``None`` if it can."""
+    layouts = set()
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            return f"a parameter is {parameter.dtype}"
+        if parameter.device.type not in _DEVICES:
+            return f"there is no fused kernel for {parameter.device.type}"
+        if parameter.device.type == "cpu" and parameter.itemsize < 4:
+            # SGD's kernel loses the momentum of 16-bit numbers (torch 2.13); the others round otherwise than a loop.
+            return f"torch's fused kernels for CPUs are not right for {parameter.dtype}"
+        layouts.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
+    if kind is torch.optim.SGD and layouts - {None}:
+        return "torch has no fused SGD for DTensors"
+    if len(layouts) > 1:
+        kinds = "DTensors and plain tensors" if None in layouts else "DTensors on several meshes"
+        return f"a group holds {kinds}, which one call cannot update"
+    return None

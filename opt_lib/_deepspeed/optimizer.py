@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from atorch_ns.cluster import gathered
 from atorch_ns.errors import StepError
 from opt_lib._optimizer_parts import clip_parts, norm_of_parts
 
@@ -32,7 +33,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         skip_if_nonfinite: skip a step, on all ranks, whose gradients are infinite or NaN.
         stages: the ranks that norms are taken over, where that is more than ``group`` because ranks hold
             stages of a pipeline; ``None`` for ``group``.
-        elsewhere: parameters that another of these ranks counts in norms.
+        uncounted: parameters that another of these ranks counts in norms.
         names: of the parameters, for messages; ``None`` for those that the engine knows.
 
     Attributes:
@@ -48,7 +49,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup,
         skip_if_nonfinite: bool = False,
         stages: dist.ProcessGroup | None = None,
-        elsewhere: Iterable[torch.Tensor] = (),
+        uncounted: Iterable[torch.Tensor] = (),
         names: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
@@ -60,7 +61,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._all = group if stages is None else stages
         self._pipeline = stages is not None
         self._names = engine.param_names if names is None else names
-        self._elsewhere = {id(parameter) for parameter in elsewhere}
+        self._uncounted = {id(parameter) for parameter in uncounted}
         self._device = torch.device(self._zero.device)
         self._skip_if_nonfinite = skip_if_nonfinite
         self._before_steps: dict[int, Callable[..., Any]] = OrderedDict()
@@ -105,7 +106,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             norm_type,
             group=self._all,
             device=self._device,
-            uncounted=self._gradients(elsewhere=True),
+            uncounted=self._gradients(counted=False),
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -210,16 +211,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        here = {self._names[parameter] for parameter in self._unused}
-        dist.all_gather_object(told, here, group=self._group)
-        unused = sorted(set.intersection(*told))
+        local = {self._names[parameter] for parameter in self._unused}
+        unused = set.intersection(*gathered(local, distributed=True, group=self._group))
         if self._pipeline:  # all stages must stop, or the others would wait for those that do
-            of_stages: list[Any] = [None] * dist.get_world_size(self._all)
-            dist.all_gather_object(of_stages, unused, group=self._all)
-            unused = sorted({name for names in of_stages for name in names})
+            unused = set.union(*gathered(unused, distributed=True, group=self._all))
         if unused:
-            shown = ", ".join(unused[:5]) + (", …" if len(unused) > 5 else "")
+            shown = ", ".join(sorted(unused)[:5]) + (", …" if len(unused) > 5 else "")
             raise StepError(
                 f"{len(unused)} trainable parameter(s) took no part in the loss: {shown}. DeepSpeed would step them "
                 "with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or "
@@ -231,16 +228,16 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             return any(held is not None for held in self._zero.all_grad_tensors.values())
         return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
 
-    def _gradients(self, *, elsewhere: bool = False) -> Iterator[torch.Tensor]:
+    def _gradients(self, *, counted: bool = True) -> Iterator[torch.Tensor]:
         """This rank's parts that it counts in norms, or those that another rank counts."""
         for number, partition in self._zero.averaged_gradients.items():
-            if not self._elsewhere:
-                yield from () if elsewhere else partition or ()
+            if not self._uncounted:
+                yield from partition or () if counted else ()
                 continue
             parts = [part for part in partition or () if not getattr(part, "_zero_padding", False)]
             # One part for each parameter; where there is none, a part of zeros.
             for parameter, part in zip(self._zero.params_in_partition[number], parts, strict=False):
-                if (id(parameter) in self._elsewhere) == elsewhere:
+                if (id(parameter) in self._uncounted) != counted:
                     yield part
 
     def _nonfinite(self) -> bool:

@@ -240,7 +240,7 @@ def make_engine(
     deepspeed = zero_module.start(job.cluster.device_type)
     from deepspeed.runtime.pipe import PipelineModule
 
-    stages = [_elsewhere] * job.mesh.size("pipeline")
+    stages = [_other_stage] * job.mesh.size("pipeline")
     stages[job.mesh.axis("pipeline").get_local_rank()] = layer
     # It prints its configuration.
     with _local_rank(job.cluster.local_rank), contextlib.redirect_stdout(io.StringIO()):
@@ -254,7 +254,7 @@ def make_engine(
     return engine
 
 
-def _elsewhere(_: Any) -> Any:
+def _other_stage(_: Any) -> Any:
     """Stands for a stage of another rank; never called."""
 
 
@@ -501,7 +501,7 @@ def _sharded(
         group=job.mesh.data_group,
         skip_if_nonfinite=job.precision.skip_if_nonfinite,
         stages=dist.group.WORLD,
-        elsewhere=[parameter for parameter, name in names.items() if name in job.gradients.remote_norm_names],
+        uncounted=[parameter for parameter, name in names.items() if name in job.gradients.remote_norm_names],
         names=names,
     )
     job.optimizer.use_optim_backward = True

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import empty as empty_dtensor
 from torch.distributed.tensor.placement_types import Placement
 
+from atorch_ns.cluster import gathered
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, StateSpec, StateValue
 
@@ -201,9 +202,8 @@ class FlatStates:
         self, dtypes: Mapping[tuple[str, str], torch.dtype]
     ) -> list[tuple[tuple[str, str], torch.dtype]]:
         """The entries that some rank has, in one order on all ranks."""
-        told: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(told, dict(dtypes), group=self._mesh.get_group())
-        merged = {key: dtype for rank in told for key, dtype in rank.items()}
+        of_ranks = gathered(dict(dtypes), distributed=True, group=self._mesh.get_group())
+        merged = {key: dtype for found in of_ranks for key, dtype in found.items()}
         return sorted(merged.items(), key=lambda item: item[0])
 
     @torch.no_grad()
@@ -266,9 +266,8 @@ class FlatStates:
                 if not _equal(value, other):
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
                 self._optimizer.state[holder][entry] = value
-        told: list[str] = [""] * self._mesh.size()
-        dist.all_gather_object(told, problem, group=self._mesh.get_group())
-        if found := next(filter(None, told), ""):
+        problems = gathered(problem, distributed=True, group=self._mesh.get_group())
+        if found := next(filter(None, problems), ""):
             raise CheckpointError(
                 f"this strategy updates several parameters as one flat piece, but in the checkpoint {found}. Load "
                 "it under another strategy, such as ddp or fsdp."

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import agree, same_everywhere
+from atorch_ns.cluster import agree, from_first, same_everywhere
 from atorch_ns.errors import BatchSizeError, StepError
 from atorch_ns.job import Job, is_on_meta
 from atorch_ns.pipeline import (
@@ -176,9 +176,8 @@ def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
 
 def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
     """What rank 0 has decided: estimates may differ between ranks, by the samples they have seen or by their nodes."""
-    decided: list[Any] = [(plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)]
-    dist.broadcast_object_list(decided, src=0)
-    name, on_rank, num, cuts = decided[0]
+    decided = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)
+    name, on_rank, num, cuts = from_first(decided, distributed=True)
     if (plan.info.name, plan.stages_per_rank, plan.cuts) == (name, on_rank, cuts):
         return plan
     return replace(

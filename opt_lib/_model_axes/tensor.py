@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch.distributed as dist
 from pydantic import Field, field_validator
 from torch import nn
 
-from atorch_ns.cluster import agree
+from atorch_ns.cluster import agree, gathered
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
@@ -262,8 +261,7 @@ def _by_numbers(job: Job, study: LossStudy, group: TensorGroup) -> tuple[str, st
         error = compare_losses(study, job.inputs.loss_func, group, seen)
     except Exception as failed:
         failure = f"{type(failed).__name__}: {failed}".splitlines()[0]
-    failures: list[Any] = [None] * group.size
-    dist.all_gather_object(failures, (failure, list(seen.changed)), group=group.process_group)
+    failures = gathered((failure, list(seen.changed)), distributed=True, group=group.process_group)
     changed = next((names[0] for _, names in failures if names), "")
     if changed:
         return f"loss_func changes them in place, by {changed}", ""
@@ -272,9 +270,9 @@ def _by_numbers(job: Job, study: LossStudy, group: TensorGroup) -> tuple[str, st
         return "", f"loss_func cannot be tested on a small batch: {failure}"
     if error > LOSS_TOLERANCE:
         return f"on a small batch loss or gradients differ by {error:.1e} of their largest value", ""
-    gathered = {**study.uses.gathered, **seen.gathered}
-    if gathered:
-        return "", f"they are needed whole by {', '.join(gathered.values())}"
+    users = {**study.uses.gathered, **seen.gathered}
+    if users:
+        return "", f"they are needed whole by {', '.join(users.values())}"
     if not (study.uses.losses or seen.losses):
         return "", "no cross_entropy of them is computed"
     return "", ""

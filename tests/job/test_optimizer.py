@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from atorch_ns import auto_accelerate
 from atorch_ns.job import inner_optimizer
-from atorch_ns.job.optimizer import choose_fused
+from atorch_ns.job.user_optimizer import choose_fused
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
     ADAMW,
@@ -58,37 +58,42 @@ def _groups(**options: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_when_it_is_used(optim_func: Any, optim_args: Any, groups: Any, used: bool) -> None:
-    choice = choose_fused(optim_func, optim_args, groups)
-    assert choice.use == used
-    assert bool(choice.why) == used
+    used_fused, why = choose_fused(optim_func, optim_args, groups)
+    assert used_fused == used
+    assert bool(why) == used
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_on_a_cpu_are_left_to_the_loop(dtype: torch.dtype) -> None:
     groups = [{"params": [nn.Parameter(torch.ones(64, dtype=dtype))]}]
-    choice = choose_fused(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
-    assert not choice.use
-    assert "not right for" in choice.why
+    used, why = choose_fused(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
+    assert not used
+    assert "not right for" in why
 
 
 def test_what_stands_in_the_way_is_said() -> None:
     meta = [{"params": [nn.Parameter(torch.ones(2, device="meta"))]}]
-    choice = choose_fused(torch.optim.AdamW, None, meta)
-    assert not choice.use
-    assert choice.why == "AdamW: not fused, since there is no fused kernel for meta"
+    assert choose_fused(torch.optim.AdamW, None, meta) == (
+        False,
+        "AdamW: not fused, since there is no fused kernel for meta",
+    )
 
 
 def _mixtures() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     divided = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
     plain = nn.Parameter(torch.ones(2))
-    mixed, apart = [[divided, plain]], [[divided], [plain]]
+    mixed, separate = [[divided, plain]], [[divided], [plain]]
     said = []
-    for kind, lists in ((torch.optim.AdamW, mixed), (torch.optim.AdamW, apart), (torch.optim.SGD, apart)):
+    for kind, lists in (
+        (torch.optim.AdamW, mixed),
+        (torch.optim.AdamW, separate),
+        (torch.optim.SGD, separate),
+    ):
         groups: list[dict[str, Any]] = [{"params": each} for each in lists]
-        choice = choose_fused(kind, {"lr": 0.1}, groups)
-        said.append(choice.why)
-        optimizer = kind(groups, lr=0.1, fused=choice.use or None)
+        used, why = choose_fused(kind, {"lr": 0.1}, groups)
+        said.append(why)
+        optimizer = kind(groups, lr=0.1, fused=used or None)
         for parameter in (divided, plain):
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -96,9 +101,9 @@ def _mixtures() -> list[str]:
 
 
 def test_dtensors_and_plain_tensors_are_not_updated_in_one_call() -> None:
-    for mixed, apart, sgd in run_ranks(_mixtures, 2, timeout_s=60):
+    for mixed, separate, sgd in run_ranks(_mixtures, 2, timeout_s=60):
         assert "DTensors and plain tensors" in mixed
-        assert "fused, in one pass" in apart
+        assert "fused, in one pass" in separate
         assert "no fused SGD for DTensors" in sgd
 
 
