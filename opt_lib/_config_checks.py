@@ -16,11 +16,11 @@ from atorch_ns.profile import Profile
 
 
 def unmatched_problem(
-    method: str, key: str, selectors: Iterable[str] | None, profile: Profile
+    method: str, key: str, selectors: Iterable[str] | None, profile: Profile | None
 ) -> list[Problem]:
-    """One problem that names the selectors matching no module and the classes the model has."""
-    missing = profile.unmatched(selectors or ())
-    if not missing:
+    """One problem that names the selectors matching no module and the classes the model has, if it is known."""
+    missing = [] if profile is None else profile.unmatched(selectors or ())
+    if profile is None or not missing:
         return []
     return [
         Problem(
@@ -29,6 +29,20 @@ def unmatched_problem(
             key=key,
             value=", ".join(missing),
             accepted=", ".join(profile.own_class_names()) or "nothing: the model has no submodules",
+        )
+    ]
+
+
+def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | None) -> list[Problem]:
+    """The problem of a model without repeated blocks where ``key`` leaves it to them; ``purpose`` ends "say which"."""
+    if profile is None or profile.blocks:
+        return []
+    return [
+        Problem(
+            message=f"the model repeats no block, so say which modules {purpose}",
+            method=method,
+            key=key,
+            accepted=", ".join(profile.own_class_names()),
         )
     ]
 

@@ -31,11 +31,7 @@ _STATES = partial(ParameterStates, holder=attrgetter("optim"))
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with ShardedDataParallel.
-
-    Args:
-        used: whether a config of the method that these are for chooses it.
-    """
+    """Methods that cannot stand with ShardedDataParallel, where ``used`` says that a method's config chooses it."""
     return (
         Conflict("half", _WHY_NO_MASTERS, when=lambda mine, half: used(mine) and half.keeps_masters),
         one_axis_only(used, "ShardedDataParallel"),
@@ -164,7 +160,7 @@ class _ReducedGradients:
 
     Args:
         model: the wrapper.
-        optimizer: holds the parameters; its step is watched.
+        optimizer: the optimizer of the parameters, whose step is watched.
         num_ranks: how many ranks gradients are averaged over.
     """
 
@@ -188,7 +184,7 @@ class _ReducedGradients:
     def pausing(
         self, no_sync: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """The wrapper's ``no_sync``, told to this object."""
+        """The wrapper's ``no_sync``, of which this object takes note."""
 
         @contextmanager
         def skip() -> Iterator[None]:

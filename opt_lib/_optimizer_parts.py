@@ -37,22 +37,18 @@ class _CheckpointHint:
 
 @cache
 def with_checkpoint_hint(kind: type[Any]) -> type[Any]:
-    """``kind`` with a ``state_dict`` that says what to use in its place; the class itself stays as it is.
+    """``ZeroRedundancyOptimizer`` of torch or ``OSS`` of fairscale with a ``state_dict`` that says what to use instead.
 
-    Args:
-        kind: torch's ``ZeroRedundancyOptimizer`` or fairscale's ``OSS``.
+    The class itself stays as it is.
     """
     return type(kind.__name__, (_CheckpointHint, kind), {"__doc__": kind.__doc__})
 
 
 def local_state_view(optimizer: Any) -> None:
-    """Gives ``optimizer`` the defaults and the state of ``optimizer.optim``, which has this rank's parameters.
+    """Gives such an optimizer the defaults and the state of its ``optim``, which has this rank's parameters.
 
-    Schedulers such as OneCycleLR ask the optimizer they are given for what its defaults hold, and users look up
-    step counts in its state. What it would keep itself stays empty.
-
-    Args:
-        optimizer: torch's ``ZeroRedundancyOptimizer`` or fairscale's ``OSS``.
+    Schedulers such as OneCycleLR read its defaults, and users look up step counts in its state. What it would keep
+    itself stays empty.
     """
     optimizer.defaults.update(optimizer.optim.defaults)
     _share_state(optimizer)
@@ -102,9 +98,9 @@ def clip_parts(
     """Scales all parts so that their norm is at most ``max_norm``; collective.
 
     Args:
-        parts, norm_type, group, device: as :func:`norm_of_parts` has them.
+        parts, norm_type, group, device: the arguments of :func:`norm_of_parts`.
         max_norm: the largest norm to leave.
-        uncounted: parts that another rank has too and counts; only scaled.
+        uncounted: parts that another rank has too and counts; they are only scaled.
 
     Returns:
         The norm before, as :func:`norm_of_parts`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
@@ -21,7 +20,7 @@ from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile, repeated_blocks, select_modules
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper
-from opt_lib._config_checks import unmatched_problem
+from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._recompute import BufferSafeRecompute, offloaded
 
 
@@ -89,17 +88,8 @@ class Checkpoint(Method[CheckpointConfig]):
                     accepted="no_reentrant=True",
                 )
             )
-        if profile is None:
-            return problems
-        if config.wrap_class is None and not profile.blocks:
-            problems.append(
-                Problem(
-                    message="the model repeats no block, so say which modules to recompute",
-                    method=self.name,
-                    key="wrap_class",
-                    accepted=", ".join(profile.own_class_names()),
-                )
-            )
+        if config.wrap_class is None:
+            return problems + no_blocks_problem(self.name, "wrap_class", "to recompute", profile)
         return problems + unmatched_problem(self.name, "wrap_class", config.wrap_class, profile)
 
     def plan(self, plan: Plan, config: CheckpointConfig) -> Plan:
@@ -161,12 +151,11 @@ def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
         for module in block.module.modules()
         if _drops(module) and (module.training or not job.module.training)
     }
-    if found and job.cluster.rank == 0:
-        warnings.warn(
+    if found:
+        job.warn(
             f"checkpoint: with preserve_rng_state=False the recomputation draws other dropout masks than the forward "
             f"pass, so gradients are wrong: {', '.join(found)} drop(s) activations. Leave the setting out, or set "
-            "their probability to 0.",
-            stacklevel=2,
+            "their probability to 0."
         )
 
 

@@ -45,9 +45,9 @@ class CompileWatch:
     Two counters are read around every call; everything else only after a call that compiled.
 
     Attributes:
-        method: in warnings.
-        num_calls: of the modules.
-        num_graphs: compiled, those of recompilations included.
+        method: the method's name, for warnings.
+        num_calls: calls of the modules.
+        num_graphs: compiled graphs, those of recompilations included.
         breaks: how often tracing stopped inside a function and went on behind it, by reason.
         recompiled: how often a function was compiled again, by the guard that failed.
         hit_limit: whether torch gave up on a function that was compiled too often, and runs it as it is.
@@ -173,9 +173,7 @@ class Compile(Method[CompileConfig]):
     def check(self, config: CompileConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The backend and the modules must exist."""
         problems = _backend_problem(self.name, config.backend)
-        if profile is not None:
-            problems += unmatched_problem(self.name, "wrap_class", config.wrap_class, profile)
-        return problems
+        return problems + unmatched_problem(self.name, "wrap_class", config.wrap_class, profile)
 
     def plan(self, plan: Plan, config: CompileConfig) -> Plan:
         """Blocks are compiled."""

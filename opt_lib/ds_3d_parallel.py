@@ -17,7 +17,7 @@ from atorch_ns.strategy import Plan
 from opt_lib._deepspeed import zero as zero_module
 from opt_lib._deepspeed.pipeline import run_by_deepspeed
 from opt_lib._model_axes.pipeline_cut import cut_pipeline
-from opt_lib._model_axes.pipeline_plan import CutRequest
+from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 
 _OWNED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -148,14 +148,14 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
 
     def apply(self, job: Job, config: Ds3dParallelConfig) -> None:
         """Cuts the model and leaves the rest to the engine; collective."""
-        request = CutRequest(
+        pipeline = PipelineParallelConfig(
             num_micro_batches=config.num_micro_batches,
             split_method=config.split_method,
             split_points=config.split_points,
         )
-        cut = cut_pipeline(job, self.name, request)
+        stage_set = cut_pipeline(job, self.name, pipeline)
         job.place()
-        run_by_deepspeed(job, cut.stage_set, zero_stage=config.zero_stage, settings=config.ds_config)
+        run_by_deepspeed(job, stage_set, zero_stage=config.zero_stage, settings=config.ds_config)
         job.explain(self.name, f"run by DeepSpeed's pipeline engine, ZeRO stage {config.zero_stage}")
 
 

@@ -76,7 +76,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
 
     def check(self, config: ExpertParallelConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The selected modules must exist."""
-        return [] if profile is None else unmatched_problem(self.name, "experts", config.experts, profile)
+        return unmatched_problem(self.name, "experts", config.experts, profile)
 
     def plan(self, plan: Plan, config: ExpertParallelConfig) -> Plan:
         """Which experts are divided."""
@@ -174,11 +174,9 @@ def _divide(job: Job, experts: Experts) -> None:
     if job.mesh.copies.size() > 1:
         inside = {id(parameter) for expert in experts.experts for parameter in expert.parameters()}
         named = job.module.named_parameters(remove_duplicate=False)
-        copies = job.mesh.copies
-        broadcast_from_first(job, (p for e in experts.experts for p in e.parameters()), mesh=copies)
-        job.gradients.sums.add(
-            [plain_name(name) for name, p in named if id(p) in inside], copies.get_group(), mean=True
-        )
+        copies = job.mesh.copies.get_group()
+        broadcast_from_first(job, (p for e in experts.experts for p in e.parameters()), group=copies)
+        job.gradients.sums.add([plain_name(name) for name, p in named if id(p) in inside], copies, mean=True)
 
 
 def _layer(experts: Experts) -> nn.Module:

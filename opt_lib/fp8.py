@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import final
@@ -13,20 +12,18 @@ from atorch_ns.job import Job
 from atorch_ns.method import Conflict, Method, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Extra, NarrowProducts, Plan
-from opt_lib._fp8 import (
-    Backend,
-    Fp8Config,
+from opt_lib._fp8 import torchao, transformer_engine
+from opt_lib._fp8.backend import Backend, choose, notices, why_unavailable
+from opt_lib._fp8.config import Fp8Config
+from opt_lib._fp8.select import (
+    DIM_MULTIPLE,
+    HEAD_NAMES,
     Selection,
-    choose,
     find_linears,
+    folded,
     lora_layers,
-    notices,
-    torchao,
-    transformer_engine,
     unmatched,
-    why_unavailable,
 )
-from opt_lib._fp8.select import DIM_MULTIPLE, HEAD_NAMES, folded
 
 __all__ = ["Fp8", "Fp8Config"]
 
@@ -131,7 +128,7 @@ class Fp8(Method[Fp8Config]):
         self._tell(job, config, backend, selection)
         self._tell_unmatched(job, config)
         if not selection.replaced:
-            _warn(job, f"fp8 is left out: {selection.why_nothing()}")
+            job.warn(f"fp8 is left out: {selection.why_nothing()}")
             return
         if backend == "te":
             transformer_engine.replace_linears(job, selection.replaced, config)
@@ -140,7 +137,7 @@ class Fp8(Method[Fp8Config]):
         if gathers:
             torchao.scale_after_steps(job)
         elif config.fsdp_all_gather:
-            _warn(job, "fp8: fsdp_all_gather does nothing without fsdp or zero2, which gather weights")
+            job.warn("fp8: fsdp_all_gather does nothing without fsdp or zero2, which gather weights")
 
     def _tell(self, job: Job, config: Fp8Config, backend: Backend, selection: Selection) -> None:
         used = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
@@ -152,22 +149,21 @@ class Fp8(Method[Fp8Config]):
         else:
             job.explain(self.name, f"nothing was replaced: {selection.why_nothing()}")
         if selection.heads and selection.replaced:
-            _warn(
-                job,
+            job.warn(
                 f"fp8: {folded(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
                 "include to have it in fp8, or in exclude to have no word of it",
             )
         for part, reason in selection.refused(config.include or ()).items() if selection.replaced else ():
-            _warn(job, f"fp8: {part!r}, which include names, stays as it is: {reason}")
+            job.warn(f"fp8: {part!r}, which include names, stays as it is: {reason}")
         if config.verbose:
             names = selection.listed_replaced() or "nothing"
-            _warn(job, f"fp8: replaced {names}; not replaced: {selection.listed_kept() or 'nothing'}")
+            job.warn(f"fp8: replaced {names}; not replaced: {selection.listed_kept() or 'nothing'}")
 
     def _tell_unmatched(self, job: Job, config: Fp8Config) -> None:
         for key, parts in (("include", config.include or ()), ("exclude", config.exclude)):
             for part, near in unmatched(job.module, parts).items():
                 nearest = f" Nearest: {', '.join(near)}." if near else ""
-                _warn(job, f"fp8: no linear's name contains {part!r}, which {key} names.{nearest}")
+                job.warn(f"fp8: no linear's name contains {part!r}, which {key} names.{nearest}")
 
     def explain(self, config: Fp8Config, cluster: Cluster) -> str:
         """What it is for, whatever the model has: what was replaced is told when it is applied."""
@@ -177,8 +173,3 @@ class Fp8(Method[Fp8Config]):
 def _why_none(config: Fp8Config, job: Job) -> str:
     reason = transformer_engine.why_not(job.plan) if choose(config, job.cluster) == "te" else None
     return f"fp8 cannot be used: {reason or why_unavailable(None, config, job.cluster)}. {torchao.INSTALL}"
-
-
-def _warn(job: Job, text: str) -> None:
-    if job.cluster.rank == 0:
-        warnings.warn(text, stacklevel=2)

@@ -11,8 +11,7 @@ from atorch_ns.job import Job
 from atorch_ns.method import Method, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._config_checks import unmatched_problem
-from opt_lib._sharded.config import ShardConfig, plan_shards
+from opt_lib._sharded.config import ShardConfig, plan_shards, unmatched_selectors
 from opt_lib._sharded.fully_shard import shard
 
 _WHOLE = 2 * 10**9
@@ -45,12 +44,7 @@ class Fsdp(Method[FsdpConfig]):
 
     def check(self, config: FsdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The selected modules must exist."""
-        if profile is None:
-            return []
-        return [
-            *unmatched_problem(self.name, "atorch_wrap_cls", config.atorch_wrap_cls, profile),
-            *unmatched_problem(self.name, "atorch_ignored_cls", config.ignored, profile),
-        ]
+        return unmatched_selectors(self.name, config, profile)
 
     def plan(self, plan: Plan, config: FsdpConfig) -> Plan:
         """Everything is sharded."""
@@ -72,4 +66,4 @@ class Fsdp(Method[FsdpConfig]):
 
     def apply(self, job: Job, config: FsdpConfig) -> None:
         """Shards the model; collective."""
-        shard(job, self.name, config, keep_gathered=False)
+        shard(job, self.name, config)

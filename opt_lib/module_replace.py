@@ -21,27 +21,25 @@ Your own come first; :func:`register_replace_pair` makes them known. Methods tha
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 from torch import nn
 
 from atorch_ns.cluster import Cluster, same_everywhere
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
-from atorch_ns.method import Method, MethodConfig, Phase
+from atorch_ns.method import Method, MethodConfig, Names, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
 from atorch_ns.text import did_you_mean
-from opt_lib._replacements import (
-    ClassPair,
-    Replacement,
+from opt_lib._replacements.base import ClassPair, Replacement
+from opt_lib._replacements.registry import (
     known_replacements,
     register_replace_pair,
     registered_pairs,
@@ -50,13 +48,6 @@ from opt_lib._replacements import (
 )
 
 __all__ = ["ModuleReplace", "ModuleReplaceConfig", "register_replace_pair", "unregister_replace_pair"]
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
 class ModuleReplaceConfig(MethodConfig):
@@ -99,16 +90,9 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
     def check(self, config: ModuleReplaceConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The named replacements must be known to this process, and those with settings must take some."""
         known = known_replacements()
-        named = (
-            ("include", config.include or ()),
-            ("exclude", config.exclude),
-        )
-        problems = [
-            _unknown(self.name, key, name, known)
-            for key, names in named
-            for name in names
-            if name not in known
-        ]
+        named = [("include", name) for name in config.include or ()]
+        named += [("exclude", name) for name in config.exclude]
+        problems = [_unknown(self.name, key, name, known) for key, name in named if name not in known]
         for name, settings in config.configs.items():
             problems += _wrong_settings(self.name, config, name, settings, known)
         return problems
@@ -150,24 +134,28 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         made: set[nn.Module] = set()
         for candidate in chosen:
             reason = unmet[candidate.name]
-            rows.append(_use(job, candidate, made) if reason is None else _left_out(job, candidate, reason))
+            if reason is None:
+                rows.append(_use(job, candidate, made))
+            else:
+                found = candidate.concerns(job.module)
+                rows.append(_Row(candidate.name, reason, 0, found, candidate.by_user, left_out=True))
         for text in _joined(row for row in rows if row.found or row.by_user or config.include is not None):
             job.explain(self.name, text)
         idle = [row for row in rows if row.num_replaced == 0]
         if len(idle) == len(rows):
             job.explain(self.name, "nothing was replaced")
             why = "; ".join(_joined(idle)) or "every replacement is excluded"
-            _warn(job, f"{self.name} replaced nothing: {why}")
+            job.warn(f"{self.name} replaced nothing: {why}")
         elif idle and config.include is not None:
-            _warn(job, f"{self.name} does without some of include: {'; '.join(_joined(idle))}")
+            job.warn(f"{self.name} does without some of include: {'; '.join(_joined(idle))}")
 
 
 class _Row(NamedTuple):
     """What one replacement did.
 
     Attributes:
-        name: of the replacement.
-        text: for the report; of one that was left out, the reason.
+        name: the replacement's name.
+        text: what the report says; of one that was left out, the reason.
         num_replaced: how many modules it replaced.
         found: whether there was anything for it to look at.
         by_user: whether a user registered it.
@@ -199,8 +187,8 @@ def _unmet(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
     unmet = {each.name: each.requirements.unmet(job.cluster, dtype, divided) for each in chosen}
     if dist.is_initialized() and any(each.requirements.package for each in chosen):
         # A package may be broken on one node: then ranks would run different kernels.
-        told = "; ".join(f"{name}: {reason or 'usable'}" for name, reason in unmet.items())
-        same_everywhere({"what module_replace can use": told}, distributed=job.cluster.distributed)
+        usable = "; ".join(f"{name}: {reason or 'usable'}" for name, reason in unmet.items())
+        same_everywhere({"what module_replace can use": usable}, distributed=job.cluster.distributed)
     return unmet
 
 
@@ -213,11 +201,6 @@ def _use(job: Job, candidate: Replacement, made: set[nn.Module]) -> _Row:
     seen = [f"{count} × {what}" for what, count in (*outcome.replaced.items(), *outcome.kept.items())]
     text = f"{candidate.name}: {', '.join(seen) or f'the model has no {candidate.looks_for}'}"
     return _Row(candidate.name, text, outcome.replaced.total(), bool(seen), candidate.by_user)
-
-
-def _left_out(job: Job, candidate: Replacement, reason: str) -> _Row:
-    found = candidate.concerns(job.module)
-    return _Row(candidate.name, reason, 0, found, candidate.by_user, left_out=True)
 
 
 def _joined(rows: Iterable[_Row]) -> list[str]:
@@ -259,22 +242,20 @@ def _wrong_settings(
     key = f"configs.{name}"
     if name not in known:
         return [_unknown(method, key, name, known)]
-    if (config.include is not None and name not in config.include) or name in config.exclude:
-        where = "exclude names it" if name in config.exclude else "include does not name it"
-        return [
-            Problem(
-                message=f"it has settings and is not used: {where}. Take them out, or use it.",
-                method=method,
-                key=key,
-            )
-        ]
-    if known[name].only_by_name and config.include is None:
-        message = "it has settings and is not used: it is used only where include names it."
-        return [Problem(message=message, method=method, key=key)]
-    try:
-        known[name].configured(settings)
-    except InputError as error:
-        return [Problem(message=str(error), method=method, key=key)]
+    wrong = None
+    if name in config.exclude:
+        wrong = "it has settings and is not used: exclude names it. Take them out, or use it."
+    elif config.include is not None and name not in config.include:
+        wrong = "it has settings and is not used: include does not name it. Take them out, or use it."
+    elif known[name].only_by_name and config.include is None:
+        wrong = "it has settings and is not used: it is used only where include names it."
+    else:
+        try:
+            known[name].configured(settings)
+        except InputError as error:
+            wrong = str(error)
+    if wrong is not None:
+        return [Problem(message=wrong, method=method, key=key)]
     return [
         Problem(
             message=f"{name!r} has no such setting.",
@@ -291,8 +272,3 @@ def _unknown(method: str, key: str, name: str, known: Mapping[str, Replacement])
     return Problem(
         message=f"no such replacement.{hint}", method=method, key=key, value=name, accepted=", ".join(known)
     )
-
-
-def _warn(job: Job, text: str) -> None:
-    if job.cluster.rank == 0:
-        warnings.warn(text, stacklevel=2)

@@ -161,9 +161,7 @@ def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str
     - at least a quarter of all ranks of a large cluster see different data: there a model that needs more ranks for
       one replica is sharded by fsdp as well.
 
-    Args:
-        profile: with a trace; without one nothing is known that could be divided.
-        cluster: whose ranks they are for.
+    Without a trace nothing is known that could be divided.
     """
     trace, world = profile.trace, cluster.world_size
     if trace is None:

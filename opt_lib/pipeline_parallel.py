@@ -4,61 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
-from pydantic import Field, field_validator
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import InputError
 from atorch_ns.job import BatchRunner, Job, first_loss
-from atorch_ns.method import Method, MethodConfig, Need, Phase
-from atorch_ns.pipeline import PipelineRunner, get_schedule
+from atorch_ns.method import Method, Need, Phase
+from atorch_ns.pipeline import PipelineRunner, StageSet, get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._model_axes.pipeline_cut import CutPipeline, OutputsAlone, cut_pipeline, pipeline_groups
-from opt_lib._model_axes.pipeline_plan import CutRequest
-
-
-class PipelineParallelConfig(MethodConfig):
-    """How the model is cut, and how the stages are run."""
-
-    split_points: tuple[str, ...] = Field(
-        default=(), description="Names of the modules that begin a stage, the first stage's left out."
-    )
-    split_method: Literal["auto", "uniform", "uniform_floor", "parameters", "custom"] = Field(
-        default="auto",
-        description="How the cuts are found: by estimated time, by number of units, or by number of parameters; "
-        "custom takes custom_partition.",
-    )
-    custom_partition: tuple[int, ...] = Field(
-        default=(), description="For custom: the first unit of every stage, then the number of units."
-    )
-    num_micro_batches: int | None = Field(
-        default=None,
-        ge=1,
-        description="Parts that the batch of a data rank is split into; null for gradient_accumulation_steps, or "
-        "for what fits the batch where that is 1.",
-    )
-    schedule: str = Field(
-        default="1F1B",
-        description="Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
-        "InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or auto for the fastest by a timed simulation.",
-    )
-    stages_per_rank: int | None = Field(
-        default=None, ge=1, description="Stages on each rank; null for the schedule's usual number."
-    )
-    memory_limit_gib: float | None = Field(
-        default=None, gt=0, description="What a rank may hold, for schedule auto; null for no limit."
-    )
-
-    @field_validator("schedule")
-    @classmethod
-    def _known_schedule(cls, name: str) -> str:
-        try:
-            return name if name == "auto" else get_schedule(name).name
-        except InputError as error:
-            raise ValueError(str(error)) from error
+from opt_lib._model_axes.pipeline_cut import OutputsAlone, cut_pipeline, pipeline_groups
+from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 
 
 @final
@@ -107,32 +64,22 @@ class PipelineParallel(Method[PipelineParallelConfig]):
         if job.mesh.size("pipeline") == 1:
             job.explain(self.name, "nothing is cut: parallel_mode has no axis pipeline")
             return
-        request = CutRequest(
-            schedule=config.schedule,
-            stages_per_rank=config.stages_per_rank,
-            num_micro_batches=config.num_micro_batches,
-            split_method=config.split_method,
-            split_points=config.split_points,
-            custom_partition=config.custom_partition,
-            memory_limit_bytes=None if config.memory_limit_gib is None else config.memory_limit_gib * 2**30,
-        )
-        cut = cut_pipeline(job, self.name, request)
-        job.step.make_runner = partial(_runner, cut)
+        stage_set = cut_pipeline(job, self.name, config)
+        job.step.make_runner = partial(_runner, stage_set)
 
 
-def _runner(cut: CutPipeline, job: Job, loss_func: Any) -> BatchRunner:
+def _runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
     assert job.mesh is not None
     places = tuple(range(job.mesh.size("pipeline")))
     group = pipeline_groups(job, [places]).pop(places)
-
     watched = OutputsAlone.once(job.module, loss_func)
 
     def loss_of(batch: Any, output: Any) -> torch.Tensor:
         return first_loss(watched(batch, output)).reshape(())
 
     return PipelineRunner(
-        cut.stage_set,
-        cut.plan.info,
+        stage_set,
+        get_schedule(job.plan.pipeline.schedule),
         group=group,
         device=job.device,
         loss_of=loss_of,

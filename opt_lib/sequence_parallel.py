@@ -7,10 +7,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
 
-import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.cluster import Cluster, agree, from_first
@@ -21,9 +19,10 @@ from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import NamedModule, Profile
 from atorch_ns.sharding import BlockChain, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
-from opt_lib._config_checks import unmatched_problem
+from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._model_axes.sample_batch import sample_batch
 from opt_lib._model_axes.sequence_blocks import block_kinds, block_runs, names_inside
+from opt_lib._sharded.units import broadcast_from_first
 
 
 class SequenceParallelConfig(MethodConfig):
@@ -63,17 +62,8 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         self, config: SequenceParallelConfig, cluster: Cluster, profile: Profile | None
     ) -> list[Problem]:
         """There must be blocks, and those that are named must exist."""
-        if profile is None:
-            return []
-        if config.blocks is None and not profile.blocks:
-            return [
-                Problem(
-                    message="the model repeats no block, so say which modules run on parts of the sequence",
-                    method=self.name,
-                    key="blocks",
-                    accepted=", ".join(profile.own_class_names()),
-                )
-            ]
+        if config.blocks is None:
+            return no_blocks_problem(self.name, "blocks", "run on parts of the sequence", profile)
         return unmatched_problem(self.name, "blocks", config.blocks, profile)
 
     def plan(self, plan: Plan, config: SequenceParallelConfig) -> Plan:
@@ -99,7 +89,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         runs = agree(
             lambda: block_runs(job, config.blocks), what="finding blocks to divide", distributed=True
         )
-        _broadcast(job.module, group, job.device)
+        broadcast_from_first(job, (*job.module.parameters(), *job.module.buffers()), group=group)
         settings = SequenceSettings(
             group=group,
             device=job.device,
@@ -182,18 +172,3 @@ def _heads_to_come(job: Job, runs: list[list[NamedModule]]) -> int:
     assert job.mesh is not None
     parameters = (p for blocks in runs for block in blocks for p in block.module.parameters())
     return 1 if any(isinstance(parameter, DTensor) for parameter in parameters) else job.mesh.size("tensor")
-
-
-@torch.no_grad()
-def _broadcast(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives all ranks of the group the values of its first."""
-    source = dist.get_process_group_ranks(group)[0]
-    for tensor in (*module.parameters(), *module.buffers()):
-        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
-        if data.is_meta:
-            continue
-        sent = data.to(device).contiguous()
-        dist.broadcast(sent, src=source, group=group)
-        is_expanded = any(s == 0 and n > 1 for s, n in zip(data.stride(), data.shape, strict=True))
-        if sent is not data and not is_expanded:
-            data.copy_(sent)

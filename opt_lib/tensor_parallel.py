@@ -18,7 +18,6 @@ from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     ChosenPlan,
     LayerGraph,
-    RegionSpec,
     StreamSpec,
     TensorGroup,
     choose_plan,
@@ -78,7 +77,11 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
         batch = _sampled(job)
-        graph = _traced(job, model, batch, group.size, chains=config.sequence)
+        graph = agree(
+            lambda: _traced(job, model, batch, group.size, chains=config.sequence),
+            what="tracing the layers",
+            distributed=True,
+        )
         chosen = choose_plan(
             model,
             group,
@@ -99,9 +102,9 @@ class TensorParallel(Method[TensorParallelConfig]):
             wanted=config.parallel_loss,
             run_numerics=config.self_test,
         )
-        here = _of_this_rank(chosen, job.module, job.parts.stages)
-        _divide(job, here, group)
-        divide_logits(job, loss, here.layout)
+        local = _of_this_rank(chosen, job.module, job.parts.stages)
+        _divide(job, local, group)
+        divide_logits(job, loss, local.layout)
         guard_loss(job)
         job.resolved_settings[self.name] = chosen.plan.as_config()
         self._explain(job, chosen, config)
@@ -150,17 +153,12 @@ def _sampled(job: Job) -> Any:
 
 
 def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
-    """Traces how the layers of the whole model are connected; collective.
+    """Traces how the layers of the whole model are connected.
 
     Raises:
         InputError: if the model cannot be run on the batch.
     """
-    return agree(
-        lambda: _graph(job, model, batch, degree, chains=chains), what="tracing the layers", distributed=True
-    )
 
-
-def _graph(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
     def run(module: nn.Module, data: Any) -> Any:
         return call_model(module, data, job.inputs.model_input_format)
 
@@ -179,17 +177,17 @@ def _graph(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool)
 def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Module]) -> ChosenPlan:
     """What of a plan is in this rank's stage of the model."""
     modules = {plain_name(path): found for path, found in module.named_modules()}
-    here = {path for path, found in modules.items() if next(found.parameters(), None) is not None}
+    local = {path for path, found in modules.items() if next(found.parameters(), None) is not None}
     layers = {
         path: layer
         for path, layer in chosen.layout.layers.items()
-        if path in here and parameter_dims(modules[path], layer)
+        if path in local and parameter_dims(modules[path], layer)
     }
     names = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     stream = chosen.stream
     if stream is not None:
         stage_of = {id(found): number for number, stage in enumerate(stages) for found in stage.modules()}
-        homes = {path: stage_of.get(id(found), -1) for path, found in modules.items() if path in here}
+        homes = {path: stage_of.get(id(found), -1) for path, found in modules.items() if path in local}
         chains = tuple(part for chain in stream.chains for part in _by_home(chain, homes))
         stream = StreamSpec(chains, dim=stream.dim, tight=stream.tight)
     return replace(
@@ -197,10 +195,10 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Mod
         layout=replace(
             chosen.layout,
             layers=layers,
-            attributes=tuple(name for name in chosen.layout.attributes if _holder(name, here)),
-            narrow_inputs=tuple(n for n in chosen.layout.narrow_inputs if n.rpartition(".")[0] in here),
+            attributes=tuple(name for name in chosen.layout.attributes if _holder(name, local)),
+            narrow_inputs=tuple(n for n in chosen.layout.narrow_inputs if n.rpartition(".")[0] in local),
         ),
-        regions=tuple(spec for spec in chosen.regions if _is_here(spec, here)),
+        regions=tuple(spec for spec in chosen.regions if {*spec.columns, *spec.rows} <= local),
         stream=stream,
         partial=chosen.partial & names,
     )
@@ -212,18 +210,13 @@ def _by_home(chain: Sequence[str], homes: Mapping[str, int]) -> list[tuple[str, 
     return [tuple(part) for home, part in parts if home is not None]
 
 
-def _is_here(spec: RegionSpec, here: set[str]) -> bool:
-    return {*spec.columns, *spec.rows} <= here
-
-
-def _holder(attribute: str, here: Iterable[str]) -> bool:
+def _holder(attribute: str, local: Iterable[str]) -> bool:
     parts = attribute.split(".")
-    return any(".".join(parts[:length]) in here for length in range(len(parts) - 1, 0, -1))
+    return any(".".join(parts[:length]) in local for length in range(len(parts) - 1, 0, -1))
 
 
 def _divide(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
     """Divides the layers; all that stays whole gets the values of the group's first rank."""
-    assert job.mesh is not None
     assert group.process_group is not None
     done = divide(job.module, chosen.layout, group, chosen.regions, chosen.stream)
     job.parts.packings.update(done.packings)
@@ -231,5 +224,4 @@ def _divide(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
     divided = set(done.names)
     named = job.module.named_parameters(remove_duplicate=False)
     whole = {id(p): p for name, p in named if plain_name(name) not in divided}
-    tensors = [t for t in (*whole.values(), *job.module.buffers()) if not t.is_meta]
-    broadcast_from_first(job, tensors, mesh=job.mesh.axis("tensor"))
+    broadcast_from_first(job, (*whole.values(), *job.module.buffers()), group=group.process_group)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
-from atorch_ns.job import Job, ParameterStates, explained_groups, optimizer_arguments
+from atorch_ns.job import OPTIMIZER, Job, ParameterStates, explained_groups, optimizer_arguments
 from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
@@ -119,7 +119,8 @@ def _shard_optimizer(job: Job) -> None:
 
     def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
         assert job.inputs.optim_func is not None
-        arguments = optimizer_arguments(job, groups)
+        arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
+        job.explain(OPTIMIZER, why)
         with explained_groups(job, groups):
             optimizer: ZeroRedundancyOptimizer = with_checkpoint_hint(ZeroRedundancyOptimizer)(
                 groups,

@@ -15,9 +15,8 @@ from atorch_ns.method import Flag, Method, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib import _fairscale as fairscale
-from opt_lib._config_checks import unmatched_problem
 from opt_lib._deepspeed import zero
-from opt_lib._sharded.config import ShardConfig, plan_shards
+from opt_lib._sharded.config import ShardConfig, plan_shards, unmatched_selectors
 from opt_lib._sharded.fully_shard import shard
 
 
@@ -63,12 +62,7 @@ class Zero2(Method[Zero2Config]):
             return zero.check(self.name, cluster)
         if config.not_use_fsdp:
             return fairscale.check(self.name, cluster)
-        if profile is None:
-            return []
-        return [
-            *unmatched_problem(self.name, "atorch_wrap_cls", config.atorch_wrap_cls, profile),
-            *unmatched_problem(self.name, "atorch_ignored_cls", config.ignored, profile),
-        ]
+        return unmatched_selectors(self.name, config, profile)
 
     def plan(self, plan: Plan, config: Zero2Config) -> Plan:
         """Gradients and optimizer states are sharded."""
@@ -89,4 +83,4 @@ class Zero2(Method[Zero2Config]):
         elif config.not_use_fsdp:
             fairscale.shard_gradients(job, self.name)
         else:
-            shard(job, self.name, config, keep_gathered=True)
+            shard(job, self.name, config)

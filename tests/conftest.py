@@ -64,9 +64,12 @@ _STARTS_PROCESSES = re.compile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks ``processes`` every test whose module, or a helper module that it imports, starts processes."""
+    """Marks ``processes`` every test that, or whose module, or a helper module that it imports, starts processes."""
     for item in items:
-        if isinstance(item, pytest.Function) and _starts_processes(item.module.__name__):
+        if isinstance(item, pytest.Function) and (
+            _starts_processes(item.module.__name__)
+            or _STARTS_PROCESSES.search(inspect.getsource(item.function))
+        ):
             item.add_marker(pytest.mark.processes)
 
 

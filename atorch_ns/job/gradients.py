@@ -135,12 +135,12 @@ class GradientSums:
         return bool(self._sums)
 
     def add(self, names: Iterable[str], group: dist.ProcessGroup, *, mean: bool = False) -> None:
-        """Lets the gradients of the parameters called ``names`` be summed over ``group``.
+        """Lets gradients be summed over a group of ranks.
 
         Args:
-            names: the same on all ranks of the group, as the user's model has them.
+            names: the parameters' names in the user's model, the same on all ranks of the group.
             group: the ranks.
-            mean: divide the sum by their number, for parameters that nothing else averages over the data.
+            mean: whether the sum is divided by their number, for parameters that nothing else averages over the data.
         """
         wanted = frozenset(names)
         if wanted and group.size() > 1:

@@ -46,11 +46,9 @@ class BatchRunner(Protocol):
         Returns:
             That loss, 0-d float32 and detached, on every rank of the group.
         """
-        ...
 
     def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """The mean loss over ``micro_batches`` without gradients, as :meth:`forward_backward` returns it."""
-        ...
 
 
 MakeRunner = Callable[["Job", LossFunction], BatchRunner]

@@ -21,9 +21,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     A dimension that is divided twice (over tensor ranks, then over the ranks that share a tensor rank's part)
     is divided in that order, which placements tell by a strided shard.
 
-    Args:
-        whole: of the shape of ``like``, the same on all of its ranks.
-        like: divided by shards and replicas only.
+    ``whole`` has the shape of ``like`` and is the same on all of its ranks; ``like`` has shards and replicas only.
     """
     mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -72,8 +70,8 @@ class Materialiser:
 
     Args:
         model: the whole model.
-        device: where the memory is taken.
-        seed: the same on every rank.
+        device: the device on which memory is taken.
+        seed: a number that is the same on every rank.
         init: initialises one module's own parameters and buffers in place; ``None`` to use what the model
             offers: ``_init_weights`` of Hugging Face models, else each module's ``reset_parameters``.
         packings: parameters that lie divided in another order than the user's, by name.

@@ -20,10 +20,10 @@ class StateBytes:
     """What one rank keeps of a model in training after a step, in bytes; a storage counts once.
 
     Attributes:
-        parameters: of the model.
-        gradients: of parameters, or of their fp32 masters.
+        parameters: parameters of the model.
+        gradients: gradients of parameters, or of their fp32 masters.
         optimizer: the optimizer's states and fp32 master weights.
-        buffers: of the model.
+        buffers: buffers of the model.
     """
 
     parameters: int
@@ -43,7 +43,7 @@ class PeakMemory:
 
     Attributes:
         peak_bytes: the most that was alive at once.
-        states: what is kept after the step.
+        states: bytes that are kept after the step.
     """
 
     peak_bytes: int

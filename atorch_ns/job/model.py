@@ -39,7 +39,7 @@ class OriginalModel:
 
     Attributes:
         model_class: name of its class.
-        num_parameters: its elements.
+        num_parameters: parameter elements.
         parameter_order: the first name of every parameter, in the model's order.
         tied: for each parameter that has several names, the other names by the first one.
         groups: the user's parameter groups by name; ``None`` for one group of all that trains.
@@ -131,9 +131,9 @@ def parameter_groups(
     """The same groups over the parameters that the model has now.
 
     Args:
-        model: what this rank holds.
-        groups: by name.
-        whole: whether that is the whole model; else groups keep what there is of them.
+        model: the part of the model that this rank holds.
+        groups: the groups by names of parameters.
+        whole: whether it is the whole model; else groups keep what there is of them.
         tied: other names of parameters, of which a part of the model may have kept one only.
 
     Raises:

@@ -18,7 +18,7 @@ class MasterWeights:
 
     Args:
         parameters: the model's parameters; those that are not floating or already fp32 are their own master.
-        on_host: all floating parameters have a master, in host memory; they are plain tensors then.
+        on_host: whether all floating parameters, plain tensors then, have a master, in host memory.
         pinned: whether that memory is pinned, so that the device moves it by itself.
     """
 
@@ -90,10 +90,10 @@ class StepOptimizer(torch.optim.Optimizer):
         inner: the user's optimizer, already on the master weights if there are any.
         scaler: dynamic loss scaling, or ``None``.
         masters: fp32 copies, or ``None``.
-        skip_if_nonfinite: without a scaler, skip a step whose gradients are infinite or NaN.
+        skip_if_nonfinite: whether, without a scaler, a step is skipped whose gradients are infinite or NaN.
         group: the ranks that must skip a step together; ``None`` for one rank.
         finish: completes gradients that are not complete after the backward pass; ``None`` if all are.
-        norm: of the gradients of some parameters, over all ranks that hold a part of them.
+        norm: the norm of some parameters' gradients, over all ranks that hold a part of them.
 
     Attributes:
         num_skipped: steps skipped so far.

@@ -234,7 +234,8 @@ def _updates(
         before = [parameter.detach().clone() for parameter in parameters]
         give = partial(_give, parameters, [step[index] for index in chosen])
         give()
-        optimizer.step(*([give] if with_closure else []))
+        arguments: list[Any] = [give] if with_closure else []
+        optimizer.step(*arguments)
         found.append([p.detach() - old for p, old in zip(parameters, before, strict=True)])
     return found
 

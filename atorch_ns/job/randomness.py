@@ -18,10 +18,10 @@ class SharedRandomness:
     pass restores the states it has seen, so it draws the same again.
 
     Args:
-        seed: the same on every rank.
-        data_rank: which samples this rank sees.
-        stage: which part of a pipeline it holds, so that layers of two stages do not draw the same masks.
-        device: where the model computes.
+        seed: a number that is the same on every rank.
+        data_rank: this rank's place among those that see different data.
+        stage: this rank's place in a pipeline, so that layers of two stages do not draw the same masks.
+        device: the device on which the model computes.
     """
 
     def __init__(self, *, seed: int, data_rank: int, stage: int = 0, device: torch.device) -> None:

@@ -39,13 +39,6 @@ class SampledDataset(Dataset[Any]):
         return self._samples[index % len(self._samples)]
 
 
-class _Joined:
-    """Collates one-row batches into one batch."""
-
-    def __call__(self, rows: list[Any]) -> Any:
-        return join_batches(rows)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """What stands for the user's data.
@@ -69,7 +62,7 @@ def sample_inputs(
     """Takes a few samples; the caller's random states are as before.
 
     Args:
-        inputs: what the user gave.
+        inputs: the user's objects.
         num_data_ranks: ranks that see different data: the batch size if nothing else says.
         sample_batch: a collated batch in place of the dataset's samples.
         batch_size: B, where ``dataloader_args`` does not say.
@@ -155,7 +148,7 @@ def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
     wanted = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
     pieces = split_batch(batch, rows)
     kept = min(rows, _PROFILED_SAMPLES)
-    trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": _Joined()}, wanted)
+    trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": join_batches}, wanted)
     return Sample(
         inputs=trial,
         batch=_prepared(inputs, join_batches(pieces[:kept])),

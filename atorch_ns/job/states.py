@@ -46,6 +46,15 @@ def on_all_stages(job: TrainedModel, value: T) -> list[T]:
     return gathered(value, distributed=True, group=group)
 
 
+def groups_of_all_stages(job: TrainedModel, groups: list[list[str]]) -> list[list[str]]:
+    """Names by group of all stages together, in the order of the user's model; collective like :func:`on_all_stages`."""
+    stages = on_all_stages(job, groups)
+    return [
+        job.original.ordered(name for stage in stages for name in stage[place])
+        for place in range(len(groups))
+    ]
+
+
 StateValue: TypeAlias = bool | int | float | str | None
 """An entry of an optimizer's state that is no tensor."""
 
@@ -85,19 +94,15 @@ class TrainingStates(Protocol):
         The tensors may be the live ones or copies. To change weights, the caller fills them and then calls
         :meth:`set_weights` with them. Every rank that needs a weight must give it here.
         """
-        ...
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Makes the job train on with ``weights``, the filled tensors of :meth:`weights`."""
-        ...
 
     def optimizer_class(self) -> str:
         """Qualified name of the optimizer's class; empty without an optimizer."""
-        ...
 
     def group_names(self) -> list[list[str]]:
         """The names of the parameters in each of ``result.optim.param_groups``; on every rank the same."""
-        ...
 
     def optimizer_states(self) -> OptimizerStates:
         """What this rank holds of the optimizer's state; live tensors or copies.
@@ -105,7 +110,6 @@ class TrainingStates(Protocol):
         Raises:
             CheckpointError: for states that can be neither tensors nor plain values of one parameter.
         """
-        ...
 
     def blank_states(
         self, specs: Mapping[str, Mapping[str, StateSpec]]
@@ -113,9 +117,8 @@ class TrainingStates(Protocol):
         """Fresh tensors to be filled, for those of ``specs`` that this rank holds or needs.
 
         Args:
-            specs: of every tensor there will be: parameter name, then the state's name.
+            specs: shape and dtype of every tensor there will be, by the parameter's name, then the state's.
         """
-        ...
 
     def set_optimizer_states(self, states: OptimizerStates) -> None:
         """Replaces the optimizer's whole state.
@@ -123,7 +126,6 @@ class TrainingStates(Protocol):
         Args:
             states: the filled tensors of :meth:`blank_states`, and the values of all parameters.
         """
-        ...
 
 
 class ParameterStates:
@@ -134,7 +136,7 @@ class ParameterStates:
 
     Args:
         job: a built job.
-        optimizer: the one its result has.
+        optimizer: the optimizer of its result.
         holder: from the user's optimizer to the one that holds this rank's states, where those differ, as
             ``operator.attrgetter("optim")`` for ``ZeroRedundancyOptimizer``.
     """
@@ -192,13 +194,7 @@ class ParameterStates:
         if self._outer is None:
             return []
         own = [[self._names[p] for p in group["params"]] for group in self._outer.param_groups]
-        if self._job.stage_group is None:
-            return own
-        stages = on_all_stages(self._job, own)
-        return [
-            self._job.original.ordered(name for stage in stages for name in stage[place])
-            for place in range(len(own))
-        ]
+        return own if self._job.stage_group is None else groups_of_all_stages(self._job, own)
 
     def optimizer_states(self) -> OptimizerStates:
         """The live tensors, and the entries that are no tensors.

@@ -30,8 +30,8 @@ class StepSummary:
     """Steps in a few numbers; measured.
 
     Attributes:
-        num_steps: how many the numbers are of.
-        median_seconds: of one step.
+        num_steps: number of steps.
+        median_seconds: seconds of one step.
         p25_seconds, p75_seconds: a quarter of the steps was shorter, a quarter longer.
     """
 
@@ -55,8 +55,8 @@ class StepTimes:
     A step that raised was started and never stopped, and does not count.
 
     Args:
-        device: where the step computes.
-        kept: how many steps are remembered.
+        device: the device on which the step computes.
+        kept: number of steps that are remembered.
         clock: seconds, for devices without events.
     """
 
@@ -114,7 +114,7 @@ class StepTimes:
 
 
 StepObserver = Callable[[int, torch.Tensor, torch.Tensor | None], None]
-"""Hears of a training step: steps so far, the loss, the norm of the gradients if they were clipped."""
+"""Called after a training step with the steps so far, the loss, and the norm of the gradients if they were clipped."""
 
 
 class TrainStep:
@@ -189,9 +189,9 @@ class TrainStep:
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
         with self._job.step.context():
-            return self._forward_backward_all(batch)
+            return self._mean_over_ranks(self._accumulate(batch))
 
-    def _forward_backward_all(self, batch: Any) -> torch.Tensor:
+    def _accumulate(self, batch: Any) -> torch.Tensor:
         optimizer, _ = self._require()
         job = self._job
         micro_batches = self._micro_batches(batch)
@@ -201,7 +201,7 @@ class TrainStep:
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(job.device)
             job.gradients.sums.run(job.module)
-            return self._mean_over_ranks(total)
+            return total
         total = torch.zeros((), device=job.device)
         for position, micro_batch in enumerate(micro_batches):
             last = position == len(micro_batches) - 1
@@ -210,7 +210,7 @@ class TrainStep:
             with nullcontext() if last else job.gradients.skip_sync():
                 total += self._forward_backward(micro_batch) / len(micro_batches)
         job.gradients.sums.run(job.module)
-        return self._mean_over_ranks(total)
+        return total
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:

@@ -60,7 +60,8 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
         InputError: if it takes other arguments, or does not return a torch optimizer.
     """
     assert job.inputs.optim_func is not None
-    arguments = optimizer_arguments(job, groups)
+    arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
+    job.explain(OPTIMIZER, why)
     parameters = optim_func_parameters(job, groups)
     with explained_groups(job, parameters):
         optimizer = job.inputs.optim_func(parameters, **arguments)
@@ -118,13 +119,16 @@ def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any
     return function, given
 
 
-def optimizer_arguments(job: Job, groups: ParameterGroups) -> dict[str, Any]:
-    """The keywords that ``optim_func`` is called with for ``groups``; the report says of a fused kernel."""
-    use_fused, why = choose_fused(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
-    if why:
-        job.explain(OPTIMIZER, why)
-    given = dict(job.inputs.optim_args or {})
-    return {**given, "fused": True} if use_fused else given
+def optimizer_arguments(
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
+) -> tuple[dict[str, Any], str]:
+    """The keywords that ``optim_func`` is called with, and what the report says of them; see :func:`choose_fused`."""
+    use_fused, why = choose_fused(optim_func, optim_args, groups, models)
+    given = dict(optim_args or {})
+    return ({**given, "fused": True} if use_fused else given), why
 
 
 def _sparse(models: Iterable[nn.Module]) -> str | None:

@@ -17,9 +17,9 @@ class Note:
     """Something decided for the user: a method added, left out or replaced by what it stands for, a size or a name fitted.
 
     Attributes:
-        kind: what was decided.
+        kind: the kind of decision.
         method: the method concerned.
-        text: what and why, as a sentence.
+        text: the decision and its reason, as a sentence.
     """
 
     kind: Literal["added", "left out", "fitted", "expanded"]

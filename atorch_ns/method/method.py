@@ -75,9 +75,12 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-_SELECTS = BeforeValidator(_one_or_many)
+Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+"""Names, of which a single string is one."""
 
-ModuleSelectors = Annotated[tuple[str, ...], _SELECTS]
+_SELECTS = "selects modules"
+
+ModuleSelectors = Annotated[Names, _SELECTS]
 """Modules by class name, qualified class name, or dotted path with ``*``; a single string is one of them."""
 
 
@@ -272,9 +275,9 @@ class Expands(Protocol):
         replaced does nothing itself: none of its other hooks is called.
 
         Args:
-            config: as written.
-            others: what the other methods of the strategy decide, before sizes are fitted to the cluster.
-            cluster: where the strategy is resolved for.
+            config: the config as written.
+            others: the plan of the strategy's other methods, before sizes are fitted to the cluster.
+            cluster: the cluster that the strategy is resolved for.
 
         Raises:
             StrategyError: if there is nothing that it could stand for, or a key of the config is at odds with
@@ -307,12 +310,9 @@ class ReplacesModules(Protocol):
     """A method that changes what the model computes, so that a search needs a profile of the model with it."""
 
     def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
-        """``model`` as it computes under a plan with replaced modules; ``None`` if nothing is replaced in it.
+        """``model``, a copy that may be changed, as it computes under a plan with replaced modules; ``None`` if nothing is.
 
-        Args:
-            model: a copy that may be changed; only its structure counts.
-            profile: of the model as it is.
-            cluster: where it is to run.
+        Only its structure counts. ``profile`` is that of the model as it was.
         """
 
 

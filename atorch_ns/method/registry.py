@@ -15,10 +15,7 @@ ENTRY_POINT_GROUP = "atorch_ns.methods"
 
 
 class Registry:
-    """Methods by name and alias.
-
-    Args:
-        methods: the classes to register.
+    """Methods by name and alias, from their classes.
 
     Raises:
         RegistrationError: if a name is taken or a class is no finished method.

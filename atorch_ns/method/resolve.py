@@ -104,10 +104,10 @@ class Resolved:
 
     Attributes:
         chosen: methods and configs in order of application.
-        plan: what they decide together.
-        strategy: as it is saved, defaults left out. It keeps what is left out here, for where it can be used, and
-            has what a method stands for in that method's place.
-        notes: what was decided for the user.
+        plan: their decisions together.
+        strategy: the strategy as it is saved, without defaults. It keeps what is left out on this cluster, for where it
+            can be used, and has what a method stands for in that method's place.
+        notes: decisions made for the user.
     """
 
     chosen: tuple[Chosen, ...]

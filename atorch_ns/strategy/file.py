@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from atorch_ns.errors import Problem, StrategyError, StrategyFileError
+from atorch_ns.errors import Problem, StrategyFileError
 from atorch_ns.strategy.values import JSON
 
 
@@ -216,8 +216,6 @@ def _check(document: Any, name: str) -> dict[str, Any]:
             for issue in error.errors()
         ]
         raise StrategyFileError(problems, source=name) from error
-    except StrategyError:
-        raise
     return checked.model_dump(by_alias=True, exclude_none=True) | {
         "steps": [{"name": step.name, "config": step.config} for step in checked.steps]
     }

@@ -42,10 +42,10 @@ class NarrowProducts:
     """Matrix products of linear layers in fewer bits than all else computes in.
 
     Attributes:
-        dtype: as the device's FLOP/s are named: ``"float8"``.
+        dtype: the name under which a device has its FLOP/s: ``"float8"``.
         include: parts of names, one of which a layer's name must contain; ``None`` for all.
         exclude: parts of names that it may not contain.
-        multiple: what both dims of a layer's weight are multiples of.
+        multiple: the number of which both dims of a layer's weight are multiples.
         casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
             writes.
     """
@@ -67,9 +67,9 @@ class Precision:
     """The dtypes of a plan, named as in ``torch.<name>``; ``None`` means that of the parameters.
 
     Attributes:
-        parameter_dtype: of the weights that the model computes with between steps.
-        master_dtype: of a second copy that the optimizer updates; ``None`` when there is none.
-        compute_dtype: of matrix products, where it differs (autocast, or FSDP's mixed precision).
+        parameter_dtype: dtype of the weights between steps.
+        master_dtype: dtype of a second copy that the optimizer updates; ``None`` when there is none.
+        compute_dtype: dtype of matrix products, where it differs (autocast, or FSDP's mixed precision).
         loss_scaling: whether the loss is scaled dynamically.
         narrow: linear layers whose matrix products are in fewer bits; ``None`` where there are none.
     """
@@ -92,8 +92,8 @@ class Sharding:
         units: what is gathered together where parameters are sharded: selectors of modules, ``None`` for the
             repeated blocks, ``()`` for the whole model at once.
         keeps_gathered: whether gathered parameters stay from the forward to the backward pass.
-        gather_dtype: of gathered parameters, where it differs.
-        reduce_dtype: of reduced gradients, where it differs.
+        gather_dtype: dtype of gathered parameters, where it differs.
+        reduce_dtype: dtype of reduced gradients, where it differs.
         bucket_bytes: gradients are reduced in buckets of about this size; 0 for unit by unit.
         bucket_views: whether gradients lie in the buckets that are reduced; else both are kept.
         flat_multiple: in the layout ``flat``, elements whose multiple each rank's piece is.
@@ -125,7 +125,7 @@ class Recomputation:
     Attributes:
         kind: whole ``blocks``, or ``selective``: all but the results of some operators.
         every: every n-th block is recomputed.
-        selectors: of what is recomputed, ``None`` for the repeated blocks.
+        selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
         saved_operators: operators whose results are kept.
         offload_activations: whether what recomputation begins from stays in host memory.
     """
@@ -233,10 +233,10 @@ class Plan:
         axes: the mesh, ``(name, size)``, innermost first.
         rank_order: the ranks in mesh order; ``None`` for 0, 1, 2, ….
         gradient_sync: how gradients of different data are combined.
-        num_micro_batches: passes over parts of a rank's batch that gradients are accumulated over.
+        num_micro_batches: parts of a rank's batch that gradients are accumulated over.
         precision: the dtypes.
-        sharding: of parameters, gradients and optimizer states.
-        recomputation: in the backward pass.
+        sharding: the sharding of parameters, gradients and optimizer states.
+        recomputation: what the backward pass computes again.
         offload: whether parameters, gradients and optimizer states stay in host memory.
         offload_optimizer: whether the optimizer updates copies of the weights in host memory, so that they and its
             states are kept there.

@@ -30,11 +30,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     Args:
         engine: DeepSpeed's engine, with ``managed_gradient_accumulation`` off.
         group: the ranks that partitions are spread over.
-        skip_if_nonfinite: skip a step, on all ranks, whose gradients are infinite or NaN.
+        skip_if_nonfinite: whether a step is skipped, on all ranks, whose gradients are infinite or NaN.
         stages: the ranks that norms are taken over, where that is more than ``group`` because ranks hold
             stages of a pipeline; ``None`` for ``group``.
         uncounted: parameters that another of these ranks counts in norms.
-        names: of the parameters, for messages; ``None`` for those that the engine knows.
+        names: names of the parameters, for messages; ``None`` for those that the engine knows.
 
     Attributes:
         engine: DeepSpeed's engine.
@@ -92,7 +92,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Scales all gradients so that their norm is at most ``max_norm``; collective.
 
         Args:
-            parameters: not looked at: gradients are in partitions that only DeepSpeed knows.
+            parameters: ignored: gradients are in partitions that only DeepSpeed knows.
             max_norm: the largest norm to leave.
             norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
 

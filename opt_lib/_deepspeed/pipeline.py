@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from atorch_ns.job import Job, first_loss, make_user_optimizer, on_all_stages, p
 from atorch_ns.pipeline import StageModule, StageSet
 from opt_lib._deepspeed import zero as zero_module
 from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
-from opt_lib._deepspeed.zero import require_elementwise, require_fp32, states
+from opt_lib._deepspeed.zero import environment_default, require_elementwise, require_fp32, states
 from opt_lib._sharded.units import broadcast_from_first
 
 
@@ -37,9 +37,9 @@ class StageLayer(nn.Module):
     The engine runs the micro-batches of a batch forward in order, on every stage.
 
     Args:
-        stage: the stage; its modules are not registered here, for what the engine would do to them is done.
-        parameters: those that the engine may know of.
-        device: where the stage computes.
+        stage: the stage; its modules are not registered here, as the engine would do again what is done.
+        parameters: the parameters that the engine may know.
+        device: the device on which the stage computes.
 
     Attributes:
         losses: of the micro-batches since :meth:`begin`, 0-d float32 and detached; only filled on the last stage.
@@ -96,20 +96,6 @@ class StageLayer(nn.Module):
 Wire = tuple[torch.Tensor, ...]
 """The tensor with gradients, if there is one, then the header, then the bytes, if there are any."""
 
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
 _ALIGNMENT = 16
 """Bytes; a multiple of the size of every dtype, so that a piece can be read in its own."""
 
@@ -125,7 +111,8 @@ class Entry(NamedTuple):
 def pack(tensors: Sequence[torch.Tensor]) -> Wire:
     """What a stage hands to the next one, in the form in which it travels."""
     entries = [Entry(t.requires_grad and t.is_floating_point(), t.dtype, tuple(t.shape)) for t in tensors]
-    header = torch.tensor(_codes(entries), dtype=torch.int64, device=tensors[0].device)
+    text = json.dumps([(needs_grad, str(dtype), shape) for needs_grad, dtype, shape in entries])
+    header = torch.tensor(list(text.encode()), dtype=torch.uint8, device=tensors[0].device)
     with_grad = [t for t, entry in zip(tensors, entries, strict=True) if entry.needs_grad]
     rest = [t for t, entry in zip(tensors, entries, strict=True) if not entry.needs_grad]
     wire = [header]
@@ -139,16 +126,10 @@ def pack(tensors: Sequence[torch.Tensor]) -> Wire:
 def read_header(wire: Wire) -> tuple[Entry, ...]:
     """The entries that a header names; waits for the device."""
     header = wire[0] if not wire[0].is_floating_point() else wire[1]
-    codes = header.tolist()
-    entries = []
-    position = 0
-    while position < len(codes):
-        needs_grad, dtype, num_dims = codes[position : position + 3]
-        position += 3
-        shape = tuple(codes[position : position + num_dims])
-        entries.append(Entry(bool(needs_grad), _DTYPES[dtype], shape))
-        position += num_dims
-    return tuple(entries)
+    return tuple(
+        Entry(needs_grad, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
+        for needs_grad, dtype, shape in json.loads(bytes(header.tolist()))
+    )
 
 
 def unpack(wire: Wire, entries: Sequence[Entry]) -> list[torch.Tensor]:
@@ -174,14 +155,6 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape, dtype, device = ctx.like
         return gradients[0], torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-
-def _codes(entries: Sequence[Entry]) -> list[int]:
-    return [
-        code
-        for entry in entries
-        for code in (int(entry.needs_grad), _DTYPES.index(entry.dtype), len(entry.shape), *entry.shape)
-    ]
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -227,15 +200,7 @@ def make_engine(
     zero_stage: int,
     settings: Mapping[str, Any],
 ) -> Any:
-    """A pipeline engine around this rank's stage; collective.
-
-    Args:
-        job: gives mesh, device and the number of micro-batches.
-        layer: all that this rank runs of the model.
-        optimizer: of parameters of ``layer``.
-        zero_stage: 0 or 1.
-        settings: more of DeepSpeed's configuration, by its keys.
-    """
+    """A pipeline engine around ``layer``, all that this rank runs of the model; collective."""
     assert job.mesh is not None
     deepspeed = zero_module.start(job.cluster.device_type)
     from deepspeed.runtime.pipe import PipelineModule
@@ -243,7 +208,7 @@ def make_engine(
     stages = [_other_stage] * job.mesh.size("pipeline")
     stages[job.mesh.axis("pipeline").get_local_rank()] = layer
     # It prints its configuration.
-    with _local_rank(job.cluster.local_rank), contextlib.redirect_stdout(io.StringIO()):
+    with environment_default("LOCAL_RANK", job.cluster.local_rank), contextlib.redirect_stdout(io.StringIO()):
         module = PipelineModule(layers=stages, topology=_topology(job.mesh), partition_method="uniform")
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -295,20 +260,6 @@ def _config(num_micro_batches: int, zero_stage: int, settings: Mapping[str, Any]
     }
 
 
-@contextlib.contextmanager
-def _local_rank(rank: int) -> Iterator[None]:
-    """DeepSpeed reads the local rank from the environment only."""
-    name = "LOCAL_RANK"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(rank)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 class DsPipelineRunner:
     """Runs micro-batches by DeepSpeed's schedule (one forward, one backward), without its optimizer step.
 
@@ -316,7 +267,7 @@ class DsPipelineRunner:
         job: the job.
         engine: DeepSpeed's pipeline engine.
         layer: this rank's stage as the engine calls it.
-        stage_set: gets the micro-batches of a batch before their forward passes.
+        stage_set: the stages, which get the micro-batches of a batch before their forward passes.
         loss_func: ``(micro-batch, output) -> loss``.
         reduce: completes the gradients after the last backward pass of a batch; collective.
     """
@@ -345,7 +296,7 @@ class DsPipelineRunner:
         """As :class:`atorch_ns.job.BatchRunner` says."""
         self._begin(micro_batches, training=True)
         self._job.gradients.sums.expect(self._job.module)
-        self._run(_passes(self._engine, len(micro_batches)))
+        self._run(_training_schedule(self._engine, len(micro_batches)))
         self._job.gradients.sums.run(self._job.module)
         self._reduce()
         return self._loss(len(micro_batches))
@@ -392,7 +343,7 @@ class DsPipelineRunner:
         return loss
 
 
-def _passes(engine: Any, num_micro_batches: int) -> Any:
+def _training_schedule(engine: Any, num_micro_batches: int) -> Any:
     """DeepSpeed's training schedule with forward and backward passes and what they exchange, and nothing more.
 
     Gradients are completed and the optimizer steps when ``train_step`` does so, in between which it may clip.
@@ -401,12 +352,12 @@ def _passes(engine: Any, num_micro_batches: int) -> Any:
 
     left_out = (OptimizerStep, ReduceGrads, ReduceTiedGrads)
 
-    class Passes(TrainSchedule):  # type: ignore[misc]
+    class WithoutStep(TrainSchedule):  # type: ignore[misc]
         def steps(self) -> Iterator[list[Any]]:
             for commands in super().steps():
                 yield [command for command in commands if not isinstance(command, left_out)]
 
-    return Passes(micro_batches=num_micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
+    return WithoutStep(micro_batches=num_micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
 
 
 def _indices(count: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -427,10 +378,10 @@ def run_by_deepspeed(job: Job, stage_set: StageSet, *, zero_stage: int, settings
     """Lets DeepSpeed run the stage that this rank has, and average or shard over the data.
 
     Args:
-        job: cut, and on its device.
-        stage_set: of one stage.
+        job: the job, already cut and on its device.
+        stage_set: a set of one stage.
         zero_stage: 0, or 1 to shard optimizer states over the data ranks.
-        settings: more of DeepSpeed's configuration.
+        settings: more of DeepSpeed's configuration, by its keys.
 
     Raises:
         InputError: if there is no optimizer, without which the engine does not run.
@@ -462,12 +413,8 @@ def _runner(
 ) -> DsPipelineRunner:
     reduce: Callable[[], object] = partial(_average, job, engine)
     if isinstance(optimizer, DeepSpeedOptimizer):  # it reduces when gradients are clipped or stepped
-        reduce, job.gradients.clip = _nothing, optimizer.clip_gradients
+        reduce, job.gradients.clip = (lambda: None), optimizer.clip_gradients
     return DsPipelineRunner(job, engine, layer, stage_set=stage_set, loss_func=loss_func, reduce=reduce)
-
-
-def _nothing() -> None:
-    """Leaves gradients as they are."""
 
 
 _Made = tuple[Any, StageLayer, torch.optim.Optimizer]
@@ -477,8 +424,7 @@ _Made = tuple[Any, StageLayer, torch.optim.Optimizer]
 def _whole(job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> _Made:
     """Every data rank has the optimizer states of its stage; DeepSpeed averages the gradients.
 
-    The engine is told of no parameter but one that stands for them, so that these may be anything, shards of
-    layers included.
+    The engine knows one parameter that stands for them all, so that these may be anything, shards of layers included.
     """
     stand_in = nn.Parameter(torch.zeros(1, device=job.device))
     layer = StageLayer(stage, parameters=[stand_in], device=job.device)

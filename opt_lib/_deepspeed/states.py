@@ -55,12 +55,12 @@ class FlatStates:
 
     Args:
         specs: shape and dtype of every parameter that is in pieces, by name; in one order on all ranks.
-        pieces: this rank's, by name.
+        pieces: this rank's pieces, by name.
         whole: parameters that every rank holds whole.
-        optimizer: the one that updates the holders; ``None`` if there is none.
+        optimizer: the optimizer of the holders; ``None`` if there is none.
         groups: the names in each parameter group.
-        mesh: one-dimensional: the ranks over which each parameter is spread.
-        device: where tensors are put together.
+        mesh: a one-dimensional mesh: the ranks over which each parameter is spread.
+        device: the device on which tensors are put together.
         publish: called after weights were changed, to bring them from the pieces to the model.
     """
 

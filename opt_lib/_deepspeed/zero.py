@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.cluster import Cluster
@@ -22,14 +20,15 @@ from atorch_ns.job import (
     StateSpec,
     keeps_blocks,
     make_user_optimizer,
-    on_all_stages,
     parameter_names,
 )
+from atorch_ns.job.states import groups_of_all_stages
 from atorch_ns.method import Conflict
 from atorch_ns.strategy import Plan
 from opt_lib._config_checks import missing_problem, one_axis_only, require
 from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
 from opt_lib._deepspeed.states import FlatStates, Piece
+from opt_lib._sharded.units import broadcast_from_first
 
 INSTALL = "pip install --no-build-isolation deepspeed"
 """Without isolation: its build reads the installed torch."""
@@ -42,17 +41,15 @@ _WHY_NOT_FP16 = (
     "DeepSpeed scales fp16 losses by a scheme of its own, and refuses fp16 on the CPU. Use bf16, or another "
     "backend."
 )
+_DEVICE = "DS_ACCELERATOR"
+"""The variable that names the device, which DeepSpeed reads when it is imported."""
 _BUCKET_ELEMENTS = 500_000_000
 _PIECE_MULTIPLE = 2
 """DeepSpeed's ``nccl_start_alignment_factor``: each rank's piece begins at a multiple of so many elements."""
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with it.
-
-    Args:
-        used: whether a config of the method that these are for chooses DeepSpeed.
-    """
+    """Methods that cannot stand with it, where ``used`` says that a method's config chooses DeepSpeed."""
     return (
         Conflict("half", _WHY_NOT_HALF, when=lambda mine, _: used(mine)),
         Conflict("amp_native", _WHY_NOT_FP16, when=lambda mine, amp: used(mine) and amp.dtype == "float16"),
@@ -62,7 +59,7 @@ def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
 
 def check(method: str, cluster: Cluster) -> list[Problem]:
     """The package must be there, and use the device that the job uses."""
-    with _accelerator(cluster.device_type):
+    with environment_default(_DEVICE, cluster.device_type):
         problems = missing_problem(method, "deepspeed", install=INSTALL)
     if problems:
         return problems
@@ -94,13 +91,7 @@ def plan(plan: Plan) -> Plan:
 
 
 def shard(job: Job, method: str, *, stage: int) -> None:
-    """Lets DeepSpeed make model and optimizer together.
-
-    Args:
-        job: the job.
-        method: the method's name, for the report.
-        stage: 1 shards optimizer states, 2 gradients as well.
-    """
+    """Lets DeepSpeed make model and optimizer together: stage 1 shards optimizer states, 2 gradients as well."""
     if job.inputs.optim_func is None:
         raise InputError("DeepSpeed makes model and optimizer together, so auto_accelerate needs optim_func.")
     require_elementwise(job)
@@ -148,9 +139,6 @@ def require_elementwise(job: Job) -> None:
     ZeRO updates flat pieces, and would train wrongly, without an error, with an optimizer that looks at a parameter
     as a whole, as Adafactor or Muon do.
 
-    Args:
-        job: gives ``optim_func``.
-
     Raises:
         BackendError: if the two differ.
     """
@@ -188,8 +176,7 @@ def _warn_of_blocks(job: Job) -> None:
         "('zero2', {'not_use_fsdp': True})"
     )
     job.explain(OPTIMIZER, text)
-    if job.cluster.rank == 0:
-        warnings.warn(text, stacklevel=2)
+    job.warn(text)
 
 
 def _cut(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:
@@ -223,7 +210,7 @@ def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
             f"{type(optimizer).__name__} keeps state from the moment it is made, which DeepSpeed does not carry "
             "over to the flat partitions it updates. Use another optimizer or another backend."
         )
-    _broadcast_buffers(job)
+    broadcast_from_first(job, job.module.buffers())  # DeepSpeed sends parameters only
     num_elements = sum(parameter.numel() for parameter in job.module.parameters())
     engine, *_ = deepspeed.initialize(
         model=job.module,
@@ -245,28 +232,20 @@ def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
             name, mapping = names.pop(parameter), parameter._hp_mapping
             specs[name] = StateSpec(tuple(parameter.shape), partition.dtype)
             if mapping is not None:
-                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                weight = partition.detach()[here.start : here.start + here.numel]
-                pieces[name] = Piece(weight, there.start, partition, here.start, partition.numel())
+                ours, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+                weight = partition.detach()[ours.start : ours.start + ours.numel]
+                pieces[name] = Piece(weight, whole.start, partition, ours.start, partition.numel())
     of_groups = iter(specs)
     return FlatStates(
         specs=specs,
         pieces=pieces,
         whole={name: parameter for parameter, name in names.items()},
         optimizer=zero.optimizer,
-        groups=_on_all_stages(job, [[next(of_groups) for _ in group] for group in zero.bit16_groups]),
+        groups=groups_of_all_stages(job, [[next(of_groups) for _ in group] for group in zero.bit16_groups]),
         mesh=job.mesh.data,
         device=job.device,
         publish=zero.update_lp_params,
     )
-
-
-def _on_all_stages(job: Job, groups: list[list[str]]) -> list[list[str]]:
-    stages = on_all_stages(job, groups)
-    return [
-        job.original.ordered(name for stage in stages for name in stage[place])
-        for place in range(len(groups))
-    ]
 
 
 def _config(stage: int, num_elements: int) -> dict[str, Any]:
@@ -290,14 +269,6 @@ def _config(stage: int, num_elements: int) -> dict[str, Any]:
     }
 
 
-def _broadcast_buffers(job: Job) -> None:
-    """DeepSpeed sends rank 0's parameters to all ranks, but not its buffers."""
-    assert job.mesh is not None
-    source = dist.get_process_group_ranks(job.mesh.data_group)[0]
-    for buffer in job.module.buffers():
-        dist.broadcast(buffer, src=source, group=job.mesh.data_group)
-
-
 def start(device_type: str) -> ModuleType:
     """DeepSpeed, on the process group that there is, as if no engine had been made before in this process."""
     deepspeed = _import(device_type)
@@ -308,18 +279,17 @@ def start(device_type: str) -> ModuleType:
 
 
 def _import(device_type: str) -> ModuleType:
-    with _accelerator(device_type):
+    with environment_default(_DEVICE, device_type):
         return require("deepspeed", needed_by="ZeRO by DeepSpeed", install=INSTALL)
 
 
 @contextmanager
-def _accelerator(device_type: str) -> Iterator[None]:
-    """Tells DeepSpeed, which looks when it is imported, the device to use, unless the user did."""
-    name = "DS_ACCELERATOR"
+def environment_default(name: str, value: object) -> Iterator[None]:
+    """Inside, an environment variable is ``value`` unless the user has set it: DeepSpeed reads some settings there only."""
     if name in os.environ:
         yield
         return
-    os.environ[name] = device_type
+    os.environ[name] = str(value)
     try:
         yield
     finally:

@@ -23,13 +23,7 @@ _CALLED = {"te": "Transformer Engine", "torchao": "torchao"}
 
 
 def choose(config: Fp8Config, cluster: Cluster, plan: Plan | None = None) -> Backend | None:
-    """The package that is used; ``None`` if there is none.
-
-    Args:
-        config: of fp8.
-        cluster: where it runs.
-        plan: of the whole strategy, where it is known: Transformer Engine is not used for divided models.
-    """
+    """The package that is used; ``None`` if there is none. A plan that divides the model excludes Transformer Engine."""
     names = (name for name in _in_order(config, plan) if why_unavailable(name, config, cluster) is None)
     return next(names, None)
 

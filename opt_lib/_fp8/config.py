@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from atorch_ns.method import Flag, MethodConfig
+from atorch_ns.method import Flag, MethodConfig, Names
 
 TE_KEYS = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
 """Settings that only Transformer Engine reads."""
 
 TORCHAO_KEYS = ("recipe", "fsdp_all_gather", "emulate")
 """Settings that only torchao reads."""
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 
 class Fp8Config(MethodConfig):

@@ -100,9 +100,8 @@ class Selection:
     """Linear layers by their paths in the model.
 
     Attributes:
-        replaced: those that are to compute in fp8.
-        kept: the others, by the reason.
-        heads: those kept only because they make the logits.
+        replaced: the layers that are to compute in fp8.
+        kept: the other layers, by the reason.
     """
 
     replaced: tuple[str, ...]
@@ -198,12 +197,7 @@ def is_named(name: str, include: Sequence[str] | None, exclude: Sequence[str]) -
 def lora_layers(
     module_classes: Mapping[str, Iterable[str]], include: Sequence[str] | None, exclude: Sequence[str]
 ) -> list[str]:
-    """The paths of peft's LoRA layers that include and exclude let through.
-
-    Args:
-        module_classes: for every path the names of its classes.
-        include, exclude: as for :func:`find_linears`.
-    """
+    """The paths of peft's LoRA layers that include and exclude let through; classes by path in ``module_classes``."""
     return [
         path
         for path, classes in module_classes.items()
@@ -214,12 +208,7 @@ def lora_layers(
 
 
 def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
-    """Those of ``parts`` that no linear's name contains, each with the parts of names nearest to it.
-
-    Args:
-        model: the model.
-        parts: as in include and exclude.
-    """
+    """Those of ``parts`` that no linear's name contains, each with the parts of names nearest to it."""
     names = [
         plain_name(path)
         for path, module in model.named_modules(remove_duplicate=False)

@@ -152,15 +152,11 @@ class _ScaledStates(ParameterStates):
 @contextmanager
 def _quiet(names: Iterable[str]) -> Iterator[None]:
     """Lets no record of these loggers through."""
-
-    def nothing(_: logging.LogRecord) -> bool:
-        return False
-
-    loggers = [logging.getLogger(name) for name in names]
-    for logger in loggers:
-        logger.addFilter(nothing)
+    before = {name: logging.getLogger(name).disabled for name in names}
     try:
+        for name in before:
+            logging.getLogger(name).disabled = True
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(nothing)
+        for name, disabled in before.items():
+            logging.getLogger(name).disabled = disabled

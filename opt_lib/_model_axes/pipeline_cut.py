@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.cluster import agree, from_first, same_everywhere
 from atorch_ns.errors import BatchSizeError, StepError
-from atorch_ns.job import Job, is_on_meta
+from atorch_ns.job import Job, is_on_meta, parameter_names
 from atorch_ns.pipeline import (
     CallGraph,
     HowToRun,
@@ -32,15 +32,8 @@ from atorch_ns.pipeline import (
 )
 from atorch_ns.text import seconds_text
 from atorch_ns.torch_compat import group_timeout, plain_name
-from opt_lib._model_axes.pipeline_plan import CutRequest, PipelinePlan, plan_pipeline, splitter
-
-
-def all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of every parameter by the first of them."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return {names[0]: tuple(names) for names in found.values()}
+from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig, PipelinePlan, plan_pipeline, splitter
+from opt_lib._sharded.units import broadcast_from_first
 
 
 @torch.no_grad()
@@ -52,8 +45,8 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
     """
     assert job.mesh is not None
     rank = job.mesh.axis("pipeline").get_local_rank()
-    names = all_names(job.module)
-    parameters = dict(job.module.named_parameters())
+    names = {own[0]: own for own in parameter_names(job.module).values()}
+    parameters = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
     groups = pipeline_groups(job, sorted({assignment.ranks_holding(name) for name in assignment.shared}))
     materialiser = job.materialiser()
     for name in assignment.shared:
@@ -66,7 +59,7 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
             owners = [job.module.get_submodule(one.rpartition(".")[0]) for one in names[name]]
             materialiser.materialise(owners, recurse=False)
         else:
-            _broadcast(parameter, group, job.device)
+            broadcast_from_first(job, [parameter], group=group)
         job.gradients.sums.add(names[name], group)
         if rank != holders[0]:
             job.gradients.remote_norm_names.update(names[name])
@@ -74,13 +67,6 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
         if rank in assignment.ranks_holding(name):
             job.gradients.kept_whole.add(name)
             job.gradients.sums.add(names[name], job.mesh.data_group, mean=True)
-
-
-def _broadcast(parameter: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    value = parameter.data.to(device)
-    dist.broadcast(value, group=group, group_src=0)
-    if value is not parameter.data:
-        parameter.data.copy_(value)
 
 
 def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -102,26 +88,10 @@ def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[i
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutPipeline:
-    """A job's model in stages.
-
-    Attributes:
-        plan: what was decided.
-        stage_set: this rank's stages.
-    """
-
-    plan: PipelinePlan
-    stage_set: StageSet
-
-
-def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
+def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> StageSet:
     """Cuts ``job.module`` into this rank's stages, which become ``job.parts.stages``; collective.
 
-    Args:
-        job: with a mesh that has the axis ``pipeline``.
-        method: its name, for the report.
-        request: what the user asks.
+    The job has a mesh with the axis ``pipeline``; what was decided is in its plan afterwards.
 
     Raises:
         InputError: if the model cannot be cut so; on all ranks.
@@ -129,7 +99,7 @@ def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
     """
     assert job.mesh is not None
     plan = agree(
-        lambda: plan_pipeline(job, request),
+        lambda: plan_pipeline(job, config),
         what="cutting the model into stages",
         distributed=job.cluster.distributed,
     )
@@ -166,12 +136,7 @@ def cut_pipeline(job: Job, method: str, request: CutRequest) -> CutPipeline:
         pipeline={"schedule": plan.info.name, "stages_per_rank": plan.stages_per_rank},
     )
     _explain(job, method, plan, num_ranks, len(assignment.shared))
-    return CutPipeline(
-        plan=plan,
-        stage_set=StageSet(
-            stages, plan.cuts, rank_of, plan.graph.paths, _tracing(job, plan), lambda: _seed(job)
-        ),
-    )
+    return StageSet(stages, plan.cuts, rank_of, plan.graph.paths, _tracing(job, plan), lambda: _seed(job))
 
 
 def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
@@ -286,11 +251,7 @@ def make_weights_equal(job: Job, method: str) -> None:
     differ = torch.stack([(one != gathered[0]) for one in gathered]).any(0)
     if not differ.any():
         return
-    for tensor in tensors:
-        value = tensor.data.to(job.device).contiguous()
-        dist.broadcast(value, group=group, group_src=0)
-        if value is not tensor.data:
-            tensor.data.copy_(value)
+    broadcast_from_first(job, tensors, group=group)
     job.explain(
         method,
         f"{int(differ.sum())} of {len(tensors)} parameters and buffers differed between the ranks of a pipeline, which "
@@ -304,11 +265,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OutputsAlone(TorchFunctionMode):
-    """Watches a loss function and refuses the model's parameters in it: a rank has those of its stages alone.
-
-    Args:
-        names: names of the parameters by their ids.
-    """
+    """Watches a loss function and refuses the model's parameters in it: a rank has those of its stages alone."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Deciding a pipeline before anything is changed: schedule, micro-batches, cuts."""
+"""Pipeline plan: schedule, micro-batches and cuts, decided before anything is changed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import nn
+from pydantic import Field, field_validator
 
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.data import split_batch
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job, is_on_meta
+from atorch_ns.method import MethodConfig
 from atorch_ns.pipeline import (
     BlockCosts,
     CallGraph,
@@ -40,10 +41,51 @@ from atorch_ns.strategy import Plan
 from opt_lib._model_axes.sample_batch import local_batch_size, sample_micro_batch
 
 
-def asked_micro_batches(job: Job, request: CutRequest) -> int | None:
+class PipelineParallelConfig(MethodConfig):
+    """How the model is cut, and how the stages are run."""
+
+    split_points: tuple[str, ...] = Field(
+        default=(), description="Names of the modules that begin a stage, the first stage's left out."
+    )
+    split_method: Literal["auto", "uniform", "uniform_floor", "parameters", "custom"] = Field(
+        default="auto",
+        description="How the cuts are found: by estimated time, by number of units, or by number of parameters; "
+        "custom takes custom_partition.",
+    )
+    custom_partition: tuple[int, ...] = Field(
+        default=(), description="For custom: the first unit of every stage, then the number of units."
+    )
+    num_micro_batches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Parts that the batch of a data rank is split into; null for gradient_accumulation_steps, or "
+        "for what fits the batch where that is 1.",
+    )
+    schedule: str = Field(
+        default="1F1B",
+        description="Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
+        "InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or auto for the fastest by a timed simulation.",
+    )
+    stages_per_rank: int | None = Field(
+        default=None, ge=1, description="Stages on each rank; null for the schedule's usual number."
+    )
+    memory_limit_gib: float | None = Field(
+        default=None, gt=0, description="What a rank may hold, for schedule auto; null for no limit."
+    )
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        try:
+            return name if name == "auto" else get_schedule(name).name
+        except InputError as error:
+            raise ValueError(str(error)) from error
+
+
+def requested_micro_batches(job: Job, config: PipelineParallelConfig) -> int | None:
     """The number that the user gave, here or as gradient accumulation; ``None`` for none."""
-    if request.num_micro_batches is not None:
-        return request.num_micro_batches
+    if config.num_micro_batches is not None:
+        return config.num_micro_batches
     given = (job.inputs.gradient_accumulation_steps, job.plan.num_micro_batches)
     return next((number for number in given if number > 1), None)
 
@@ -86,7 +128,7 @@ def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
     def split(data: Any) -> list[Any]:
         number, rows = plan.num_micro_batches, num_rows(data)
         if rows is not None and rows % number:
-            if plan.num_is_asked:
+            if plan.num_is_requested:
                 raise BatchSizeError(number_problem(plan.info, num_ranks, plan.stages_per_rank, number, rows))
             number = fitting_micro_batches(plan.info, num_ranks, plan.stages_per_rank, rows)
         return split_batch(data, number)
@@ -98,32 +140,6 @@ def _use(legal: list[int]) -> str:
     return f"Use num_micro_batches={' or '.join(map(str, legal))}" if legal else "Use schedule='GPipe'"
 
 
-SplitMethod = Literal["auto", "uniform", "uniform_floor", "parameters", "custom"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutRequest:
-    """What the user asks of a pipeline; the fields of ``pipeline_parallel``'s config.
-
-    Attributes:
-        schedule: its name, or ``"auto"``.
-        stages_per_rank: ``None`` for the schedule's usual number.
-        num_micro_batches: ``None`` for what fits.
-        split_method: how cuts are found where ``split_points`` and ``custom_partition`` are empty.
-        split_points: names of modules that begin a stage.
-        custom_partition: the first unit of every stage.
-        memory_limit_bytes: of a rank; ``None`` for that of its device where it is known.
-    """
-
-    schedule: str = "1F1B"
-    stages_per_rank: int | None = None
-    num_micro_batches: int | None = None
-    split_method: SplitMethod = "auto"
-    split_points: tuple[str, ...] = ()
-    custom_partition: tuple[int, ...] = ()
-    memory_limit_bytes: float | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """A pipeline, decided.
@@ -132,13 +148,13 @@ class PipelinePlan:
         info: the schedule.
         stages_per_rank: stages on each rank.
         num_micro_batches: parts of a batch.
-        num_is_asked: whether the user gave that number.
+        num_is_requested: whether the user gave that number.
         cuts: calls before which the model is cut.
         units: the modules that stages are made of.
         graph: a pass of one micro-batch.
         traced_with: shapes of that micro-batch.
         tracer: traces more of them; ``None`` for a model that had to be run really.
-        costs: of the calls.
+        costs: seconds and bytes of the calls.
         choice: how cuts were chosen by time, where they were.
         refused: where the model cannot be cut, and why.
     """
@@ -146,7 +162,7 @@ class PipelinePlan:
     info: ScheduleInfo
     stages_per_rank: int
     num_micro_batches: int
-    num_is_asked: bool
+    num_is_requested: bool
     cuts: tuple[int, ...]
     units: tuple[NamedModule, ...]
     graph: CallGraph
@@ -172,7 +188,7 @@ class PipelinePlan:
         return tuple(self.info.rank_of(stage, num_ranks) for stage in range(len(self.cuts) + 1))
 
 
-def plan_pipeline(job: Job, request: CutRequest) -> PipelinePlan:
+def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     """Decides a pipeline for the job's model and mesh, alike on every rank.
 
     Raises:
@@ -180,22 +196,33 @@ def plan_pipeline(job: Job, request: CutRequest) -> PipelinePlan:
     """
     assert job.mesh is not None
     num_ranks = job.mesh.size("pipeline")
-    info = get_schedule(request.schedule if request.schedule != "auto" else "1F1B")
-    on_rank = request.stages_per_rank or info.usual_stages
-    num = _num_micro_batches(job, request, info, num_ranks, on_rank)
-    units = find_units(job.module, at_least=num_ranks * on_rank, starts=request.split_points)
+    info = get_schedule(config.schedule if config.schedule != "auto" else "1F1B")
+    on_rank = config.stages_per_rank or info.usual_stages
+    num = _num_micro_batches(job, config, info, num_ranks, on_rank)
+    units = find_units(job.module, at_least=num_ranks * on_rank, starts=config.split_points)
     batch = sample_micro_batch(job, num)
     tracer, graph = _trace(job, units, batch)
     refused = refused_cuts(graph)
-    costs = call_costs(
-        graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=block_paths(job.module)
-    )
-    _check_count(graph, num_ranks, 1 if request.schedule == "auto" else on_rank, info)
-    known = _cuts(request, graph, units, num_ranks * on_rank, refused)
+    blocks = {block.name for block in repeated_blocks(job.module)}
+    costs = call_costs(graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=blocks)
+    _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info)
+    known = _cuts(config, graph, units, num_ranks * on_rank, refused)
     choice = None
-    if known is None or request.schedule == "auto":
+    if known is None or config.schedule == "auto":
         try:
-            choice = _choose(job, request, costs, known, num_ranks, num, info, on_rank)
+            choice = (
+                choose_for_device(  # the fastest cut, and the fastest schedule where none is named, that fits
+                    costs,
+                    num_ranks,
+                    num,
+                    schedule=None if config.schedule == "auto" else info,
+                    stages_per_rank=config.stages_per_rank if config.schedule == "auto" else on_rank,
+                    whole_backward=job.plan.whole_backward,
+                    limit_bytes=None if config.memory_limit_gib is None else config.memory_limit_gib * 2**30,
+                    memory_bytes=known_hardware(job.cluster).device.memory_bytes,
+                    cuts=known,
+                )
+            )
         except InputError as error:
             raise InputError(f"{error}{_where_not(graph, refused)}") from error
         info, on_rank, known = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
@@ -203,7 +230,7 @@ def plan_pipeline(job: Job, request: CutRequest) -> PipelinePlan:
         info=info,
         stages_per_rank=on_rank,
         num_micro_batches=num,
-        num_is_asked=asked_micro_batches(job, request) is not None,
+        num_is_requested=requested_micro_batches(job, config) is not None,
         cuts=tuple(known),
         units=tuple(units),
         graph=graph,
@@ -228,10 +255,10 @@ def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTrac
 
 
 def _num_micro_batches(
-    job: Job, request: CutRequest, info: ScheduleInfo, num_ranks: int, on_rank: int
+    job: Job, config: PipelineParallelConfig, info: ScheduleInfo, num_ranks: int, on_rank: int
 ) -> int:
     """The user's number, else what :func:`fitting_micro_batches` finds for the loader's batches."""
-    asked = asked_micro_batches(job, request)
+    asked = requested_micro_batches(job, config)
     size = local_batch_size(job)
     if asked is not None:
         if info.problem(num_ranks, asked, on_rank) and size is not None:
@@ -255,7 +282,7 @@ def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleI
 
 
 def _cuts(
-    request: CutRequest,
+    config: PipelineParallelConfig,
     graph: CallGraph,
     units: Sequence[NamedModule],
     num_stages: int,
@@ -263,29 +290,29 @@ def _cuts(
 ) -> tuple[int, ...] | None:
     """Cuts that do not depend on time; ``None`` to look for the fastest."""
     num = len(graph.calls)
-    points = request.split_points or request.custom_partition
-    if request.schedule == "auto" and points:
-        num_stages = len(request.split_points) + 1 if request.split_points else len(points) - 1
+    points = config.split_points or config.custom_partition
+    if config.schedule == "auto" and points:
+        num_stages = len(config.split_points) + 1 if config.split_points else len(points) - 1
     if points:
-        where = _positions(request.split_points, graph) if request.split_points else request.custom_partition
-        if request.split_points and len(where) != num_stages - 1:
+        where = _positions(config.split_points, graph) if config.split_points else config.custom_partition
+        if config.split_points and len(where) != num_stages - 1:
             raise InputError(
-                f"split_points names {len(where)} module(s) ({', '.join(request.split_points)}), but {num_stages} "
+                f"split_points names {len(where)} module(s) ({', '.join(config.split_points)}), but {num_stages} "
                 f"stages need {num_stages - 1}: one for each but the first. They can be {_names(graph)}."
             )
-        if request.split_points and list(where) != sorted(set(where)):
+        if config.split_points and list(where) != sorted(set(where)):
             raise InputError(
                 f"split_points are to be named once each, in the order in which the model calls them; they are "
-                f"{', '.join(request.split_points)}, and the model calls {_names(graph)}."
+                f"{', '.join(config.split_points)}, and the model calls {_names(graph)}."
             )
         return custom_cuts(where, num, num_stages, refused=refused)
     allowed = [cut for cut in range(1, num) if cut not in refused]
     try:
-        if request.split_method == "uniform":
+        if config.split_method == "uniform":
             return uniform_cuts(num, num_stages, allowed_cuts=allowed)
-        if request.split_method == "uniform_floor":
+        if config.split_method == "uniform_floor":
             return uniform_floor_cuts(num, num_stages, allowed_cuts=allowed)
-        if request.split_method == "parameters":
+        if config.split_method == "parameters":
             return parameter_cuts(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
     except InputError as error:
         raise InputError(f"{error}{_where_not(graph, refused)}") from error
@@ -324,30 +351,6 @@ def _names(graph: CallGraph) -> str:
     return ", ".join(dict.fromkeys(graph.paths[1:25])) + (", …" if len(graph.paths) > 25 else "")
 
 
-def _choose(
-    job: Job,
-    request: CutRequest,
-    costs: BlockCosts,
-    cuts: Sequence[int] | None,
-    num_ranks: int,
-    num: int,
-    info: ScheduleInfo,
-    on_rank: int,
-) -> ScheduleChoice:
-    """The fastest cut, and with it the fastest schedule where none is named, that fits the memory."""
-    return choose_for_device(
-        costs,
-        num_ranks,
-        num,
-        schedule=None if request.schedule == "auto" else info,
-        stages_per_rank=request.stages_per_rank if request.schedule == "auto" else on_rank,
-        whole_backward=job.plan.whole_backward,
-        limit_bytes=request.memory_limit_bytes,
-        memory_bytes=known_hardware(job.cluster).device.memory_bytes,
-        cuts=cuts,
-    )
-
-
 def call_costs(
     graph: CallGraph,
     units: Sequence[NamedModule],
@@ -360,15 +363,8 @@ def call_costs(
     """Seconds and bytes of every call.
 
     A call computes for as long as its operations take and moves memory for as long as its bytes take. Both are
-    added, as for models of many small operators; only their proportions matter for a cut.
-
-    Args:
-        graph: the calls.
-        units: what they call.
-        plan: tells what is sharded and what is recomputed.
-        hardware: the speeds of device and links.
-        refused: positions that cannot be cut.
-        blocks: paths of the repeated blocks.
+    added, as for models of many small operators; only their proportions matter for a cut. Positions in ``refused``
+    cannot be cut; ``blocks`` are the paths of the repeated blocks.
     """
     device, link = hardware.device, hardware.within_node.rate_of("send")
     flops = (
@@ -421,11 +417,6 @@ def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]
         counted.update(map(id, new))
         found.append(sum(p.numel() * p.element_size() for p in new))
     return found
-
-
-def block_paths(model: nn.Module) -> set[str]:
-    """Paths of the repeated blocks."""
-    return {block.name for block in repeated_blocks(model)}
 
 
 def _copies(plan: Plan) -> float:

@@ -198,14 +198,14 @@ def loss_on_parts(
     """Tests the user's loss on a small batch, on divided and on whole logits; collective.
 
     Args:
-        job: the loss and how batches are passed.
-        model: whole.
+        job: the job, with the loss and how batches are passed.
+        model: the whole model.
         batch: a sample batch on the CPU.
-        chosen: how layers are divided.
-        graph: how they are connected.
+        chosen: the plan of divided layers.
+        graph: the layers' connections.
         group: this rank's place.
         wanted: the user's setting.
-        run_numerics: whether to compute in the test.
+        run_numerics: whether the test computes.
 
     Raises:
         InputError: if the user wants it and it would be wrong.
@@ -278,16 +278,10 @@ def _by_numbers(job: Job, study: LossStudy, group: TensorGroup) -> tuple[str, st
     return "", ""
 
 
-def divide_logits(job: Job, found: LossOnParts, here: Layout) -> None:
-    """Lets the heads of this rank's part of the divided model give divided logits in training steps.
-
-    Args:
-        job: with the divided model.
-        found: the heads.
-        here: the layers that are divided on this rank.
-    """
+def divide_logits(job: Job, found: LossOnParts, layout: Layout) -> None:
+    """Lets the heads that are divided on this rank, by ``layout``, give divided logits in training steps."""
     modules = {plain_name(path): module for path, module in job.module.named_modules()}
-    heads = [modules[path] for path in found.heads if path in here.layers]
+    heads = [modules[path] for path in found.heads if path in layout.layers]
     if heads:
         outputs = LogitOutputs()
         outputs.attach(job.module, heads)

@@ -24,8 +24,8 @@ class AttentionSwitch(Replacement):
     are models whose config asks for the attention weights, which only the eager implementation returns.
 
     Attributes:
-        name: as written in ``include`` and ``exclude``.
-        implementation: as ``set_attn_implementation`` names it.
+        name: the name in ``include`` and ``exclude``.
+        implementation: the name that ``set_attn_implementation`` takes.
         requirements: what the implementation needs of a job.
         switches: the implementations that it takes over from.
     """

@@ -48,13 +48,8 @@ class Requirements:
         return any(self.unmet(cluster, dtype) is None for dtype in dtypes)
 
     def unmet(self, cluster: Cluster, dtype: str, divided: tuple[str, ...] = ()) -> str | None:
-        """Why a job cannot use it; ``None`` if it can.
-
-        Args:
-            cluster: where the job runs.
-            dtype: that the job computes in.
-            divided: the axes that the model itself is divided over.
-        """
+        """Why a job that computes in ``dtype``, its model divided over the axes ``divided``, cannot use it; ``None`` if it
+        can."""
         if self.device_types is not None and cluster.device_type not in self.device_types:
             return f"it runs on {_listed(self.device_types)}, and this job runs on {cluster.device_type}"
         if self.capability is not None and (cluster.capability or (0, 0)) < self.capability:
@@ -96,7 +91,7 @@ class Replacement(ABC):
     """One kind of optimized module.
 
     Attributes:
-        name: as written in ``include`` and ``exclude``.
+        name: the name in ``include`` and ``exclude``.
         requirements: what it needs of a job.
         looks_for: what it replaces, as a noun phrase in the plural.
         by_user: whether a user registered it.
@@ -133,9 +128,7 @@ class Replacement(ABC):
     def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
         """Replaces what it can in ``model``, in place, keeping parameters, buffers and their names.
 
-        Args:
-            model: where to look.
-            spared: modules that earlier replacements made; they stay.
+        Modules in ``spared``, which earlier replacements made, stay.
         """
 
 
@@ -205,7 +198,7 @@ class ClassPair(ModuleReplacement):
     """Replaces every module whose class is ``source``.
 
     Attributes:
-        name: as written in ``include`` and ``exclude``.
+        name: the name in ``include`` and ``exclude``.
         source: the class that is replaced.
         convert: makes the new module; parameters and buffers are moved into it afterwards.
         target: the class that ``convert`` must give; ``None`` for any module.
@@ -288,7 +281,7 @@ def replace_modules(
     """Replaces modules of ``model`` in place, wherever each of them stands; inner ones first.
 
     Args:
-        model: where to look, the root included.
+        model: the model, whose root may be replaced too.
         wanted: whether a module is to be replaced.
         make: gives the new module, or the reason why there is none.
         spared: modules that stay, since an earlier replacement made them; what is inside them does not.

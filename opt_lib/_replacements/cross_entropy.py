@@ -10,6 +10,7 @@ Legend: B samples, T tokens, N tokens of all samples, D features, V classes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Set
@@ -28,7 +29,7 @@ from opt_lib._replacements.base import Outcome, Replacement, Requirements, repla
 from opt_lib._replacements.making import Derived, Forward, derive
 
 CHUNK_BYTES: Final = 64 * 2**20
-"""Of the fp32 logits that are computed at once."""
+"""Bytes of the fp32 logits that are computed at once."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int, str], torch.Tensor]
 """From x [N, D], weight [V, D], bias [V], target [N], ignore_index and reduction (mean or sum) to a scalar."""
@@ -114,7 +115,7 @@ class DeferredLoss:
     """The loss of a causal language model from :class:`DeferredLogits`, or from a tensor by the model's own.
 
     Args:
-        own: the loss function of the model.
+        own: the model's own loss function.
         kernel: ``torch`` or ``liger``.
     """
 
@@ -171,7 +172,7 @@ def chunked_cross_entropy(
     reduction: str,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """The cross-entropy of ``F.linear(x, weight, bias)`` in fp32; a chunk's logits are computed twice.
+    """Cross-entropy of ``F.linear(x, weight, bias)`` in fp32; a chunk's logits are computed twice.
 
     Args:
         x: [N, D].
@@ -180,7 +181,7 @@ def chunked_cross_entropy(
         target: [N], classes.
         ignore_index: the target of tokens that do not count.
         reduction: ``mean`` over the tokens that count, or ``sum``.
-        chunk_bytes: of a chunk's logits, at least those of one token.
+        chunk_bytes: bytes of a chunk's logits; a chunk has at least one token.
     """
     rows = max(1, chunk_bytes // (4 * weight.shape[0]))
     total = x.new_zeros((), dtype=torch.float32)
@@ -209,7 +210,7 @@ class LinearCrossEntropy(Replacement):
     """Last layer and loss of transformers' causal language models, in chunks of tokens.
 
     Attributes:
-        name: as written in ``include`` and ``exclude``.
+        name: the name in ``include`` and ``exclude``.
         kernel: ``torch``, which recomputes a chunk's logits in the backward pass, or ``liger``.
         requirements: what the kernel needs of a job.
     """
@@ -228,18 +229,17 @@ class LinearCrossEntropy(Replacement):
 
     def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
         """Replaces the last layer, and the classes of the models that compute a loss with it."""
-        kept: dict[str, int] = {}
         outcome = Outcome(model=model)
         for part in [each for each in model.modules() if _computes_a_loss(each) and each not in spared]:
             reason = _why_not(part)
-            if reason is not None:
-                kept[f"{type(part).__name__}: {reason}"] = 1
-                continue
-            outcome = self._join(outcome, part)
-        outcome.kept.update(kept)
-        return outcome
+            if reason is None:
+                model = self._join(model, part)
+                outcome.replaced[f"last layer and loss of {type(part).__name__}"] += 1
+            else:
+                outcome.kept[f"{type(part).__name__}: {reason}"] += 1
+        return dataclasses.replace(outcome, model=model)
 
-    def _join(self, outcome: Outcome, part: Any) -> Outcome:
+    def _join(self, model: nn.Module, part: Any) -> nn.Module:
         old = part.get_output_embeddings()
         head: Any = derive(old, "Deferring", _head_forward)
         head._deferring = False
@@ -248,13 +248,11 @@ class LinearCrossEntropy(Replacement):
         # Not a module of it: it stands in its place already, under its own name.
         object.__setattr__(joined, "_deferring_head", _Reference(head))
         joined._loss_function = DeferredLoss(part.loss_function, self.kernel)
-        done = _put(outcome.model, part, joined)
-        outcome.replaced[f"last layer and loss of {type(part).__name__}"] += 1
-        return Outcome(model=done, replaced=outcome.replaced, kept=outcome.kept)
+        return _put(model, part, joined)
 
 
 def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """The model with ``new`` wherever ``old`` stood."""
+    """The model with ``new`` wherever ``old`` stood; the two share their hooks."""
     if model is old:
         return new
     for parent in list(model.modules()):
@@ -307,13 +305,11 @@ def _model_forward(source: Any) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         head = self._deferring_head.module
-        if (
-            labels is None
-            or not self.training
-            or not torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or _is_gathered_alone(self, head)
-        ):
+        trains = labels is not None and self.training and torch.is_grad_enabled()
+        is_wrapped = (
+            self.get_output_embeddings() is not head
+        )  # by checkpoint, whose forward pass takes tensors alone
+        if not trains or is_wrapped or torch.compiler.is_compiling():
             return source.forward(self, *args, **kwargs)
         head._deferring = True
         try:
@@ -323,17 +319,6 @@ def _model_forward(source: Any) -> Forward:
         return _without_logits(output)
 
     return forward
-
-
-def _is_gathered_alone(model: Any, head: Any) -> bool:
-    """Whether a wrapper such as FSDP1's brings the weight for a forward pass of the layer, and takes it away again.
-
-    It hides inside the wrapper, or its weight is flat before that pass. FSDP2 gives a DTensor, and hooks to the layer.
-    """
-    if model.get_output_embeddings() is not head:
-        return True
-    flat = head.weight.shape != (head.out_features, head.in_features)
-    return flat and not isinstance(head.weight, DTensor)
 
 
 def _without_logits(output: Any) -> Any:

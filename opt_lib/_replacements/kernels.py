@@ -8,7 +8,6 @@ small CPU ones that a division is tested with, and DTensors, torch's own operato
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -47,20 +46,17 @@ def runs_kernels(*tensors: torch.Tensor | None) -> bool:
 
 
 def liger() -> Any:
-    """Liger's functions."""
-    return _module("liger_kernel.transformers.functional")
+    """Liger's functions, by an import that torch.compile can trace."""
+    from liger_kernel.transformers import functional
+
+    return functional
 
 
 def apex() -> Any:
-    """The functions of apex' normalisations."""
-    return _module("apex.normalization.fused_layer_norm")
+    """The functions of apex' normalisations, likewise."""
+    from apex.normalization import fused_layer_norm
 
-
-@functools.cache
-def _module(name: str) -> Any:
-    import importlib
-
-    return importlib.import_module(name)
+    return fused_layer_norm
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
@@ -101,7 +97,7 @@ def rms_norm(kernel: str, x: torch.Tensor, weight: torch.Tensor, eps: float, off
         x: [..., D].
         weight: [D], in the dtype of ``x``.
         eps: added to the mean square.
-        offset: added to the weight; then torch and apex give fp32.
+        offset: added to the weight; with one, torch and apex give fp32.
     """
     chosen = _RMS_KERNELS[kernel] if runs_kernels(x, weight) else torch_rms_norm
     return chosen(x, weight, eps, offset)

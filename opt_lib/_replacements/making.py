@@ -1,8 +1,8 @@
 """New modules from old ones: settings are read off, parameters are moved, never copied.
 
-A class made at run time is a module's own class with another forward pass. A module whose class derives from its old one keeps its attributes, is still chosen by the old class's name and
-initialised by the model's own rules. Classes are changed for one module at a time: no class of the model, and no
-function of its module, is altered.
+A class made at run time is a module's own class with another forward pass. A module whose class derives from its old
+one keeps its attributes, is still chosen by the old class's name and initialised by the model's own rules. Classes are
+changed for one module at a time: no class of the model, and no function of its module, is altered.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def derive(module: nn.Module, prefix: str, make: MakeForward, *settings: Any) ->
     """A module with the attributes of ``module`` and the forward pass ``make(type(module), *settings)``.
 
     Args:
-        module: gives everything but its forward pass; the two share it.
-        prefix: what is put before the name of its class.
+        module: the old module; the two share everything but the forward pass.
+        prefix: the beginning of the new class's name.
         make: makes the forward pass; called once for each class and settings.
-        settings: hashable, and picklable where the module is to be.
+        settings: hashable values, picklable where the module is to be.
     """
     source: Any = type(module)
     return take_over(module, _class(source, prefix, make, settings))
@@ -87,12 +87,7 @@ def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
 
 
 def settings_of(convert: Convert, module: nn.Module | None = None) -> tuple[str, ...] | None:
-    """The settings that ``convert`` takes; ``None`` if it takes any, or if only a module tells.
-
-    Args:
-        convert: makes the new module.
-        module: the old module; where the new one takes over its attributes, these are the settings.
-    """
+    """The settings that ``convert`` takes; ``None`` if it takes any, or if only ``module``, the old one, tells."""
     made_by = getattr(convert, "func", None)
     if made_by is _take_over_with:
         if module is None:

@@ -51,7 +51,7 @@ class RmsNormForm:
     """One way to write ``x / rms(x) * weight``.
 
     Attributes:
-        offset: what is added to the weight.
+        offset: the number that is added to the weight.
         result: the dtype of the result, where input and weight differ.
     """
 
@@ -71,9 +71,9 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
     """The form that computes what ``module`` does, or why there is none.
 
     Args:
-        module: its only parameter is ``weight``, [D]; it may be on the meta device.
+        module: a module whose only parameter is ``weight``, [D]; it may be on the meta device.
         num_features: D.
-        eps: what it adds to the mean square.
+        eps: the number that it adds to the mean square.
     """
     pairs = [(x, weight) for x in _PROBED_DTYPES for weight in _PROBED_DTYPES]
     probes = [(lead, *pair) for lead in _LEADING for pair in pairs]
@@ -107,11 +107,7 @@ def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
     """Why a fused pass might not follow what a module is set to later; ``None`` if all it has is seen through.
 
     A fused pass reads the weight and the epsilon, at every call, and nothing else: a switch, a scale or a counter
-    that somebody changes in training would be ignored.
-
-    Args:
-        module: perhaps an RMSNorm, with a weight [D].
-        eps_names: the attributes that may be its epsilon, as numbers.
+    that somebody changes in training would be ignored. The epsilon may be any of the attributes ``eps_names``.
     """
     buffers = sorted(name for name, _ in module.named_buffers())
     if buffers:
@@ -213,7 +209,7 @@ class FusedRmsNorm(Replacement):
     """Hand-written RMSNorms, those of transformers among them, by a fused kernel.
 
     Attributes:
-        name: as written in ``include`` and ``exclude``.
+        name: the name in ``include`` and ``exclude``.
         kernel: ``torch`` (``torch.nn.functional.rms_norm``), ``liger`` or ``apex``.
         requirements: what the kernel needs of a job.
     """
@@ -269,7 +265,7 @@ class FusedLayerNorm(Replacement):
     """``nn.LayerNorm``: by apex, or by torch, whose kernel is fused already, which it says.
 
     Attributes:
-        name: as written in ``include`` and ``exclude``.
+        name: the name in ``include`` and ``exclude``.
         kernel: ``torch`` or ``apex``.
         requirements: what the kernel needs of a job.
     """

@@ -141,7 +141,7 @@ def register_replace_pair(
     over the old one's.
 
     Args:
-        name: as it will stand in ``include`` and ``exclude``.
+        name: the name in ``include`` and ``exclude``.
         supported_dtypes: the dtypes that the new module computes in; in jobs that compute in another one the
             pair is left out, and the report says so. ``None`` for any.
         pair_cls: the class to be replaced and the class to replace it.
@@ -155,7 +155,10 @@ def register_replace_pair(
         RegistrationError: if the name is taken, or an argument is not what it should be.
     """
     source, target = _classes(name, pair_cls, replaces)
-    _check_convert(name, convert)
+    if convert is not None and not callable(convert):
+        raise RegistrationError(
+            f"{name!r}: convert={convert!r} is no function from the old module to the new."
+        )
     requirements = Requirements(dtypes=_dtype_names(name, supported_dtypes))
 
     def register(made_by: Any) -> Any:
@@ -189,17 +192,18 @@ def unregister_replace_pair(name: str) -> None:
         RegistrationError: if none of that name was.
     """
     if name not in _REGISTERED:
-        raise RegistrationError(f"no replacement {name!r} is registered; registered: {_names(_REGISTERED)}.")
+        registered = ", ".join(sorted(_REGISTERED)) or "none"
+        raise RegistrationError(f"no replacement {name!r} is registered; registered: {registered}.")
     del _REGISTERED[name]
 
 
 def registered_pairs() -> dict[str, ClassPair]:
-    """What users registered, by name."""
+    """The pairs that users registered, by name."""
     return dict(_REGISTERED)
 
 
 def set_registered_pairs(pairs: Mapping[str, ClassPair]) -> None:
-    """Makes ``pairs`` what users registered, as in the process that they come from."""
+    """Registers ``pairs`` and no others, as in the process that they come from."""
     _REGISTERED.clear()
     _REGISTERED.update(pairs)
 
@@ -217,7 +221,6 @@ def _add(pair: ClassPair) -> None:
 
 @functools.cache
 def _built_in() -> dict[str, Replacement]:
-
     return {replacement.name: replacement for replacement in BUILT_IN}
 
 
@@ -250,13 +253,6 @@ def _is_module_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _check_convert(name: str, convert: object) -> None:
-    if convert is not None and not callable(convert):
-        raise RegistrationError(
-            f"{name!r}: convert={convert!r} is no function from the old module to the new."
-        )
-
-
 def _dtype_names(name: str, dtypes: Iterable[torch.dtype | str] | None) -> frozenset[str] | None:
     if dtypes is None:
         return None
@@ -271,7 +267,3 @@ def _dtype_names(name: str, dtypes: Iterable[torch.dtype | str] | None) -> froze
     if not names:
         raise RegistrationError(f"{name!r}: supported_dtypes is empty, so the pair could never be used.")
     return names
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"

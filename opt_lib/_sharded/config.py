@@ -7,8 +7,11 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
+from atorch_ns.errors import Problem
 from atorch_ns.method import Flag, MethodConfig, ModuleSelectors, dtype_name
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
+from opt_lib._config_checks import unmatched_problem
 
 _STRATEGIES = {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"}
 
@@ -186,6 +189,14 @@ def _from_wrap_policy(policy: Any) -> dict[str, Any]:
     )
 
 
+def unmatched_selectors(method: str, config: ShardConfig, profile: Profile | None) -> list[Problem]:
+    """The problems of selectors that match no module of the model."""
+    return [
+        *unmatched_problem(method, "atorch_wrap_cls", config.atorch_wrap_cls, profile),
+        *unmatched_problem(method, "atorch_ignored_cls", config.ignored, profile),
+    ]
+
+
 def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan:
     """The plan with parameters, gradients and optimizer states divided over the axes for shards.
 
@@ -194,10 +205,7 @@ def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan
     when a backward pass ends. To free it after forward passes lowers the peak by what one micro-batch keeps, at most,
     and gathers every unit again for each micro-batch.
 
-    Args:
-        plan: as the methods before left it.
-        config: the settings.
-        keep_gathered: whether the method keeps parameters gathered from forward to backward.
+    ``keep_gathered``: whether the method keeps parameters gathered from forward to backward.
     """
     axes = plan.shard_axes
     keeps = keep_gathered or config.keeps_gathered

@@ -36,22 +36,16 @@ from opt_lib._sharded.units import (
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) -> None:
+def shard(job: Job, method: str, config: ShardConfig) -> None:
     """Shards parameters, gradients and optimizer states over the mesh; collective.
 
     A model on the meta device is materialised unit by unit, so that a rank never holds more than its shard
     and one unit.
-
-    Args:
-        job: the job; its model is sharded in place.
-        method: the method's name, for the report.
-        config: the settings.
-        keep_gathered: whether parameters stay gathered from forward to backward.
     """
     assert job.mesh is not None
     materialiser = job.materialiser(init_function(config.param_init_fn))
     ignored = ignored_parameters(job.module, config, materialiser)
-    options = _options(job, config, ignored, keep_gathered)
+    options = _options(job, config, ignored)
     units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
     shard_experts(job, options, sync=config.sync_module_states)
     options["ignored_params"] = ignored | expert_parameters(job) | parameters_kept_whole(job)
@@ -79,14 +73,12 @@ def shard(job: Job, method: str, config: ShardConfig, *, keep_gathered: bool) ->
     note_separate_head(job, method, units)
 
 
-def _options(
-    job: Job, config: ShardConfig, ignored: set[nn.Parameter], keep_gathered: bool
-) -> dict[str, Any]:
+def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:
     assert job.mesh is not None
     options: dict[str, Any] = {"mesh": job.mesh.replicate_and_shard, "ignored_params": ignored}
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
-    elif keep_gathered or config.keeps_gathered or job.plan.sharding.keeps_gathered:
+    elif job.plan.sharding.keeps_gathered:
         options["reshard_after_forward"] = False
     if job.parts.stages and get_schedule(job.plan.pipeline.schedule).splits_backward:
         _refuse_resharding(job, config)
@@ -262,11 +254,7 @@ def keeps_input_dtypes(job: Job, config: ShardConfig) -> bool:
 def cast_inputs_where_refused(job: Job, units: Iterable[nn.Module]) -> None:
     """Lets modules outside of ``units`` take fp32 inputs beside their reduced weights.
 
-    The inputs of a unit are cast at its edge.
-
-    Args:
-        job: the job; hooks are added to modules of its roots.
-        units: modules that are gathered as one unit each.
+    The inputs of a unit, a module that is gathered as one, are cast at its edge.
     """
     kinds = (*_REFUSE, *(_REFUSE_ON_CPU if job.device.type == "cpu" else ()))
     inside = {id(module) for unit in units for module in unit.modules()}
@@ -289,13 +277,7 @@ def _cast_to_weight(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def note_separate_head(job: Job, method: str, units: Iterable[nn.Module]) -> None:
-    """Says in the report where a loss in chunks, which reads the last layer's weight, is not used.
-
-    Args:
-        job: the job.
-        method: the method's name, for the report.
-        units: the modules whose parameters are gathered for their own passes alone.
-    """
+    """Says in the report where a loss in chunks, which reads the last layer's weight, is not used."""
     if any(hasattr(unit, "_deferring") for unit in units):
         job.explain(
             method,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -133,24 +132,25 @@ def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
 
 @torch.no_grad()
 def broadcast_from_first(
-    job: Job, tensors: Iterable[torch.Tensor], *, mesh: DeviceMesh | None = None
+    job: Job, tensors: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Gives ``tensors``, or this rank's shards of them, the values they have on the first data rank; collective.
+    """Gives ``tensors``, or this rank's shards of them, the values they have on the first rank of a group; collective.
 
     Args:
-        job: the job.
-        tensors: on all ranks the same ones.
-        mesh: a one-dimensional one, in place of that of the data.
+        job: the job, for its device and mesh.
+        tensors: the same ones on all ranks; those on meta are left alone.
+        group: the ranks; ``None`` for those that see different data.
     """
     assert job.mesh is not None
-    group = (mesh or job.mesh.data).get_group()
-    source = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
         data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
-        local = data.to(job.device)
-        dist.broadcast(local, src=source, group=group)
-        if local is not data:
-            data.copy_(local)
+        if data.is_meta:
+            continue
+        sent = data.to(job.device).contiguous()
+        dist.broadcast(sent, group=group or job.mesh.data_group, group_src=0)
+        is_expanded = any(s == 0 and n > 1 for s, n in zip(data.stride(), data.shape, strict=True))
+        if sent is not data and not is_expanded:
+            data.copy_(sent)
 
 
 # Experts that are divided over the expert axis. The ranks along ``data`` and ``zero`` hold copies of a rank's experts;
@@ -176,7 +176,7 @@ def replicate_experts(job: Job) -> None:
     assert job.mesh is not None
     copies = job.mesh.copies
     for module in job.parts.experts if copies.size() > 1 else ():
-        broadcast_from_first(job, module.parameters(), mesh=copies)
+        broadcast_from_first(job, module.parameters(), group=copies.get_group())
         replicate(module, mesh=copies, ignored=set())
 
 
@@ -185,7 +185,7 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
 
     Args:
         job: the job.
-        options: of ``fully_shard`` for the rest of the model.
+        options: ``fully_shard``'s options for the rest of the model.
         sync: whether the first of these ranks gives the values.
 
     Raises:
@@ -210,7 +210,7 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
     for module in job.parts.experts if as_units else ():
         placements = {parameter: _placement(job, parameter) for parameter in module.parameters()}
         if sync:
-            broadcast_from_first(job, module.parameters(), mesh=copies)
+            broadcast_from_first(job, module.parameters(), group=copies.get_group())
         fully_shard(module, **{**options, "mesh": copies, "shard_placement_fn": placements.get})
 
 

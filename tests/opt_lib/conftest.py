@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opt_lib._replacements import known_replacements, register_replace_pair, unregister_replace_pair
+from opt_lib._replacements.registry import known_replacements, register_replace_pair, unregister_replace_pair
 
 
 @pytest.fixture

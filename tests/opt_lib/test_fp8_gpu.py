@@ -12,8 +12,8 @@ from torch import nn
 
 from atorch_ns import auto_accelerate
 from atorch_ns.testing.networks import TiedLlama
-from opt_lib._fp8 import Fp8Config, why_unavailable
-from opt_lib._fp8.backend import MIN_CAPABILITY
+from opt_lib._fp8.backend import MIN_CAPABILITY, why_unavailable
+from opt_lib._fp8.config import Fp8Config
 
 
 def _missing(config: dict[str, Any]) -> str | None:

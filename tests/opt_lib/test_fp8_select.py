@@ -11,9 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from atorch_ns import auto_accelerate
 from atorch_ns.profile import Profile
-from opt_lib._fp8 import find_linears, lora_layers, unmatched
-from opt_lib._fp8.select import folded
-from opt_lib._replacements import known_replacements
+from opt_lib._fp8.select import find_linears, folded, lora_layers, unmatched
+from opt_lib._replacements.registry import known_replacements
 
 
 class Block(nn.Module):

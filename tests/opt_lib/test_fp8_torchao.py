@@ -34,7 +34,8 @@ from atorch_ns.testing.parity import (
     assert_parity,
     assert_ranks_agree,
 )
-from opt_lib._fp8 import find_linears, torchao
+from opt_lib._fp8 import torchao
+from opt_lib._fp8.select import find_linears
 from opt_lib.fp8 import Fp8, Fp8Config
 from tests.opt_lib.scenarios import Runs, Scenario, run_scenarios
 

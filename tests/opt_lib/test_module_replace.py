@@ -18,7 +18,7 @@ from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import assert_parity, assert_ranks_agree, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.networks import ResidualBlock
 from atorch_ns.testing.parity import accelerate_case, accelerated_run
-from opt_lib._replacements import known_replacements
+from opt_lib._replacements.registry import known_replacements
 from opt_lib.module_replace import ModuleReplace, ModuleReplaceConfig
 from tests.opt_lib.replacements.modules import (
     Child,

@@ -71,7 +71,7 @@ class Conversion:
     """A strategy made from the file of another system.
 
     Attributes:
-        strategy: what was made.
+        strategy: the strategy that was made.
         source: the system: ``"atorch"``, ``"accelerate"`` or ``"deepspeed"``.
         carried: the keys that became part of the strategy, and how.
         left_out: the keys that did not, each with the reason.

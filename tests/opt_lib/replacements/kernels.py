@@ -27,12 +27,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
             vars(module).update(contents)
         if path not in sys.modules or end == len(parts):
             monkeypatch.setitem(sys.modules, path, module)
-    _forget()
-
-
-def _forget() -> None:
     base._import_error.cache_clear()
-    kernels._module.cache_clear()
 
 
 @pytest.fixture
@@ -63,7 +58,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     yield calls
     monkeypatch.undo()
-    _forget()
+    base._import_error.cache_clear()
 
 
 def liger_rms_norm(

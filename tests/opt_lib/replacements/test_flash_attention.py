@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from opt_lib._replacements import known_replacements
+from opt_lib._replacements import base
 from opt_lib._replacements.attention import AttentionSwitch
-from tests.opt_lib.replacements.kernels import _forget, pretend
+from opt_lib._replacements.registry import known_replacements
+from tests.opt_lib.replacements.kernels import pretend
 from tests.opt_lib.replacements.modules import GPU, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import (
     IMAGES,
@@ -96,7 +97,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(edge, "_loaded_implementation", None)
     yield calls
     monkeypatch.undo()
-    _forget()
+    base._import_error.cache_clear()
 
 
 def _grads(model: nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
@@ -166,9 +167,9 @@ def test_without_flash_attn_sdpa_takes_over(
 
 
 def test_a_broken_wheel_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    _forget()
+    base._import_error.cache_clear()
     _, explained, _ = apply_to(job_of(llama().bfloat16(), GPU), ONLY_FLASH)  # there is no flash_attn here
-    _forget()
+    base._import_error.cache_clear()
     assert "flash_attn cannot be imported (ModuleNotFoundError: No module named 'flash_attn')" in explained[0]
     assert "→ sdpa" in explained[1]
 

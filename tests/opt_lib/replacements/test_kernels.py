@@ -16,9 +16,10 @@ from torch import nn
 from atorch_ns.cluster import Cluster
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.parity import accelerated_run
+from opt_lib._replacements import base
 from opt_lib._replacements import kernels as kernels_module
-from opt_lib._replacements import known_replacements
-from tests.opt_lib.replacements.kernels import _forget, called
+from opt_lib._replacements.registry import known_replacements
+from tests.opt_lib.replacements.kernels import called
 from tests.opt_lib.replacements.modules import GPU, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import PADDED, gpt2, llama, transformers
 
@@ -201,10 +202,10 @@ def test_an_offset_reaches_liger(called: Counter[str]) -> None:
 
 
 def test_pypis_apex_is_told_from_nvidias() -> None:
-    _forget()
+    base._import_error.cache_clear()
     there = Cluster(device_type="cuda", capability=(9, 0), packages={"apex": "0.9.10"})
     reason = known_replacements()["apex_layer_norm"].requirements.unmet(there, "bfloat16")
-    _forget()
+    base._import_error.cache_clear()
     assert reason is not None
     assert "apex.normalization.fused_layer_norm cannot be imported" in reason
     assert "package of that name on PyPI is another" in reason

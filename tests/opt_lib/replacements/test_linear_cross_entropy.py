@@ -17,8 +17,8 @@ from atorch_ns.testing import assert_parity, compare, get_case, reference_run, r
 from atorch_ns.testing.models import Case
 from atorch_ns.testing.parity import accelerate_case, accelerated_run
 from opt_lib._replacements import cross_entropy as cross_entropy_module
-from opt_lib._replacements import known_replacements
 from opt_lib._replacements.cross_entropy import DeferredLogits, chunked_cross_entropy
+from opt_lib._replacements.registry import known_replacements
 from tests.opt_lib.replacements.kernels import called
 from tests.opt_lib.replacements.modules import GPU, apply, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import PADDED, bert, gpt2, llama, transformers

@@ -11,7 +11,8 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import RegistrationError
-from opt_lib._replacements import Requirements, known_replacements
+from opt_lib._replacements.base import Requirements
+from opt_lib._replacements.registry import known_replacements
 from opt_lib.module_replace import unregister_replace_pair
 from tests.opt_lib.replacements.modules import Child, FastBuilt, FastLinear, Old, apply
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from opt_lib._replacements import known_replacements
+from opt_lib._replacements.registry import known_replacements
 from tests.opt_lib.replacements.modules import apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import llama
 

@@ -15,7 +15,7 @@ from atorch_ns.errors import RankError, RegistrationError, StrategyError
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing import run_ranks
-from opt_lib._replacements import Requirements
+from opt_lib._replacements.base import Requirements
 from tests.opt_lib.replacements.modules import FastBuilt, FastSubclass, Model, Old, apply, apply_to, job_of
 
 
