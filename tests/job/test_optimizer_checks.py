@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from atorch_ns.errors import BackendError
 from atorch_ns.job.optimizer_checks import require_separable
@@ -261,3 +264,62 @@ def test_one_warning_and_a_note_tell_of_what_could_not_be_tried() -> None:
     ranks = run_ranks(_untried, 2)
     assert [count for _, count in ranks] == [1, 0]
     assert all(any("could not be tried" in note for note in notes) for notes, _ in ranks)
+
+
+class OwnAdafactor(torch.optim.Adafactor):
+    """A user's."""
+
+
+KINDS = (torch.optim.Adafactor, torch.optim.Rprop, OwnAdafactor)
+
+
+def _accelerated_with(strategy: Any, kind: Any) -> Any:
+    return accelerate_case(get_case("mlp"), strategy, optim_func=kind, optim_args={"lr": 1e-2})
+
+
+def _not_of_dtensors() -> list[str]:
+    strategies = ("fsdp", "zero2")
+    return [error_of(partial(_accelerated_with, [name], kind)) for name in strategies for kind in KINDS]
+
+
+def test_they_are_refused_before_the_first_step() -> None:
+    first, second = run_ranks(_not_of_dtensors, 2)
+    assert first == second
+    names = ("torch.optim.Adafactor", "torch.optim.Rprop", "OwnAdafactor, of torch.optim.Adafactor,")
+    for said, name in zip(first, names * 2, strict=True):
+        assert said.startswith(f"InputError: {name} cannot update DTensors")
+        assert "zero1" in said
+
+
+def _trained() -> list[str]:
+    wrong = []
+    for strategy in (["zero1"], [("zero2", {"not_use_fsdp": True})], ["ddp"]):
+        for kind in (torch.optim.Rprop, torch.optim.Adafactor):
+            result = _accelerated_with(strategy, kind)
+            if not torch.isfinite(
+                torch.stack([result.train_step(batch) for batch in result.dataloader])
+            ).all():
+                wrong.append(f"{strategy} {kind.__name__}")
+    return wrong
+
+
+def test_what_is_named_instead_trains_them() -> None:
+    assert run_ranks(_trained, 2) == [[], []]
+
+
+def _step(kind: Any) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    optimizer = kind([parameter], lr=1e-2)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
+def test_torch_still_fails_with_them(kind: Any) -> None:
+    """Once it does not, the optimizer can leave the table of those that are refused."""
+    assert all("in-place" in said for said in run_ranks(_step, 2, args=(kind,)))

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from atorch_ns import checkpoint
+from atorch_ns import auto_accelerate, checkpoint
 from atorch_ns.errors import CheckpointError, InputError
-from atorch_ns.job import Result
+from atorch_ns.job import Result, inner_optimizer
+from atorch_ns.job.user_optimizer import choose_fused
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import accelerate_case
+from atorch_ns.testing.parity import (
+    ADAMW,
+    accelerate_case,
+    accelerated_run,
+    assert_parity,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 
@@ -93,3 +105,152 @@ def test_an_attribute_error_of_the_function_itself_is_left_as_it_is() -> None:
 
     with pytest.raises(AttributeError, match="missing"):
         accelerate_case(get_case("mlp"), [], optim_func=broken, optim_args={})
+
+
+class Own(torch.optim.AdamW):
+    """A user's class may do anything in its step."""
+
+
+def _made(groups: Any) -> torch.optim.Optimizer:
+    """A function of the user's, which takes what it takes."""
+    return torch.optim.AdamW(groups)
+
+
+def _groups(**options: Any) -> list[dict[str, Any]]:
+    return [{"params": [nn.Parameter(torch.ones(2, 2))], **options}]
+
+
+@pytest.mark.parametrize(
+    ("optim_func", "optim_args", "groups", "used"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-3}, _groups(), True),
+        (torch.optim.Adam, None, _groups(), True),
+        (torch.optim.SGD, {"lr": 0.1}, _groups(lr=0.2), True),
+        (partial(torch.optim.AdamW, lr=1e-3), None, _groups(), True),
+        (torch.optim.AdamW, {"fused": False}, _groups(), False),
+        (torch.optim.AdamW, {"foreach": True}, _groups(), False),
+        (torch.optim.AdamW, {"foreach": None}, _groups(), True),
+        (partial(torch.optim.AdamW, foreach=False), None, _groups(), False),
+        (torch.optim.AdamW, {"differentiable": True}, _groups(), False),
+        (torch.optim.AdamW, None, _groups(fused=False), False),
+        (torch.optim.RMSprop, None, _groups(), False),
+        (Own, None, _groups(), False),
+        (_made, None, _groups(), False),
+    ],
+)
+def test_when_it_is_used(optim_func: Any, optim_args: Any, groups: Any, used: bool) -> None:
+    used_fused, why = choose_fused(optim_func, optim_args, groups)
+    assert used_fused == used
+    assert bool(why) == used
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_on_a_cpu_are_left_to_the_loop(dtype: torch.dtype) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(64, dtype=dtype))]}]
+    used, why = choose_fused(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
+    assert not used
+    assert "not right for" in why
+
+
+def test_what_stands_in_the_way_is_said() -> None:
+    meta = [{"params": [nn.Parameter(torch.ones(2, device="meta"))]}]
+    assert choose_fused(torch.optim.AdamW, None, meta) == (
+        False,
+        "AdamW: not fused, since there is no fused kernel for meta",
+    )
+
+
+def _mixtures() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    divided = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
+    plain = nn.Parameter(torch.ones(2))
+    mixed, separate = [[divided, plain]], [[divided], [plain]]
+    said = []
+    for kind, lists in (
+        (torch.optim.AdamW, mixed),
+        (torch.optim.AdamW, separate),
+        (torch.optim.SGD, separate),
+    ):
+        groups: list[dict[str, Any]] = [{"params": each} for each in lists]
+        used, why = choose_fused(kind, {"lr": 0.1}, groups)
+        said.append(why)
+        optimizer = kind(groups, lr=0.1, fused=used or None)
+        for parameter in (divided, plain):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return said
+
+
+def test_dtensors_and_plain_tensors_are_not_updated_in_one_call() -> None:
+    for mixed, separate, sgd in run_ranks(_mixtures, 2, timeout_s=60):
+        assert "DTensors and plain tensors" in mixed
+        assert "fused, in one pass" in separate
+        assert "no fused SGD for DTensors" in sgd
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
+def test_it_trains_as_the_loop_does_and_the_report_says_which(options: dict[str, Any]) -> None:
+    case = get_case("tied_llama")
+    arguments = {**ADAMW, **options}
+    assert_parity(compare(reference_run(case), accelerated_run(case, [], optim_args=arguments)))
+    result = accelerate_case(case, [], optim_args=arguments)
+    assert result.optim is not None
+    used = inner_optimizer(result.optim).param_groups[0]["fused"]
+    assert used is (not options)
+    assert any("AdamW: fused" in note for note in result.report.notes) == used
+
+
+def _overflow(strategy: list[Any]) -> tuple[bool, bool]:
+    """Whether a step with an infinite gradient is skipped, and leaves the weights alone."""
+    result = accelerate_case(get_case("mlp"), strategy)
+    assert result.optim is not None
+    assert result.loss_func is not None
+    case = get_case("mlp")
+    batch = case.make_batch(4, 0)
+    before = [parameter.detach().clone() for parameter in result.model.parameters()]
+    (result.loss_func(batch, case.call(result.model, batch)) * float("inf")).backward()
+    result.optim.step()
+    same = [bool((old == new).all()) for old, new in zip(before, result.model.parameters(), strict=True)]
+    return bool(result.train_step.skipped), all(same)
+
+
+def test_a_scaled_step_is_skipped_with_fused_updates_of_dtensors() -> None:
+    for found in run_ranks(_overflow, 2, args=(["fsdp", ("amp_native", "fp16")],), timeout_s=60):
+        assert found == (True, True)
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradient is sparse, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 4, sparse=True)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.table(ids))
+        return out
+
+
+@pytest.mark.parametrize("methods", [[], ["zero1"]], ids=["one", "zero1"])
+def test_sparse_gradients_are_left_to_the_loop(methods: list[Any]) -> None:
+    notes = (
+        run_ranks(_sparse_notes, 2, args=(methods,), timeout_s=60)[0] if methods else _sparse_notes(methods)
+    )
+    assert any("table is an Embedding with sparse=True" in note for note in notes)
+
+
+def _sparse_notes(methods: list[Any]) -> list[str]:
+    _, result, _ = auto_accelerate(
+        Sparse(),
+        torch.optim.SGD,
+        torch.arange(16)[:, None],
+        lambda _, output: output.square().mean(),
+        optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 8},
+        load_strategy=methods,
+    )
+    assert result is not None
+    for batch in result.dataloader or ():
+        result.train_step(batch)
+    return list(result.report.notes)

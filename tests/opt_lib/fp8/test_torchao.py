@@ -180,7 +180,7 @@ def test_models_pickle_and_copy() -> None:
 
 
 def _demo_text() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "auto_accelerate" / "text.py"
+    path = Path(__file__).parents[3] / "examples" / "auto_accelerate" / "text.py"
     spec = importlib.util.spec_from_file_location("demo_text", path)
     assert spec is not None
     assert spec.loader is not None

@@ -16,8 +16,8 @@ from atorch_ns.job import Result
 from atorch_ns.testing.models import Case
 from atorch_ns.testing.parity import accelerate_case, snapshot
 from atorch_ns.testing.workers import run_ranks
+from tests.job.test_optimizer_checks_compact import CASE, _optimizer, _uncompiled
 from tests.opt_lib.scenarios import error_of
-from tests.opt_lib.test_compact_optimizers import CASE, _optimizer, _uncompiled
 
 __all__ = ["_uncompiled"]  # a fixture
 

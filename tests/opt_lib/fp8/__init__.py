@@ -1,0 +1,1 @@
+"""Tests of ``opt_lib._fp8``, file by file."""
