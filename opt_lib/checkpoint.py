@@ -121,7 +121,8 @@ class Checkpoint(Method[CheckpointConfig]):
             function = offloaded(function, job.device)
         for position, block in enumerate(_targets(job.module, config)):
             if position % config.every_n == 0:
-                _replace(job.module, block, checkpoint_wrapper(block.module, BufferSafeRecompute(function)))
+                wrapper = checkpoint_wrapper(block.module, BufferSafeRecompute(function))
+                job.module.set_submodule(block.name, wrapper)
                 wrapped[type(block.module).__name__] += 1
         if not wrapped and not job.parts.stages:  # a stage may hold none of them
             raise InputError(
@@ -168,11 +169,6 @@ def _drops(module: nn.Module) -> bool:
     return any(
         isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values
     )
-
-
-def _replace(model: nn.Module, block: NamedModule, new: nn.Module) -> None:
-    parent, _, child = block.name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
 
 
 def _given(function: Callable[..., Any], config: CheckpointConfig) -> Callable[..., Any]:

@@ -41,10 +41,6 @@ TE_COPIES = 0.5
 to the backward pass. torchao keeps what the model kept."""
 
 
-def _is_te(config: Fp8Config) -> bool:
-    return config.backend == "te"
-
-
 @final
 class Fp8(Method[Fp8Config]):
     """Computes the matrix products of linear layers in fp8, by Transformer Engine or torchao."""
@@ -53,7 +49,7 @@ class Fp8(Method[Fp8Config]):
     phase = Phase.FP8
     Config = Fp8Config
     conflicts = tuple(
-        Conflict(other, _WHY_NOT_DIVIDED, when=lambda mine, _: _is_te(mine))
+        Conflict(other, _WHY_NOT_DIVIDED, when=lambda mine, _: mine.backend == "te")
         for other in (
             "tensor_parallel",
             "sequence_parallel",
@@ -143,7 +139,7 @@ class Fp8(Method[Fp8Config]):
         used = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
         emulated = ", emulated" if backend == "torchao" and config.emulate else ""
         if selection.replaced:
-            job.explain(self.name, f"by {used}{emulated}: {selection.describe_replaced()}")
+            job.explain(self.name, f"by {used}{emulated}: {folded(selection.replaced)}")
             if selection.kept:
                 job.explain(self.name, f"not replaced: {selection.describe_kept()}")
         else:
@@ -156,8 +152,7 @@ class Fp8(Method[Fp8Config]):
         for part, reason in selection.refused(config.include or ()).items() if selection.replaced else ():
             job.warn(f"fp8: {part!r}, which include names, stays as it is: {reason}")
         if config.verbose:
-            names = selection.listed_replaced() or "nothing"
-            job.warn(f"fp8: replaced {names}; not replaced: {selection.listed_kept() or 'nothing'}")
+            job.warn(f"fp8: {selection.listed()}")
 
     def _tell_unmatched(self, job: Job, config: Fp8Config) -> None:
         for key, parts in (("include", config.include or ()), ("exclude", config.exclude)):

@@ -70,7 +70,8 @@ class MixedParallel(Method[MixedParallelConfig]):
         steps = [(_METHODS[axis], value or None) for axis, value in given.items() if axis not in unused]
         if config.data is not None:
             steps.append((config.data, None))
-        return Expansion(tuple(steps), tuple(_unused(axis) for axis in unused))
+        notes = (f"{_METHODS[axis]} is left out: parallel_mode has {axis}=1" for axis in unused)
+        return Expansion(tuple(steps), tuple(notes))
 
     def apply(self, job: Job, config: MixedParallelConfig) -> None:
         """Nothing: by now it has been replaced."""
@@ -96,7 +97,3 @@ def _absent(axis: str, others: Plan) -> Problem:
         f"({axis!r}, 2), or leave this config out",
         key=axis,
     )
-
-
-def _unused(axis: str) -> str:
-    return f"{_METHODS[axis]} is left out: parallel_mode has {axis}=1"

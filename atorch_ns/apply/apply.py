@@ -56,7 +56,9 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
 
 
 def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
-    seed = _common_seed(cluster)
+    seed = from_first(
+        torch.initial_seed(), distributed=cluster.distributed
+    )  # for values that all ranks draw alike
     job = agree(
         lambda: Job.start(inputs, cluster, resolved.plan, seed=seed),
         what="grouping the parameters",
@@ -75,8 +77,3 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
     return agree(
         lambda: build(job, resolved), what="building optimizer and data", distributed=cluster.distributed
     )
-
-
-def _common_seed(cluster: Cluster) -> int:
-    """Rank 0's seed, for values that all ranks must draw alike."""
-    return from_first(torch.initial_seed(), distributed=cluster.distributed)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
-from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
-from atorch_ns.job.loss import LossFunction, LossScaler, autocast_forward, cast_inputs, wrap_loss
+from atorch_ns.job.job import OPTIMIZER, Job
+from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, cast_inputs, wrap_loss
 from atorch_ns.job.model import parameter_groups
 from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
 from atorch_ns.job.optimizer_checks import require_separable
@@ -39,7 +39,10 @@ def build(job: Job, resolved: Resolved) -> Result:
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _loader(job)  # needs the mesh alone
     loss_func = _loss(job, scaler)  # under the same autocast and scale as the model
-    runner = _runner(job, loss_func)  # runs the final model with the final loss
+    make_runner = job.step.make_runner if loss_func is not None else None
+    runner = (
+        None if make_runner is None else make_runner(job, loss_func)
+    )  # the final model with the final loss
     prepare_input = job.inputs.prepare_input or default_prepare_input
     step = TrainStep(
         job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input, runner=runner
@@ -59,12 +62,6 @@ def build(job: Job, resolved: Resolved) -> Result:
         make_applied=partial(_report, job, resolved, _bytes_per_rank(job)),
         job=job,
     )
-
-
-def _runner(job: Job, loss_func: LossFunction | None) -> BatchRunner | None:
-    if job.step.make_runner is None or loss_func is None:
-        return None
-    return job.step.make_runner(job, loss_func)
 
 
 def _scaler(job: Job) -> LossScaler | None:
@@ -149,8 +146,9 @@ def _wrap_forward(job: Job) -> None:
     module = job.model if job.precision.forward_root is None else job.precision.forward_root
     if job.precision.input_dtype is not None:
         cast_inputs(module, job.precision.input_dtype)
-    if job.precision.autocast is not None:
-        autocast_forward(module, job.precision.autocast)
+    autocast = job.precision.autocast
+    if autocast is not None:
+        ForwardScope(partial(torch.autocast, autocast.device_type, autocast.dtype)).attach(module)
 
 
 def _loader(job: Job) -> TrainLoader | None:

@@ -50,7 +50,11 @@ def gradient_norm(
     everything = list(parameters)
     left_out = {id(parameter) for parameter in uncounted}
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
-    norms = [_full(torch.nn.utils.get_total_norm(_grads(group), norm_type)) for group in groups]
+    norms = []
+    for group in groups:
+        grads = [parameter.grad for parameter in group if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if norms:
         total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
     else:
@@ -90,14 +94,6 @@ def _by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
             key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.device
             groups.setdefault(key, []).append(parameter)
     return list(groups.values())
-
-
-def _grads(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _full(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

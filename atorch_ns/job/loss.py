@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,33 +55,34 @@ class Precision:
     restore: Callable[[nn.Module], None] | None = None
 
 
-def autocast_forward(model: nn.Module, autocast: Autocast) -> None:
-    """Runs every forward pass of ``model``, the outermost wrapper, under autocast. Hooks are added; ``forward`` is not
-    replaced."""
-    scope = _AutocastScope(autocast)
-    model.register_forward_pre_hook(scope.enter, prepend=True)
-    model.register_forward_hook(scope.leave, always_call=True)
-
-
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the floating tensors among the model's inputs to ``dtype``, before every forward pass."""
 
     model.register_forward_pre_hook(_Cast(dtype), with_kwargs=True, prepend=True)
 
 
-class _AutocastScope:
-    """Enters autocast before a forward pass and leaves it after; copies and pickles with the model."""
+class ForwardScope:
+    """A context around every forward pass of a module; copies and pickles with it. Hooks are added to the module.
 
-    def __init__(self, autocast: Autocast) -> None:
-        self._autocast = autocast
-        self._entered: list[torch.autocast] = []
+    Args:
+        make: makes the context, anew for each pass; may be exchanged later.
+    """
 
-    def enter(self, *_: Any) -> None:
-        context = torch.autocast(self._autocast.device_type, self._autocast.dtype)
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.make = make
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Surrounds the module's forward passes, also what its other hooks do before and after them."""
+        module.register_forward_pre_hook(self._enter, prepend=True)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        context = self.make()
         context.__enter__()
         self._entered.append(context)
 
-    def leave(self, *_: Any) -> None:
+    def _leave(self, *_: Any) -> None:
         if self._entered:
             self._entered.pop().__exit__(None, None, None)
 

@@ -69,11 +69,8 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 def _weights_of_others(model: nn.Module) -> set[int]:
     """The parameters that modules other than linears hold: an embedding's, which the logits' layer may share."""
-    return {id(parameter) for module in _others(model) for parameter in module.parameters(recurse=False)}
-
-
-def _others(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if not isinstance(module, nn.Linear))
+    others = [module for module in model.modules() if not isinstance(module, nn.Linear)]
+    return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
 
 
 DIM_MULTIPLE = 16
@@ -121,17 +118,11 @@ class Selection:
                 found[part] = "; ".join(reasons)
         return found
 
-    def describe_replaced(self) -> str:
-        """``"layers.*.mlp.up_proj (24), stem"``."""
-        return folded(self.replaced)
-
-    def listed_replaced(self) -> str:
-        """Every name of them."""
-        return ", ".join(map(_shown, self.replaced))
-
-    def listed_kept(self) -> str:
-        """Every name of the others, with the reasons."""
-        return "; ".join(f"{', '.join(map(_shown, names))}: {reason}" for reason, names in self.kept.items())
+    def listed(self) -> str:
+        """Every name, those of the others with the reasons."""
+        kept = "; ".join(f"{', '.join(map(_shown, names))}: {reason}" for reason, names in self.kept.items())
+        replaced = ", ".join(map(_shown, self.replaced))
+        return f"replaced {replaced or 'nothing'}; not replaced: {kept or 'nothing'}"
 
     def why_nothing(self) -> str:
         """Why nothing is replaced."""

@@ -76,9 +76,8 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
             made.setdefault(id(module), new)
     for path, module in linears.items():
         new = made[id(module)]
-        parent, _, child = path.rpartition(".")
         if path:
-            setattr(job.module.get_submodule(parent), child, new)
+            job.module.set_submodule(path, new)
         if not hasattr(new, "is_exact"):
             kind: Any = type(new)
             new.__class__ = _switchable(kind)

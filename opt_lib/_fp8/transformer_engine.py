@@ -14,6 +14,7 @@ from torch import nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
+from atorch_ns.job.loss import ForwardScope
 from atorch_ns.strategy import MODEL_AXES, Plan
 from opt_lib._config_checks import require
 from opt_lib._fp8.config import TE_KEYS, Fp8Config
@@ -66,17 +67,20 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
     new = {id(module): _made(kind, module) for module in linears.values()}
     for path, module in list(job.module.named_modules(remove_duplicate=False)):
         if id(module) in new:
-            if not path:
+            if path:
+                job.module.set_submodule(path, new[id(module)])
+            else:
                 job.replace_model(new[id(module)])
-                continue
-            parent, _, child = path.rpartition(".")
-            setattr(job.module.get_submodule(parent), child, new[id(module)])
-    scope = _Fp8Scope(functools.partial(_autocast, _recipe(config), job.cluster.distributed))
-    job.module.register_forward_pre_hook(scope.enter)
-    job.module.register_forward_hook(scope.leave, always_call=True)
-    job.precision.restore = scope.restore_precision
+    scope = ForwardScope(functools.partial(_autocast, _recipe(config), job.cluster.distributed))
+    scope.attach(job.module)
+    job.precision.restore = functools.partial(_leave_fp8, scope)
     if job.plan.recomputation.kind != "none":
         job.step.recompute = _recompute(te)
+
+
+def _leave_fp8(scope: ForwardScope, _: nn.Module) -> None:
+    """From here on nothing is computed in fp8."""
+    scope.make = nullcontext
 
 
 def _made(kind: type[nn.Module], module: nn.Module) -> nn.Module:
@@ -156,24 +160,3 @@ def _recompute(te: ModuleType) -> Callable[..., Any]:
             "backend torchao, or leave checkpoint out."
         )
     return functools.partial(te.checkpoint, use_reentrant=False)
-
-
-class _Fp8Scope:
-    """Enters fp8 before a forward pass and leaves it after; copies and pickles with the model."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def restore_precision(self, _: nn.Module) -> None:
-        """From here on nothing is computed in fp8."""
-        self._make = nullcontext
-
-    def enter(self, *_: Any) -> None:
-        context = self._make()
-        context.__enter__()
-        self._entered.append(context)
-
-    def leave(self, *_: Any) -> None:
-        if self._entered:
-            self._entered.pop().__exit__(None, None, None)

@@ -166,7 +166,7 @@ def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any], CallGraph]:
         how = HowToRun(
             model_input_format=job.inputs.model_input_format,
             loss_func=job.inputs.loss_func,
-            autocast=_autocast(job),
+            autocast=None if job.precision.autocast is None else job.precision.autocast.dtype,
             weights=job.precision.input_dtype,
         )
         return plan.tracer.trace(micro_batch, how)
@@ -185,10 +185,6 @@ def _seed(job: Job) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
-def _autocast(job: Job) -> torch.dtype | None:
-    return job.precision.autocast.dtype if job.precision.autocast is not None else None
-
-
 def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:
     """Gives memory to buffers that belong to no unit: every stage computes with them."""
     if not is_on_meta(job.module):
@@ -202,14 +198,11 @@ def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:
     job.materialiser().materialise(between, recurse=False)
 
 
-def _cut_names(plan: PipelinePlan) -> str:
-    return ", ".join(plan.graph.paths[cut] for cut in plan.cuts)
-
-
 def _explain(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shared: int) -> None:
     on_rank = f", {plan.stages_per_rank} on each rank" if plan.stages_per_rank > 1 else ""
+    cuts = ", ".join(plan.graph.paths[cut] for cut in plan.cuts)
     text = (
-        f"{len(plan.cuts) + 1} stages{on_rank}, cut before {_cut_names(plan)}; {plan.info.name} with "
+        f"{len(plan.cuts) + 1} stages{on_rank}, cut before {cuts}; {plan.info.name} with "
         f"{plan.num_micro_batches} micro-batches"
     )
     if num_shared:

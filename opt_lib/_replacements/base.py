@@ -303,8 +303,7 @@ def replace_modules(
         made.add(new)
         for path in paths:
             if path:
-                parent, _, child = path.rpartition(".")
-                setattr(root.get_submodule(parent), child, new)
+                root.set_submodule(path, new)
             else:
                 root = new
     return Outcome(model=root, replaced=replaced, kept=kept, made=made)

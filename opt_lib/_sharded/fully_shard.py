@@ -61,12 +61,17 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         fully_shard(module, **options)
     for root in job.roots:
         _prepare(job, config, materialiser, root)
-        fully_shard(root, **_of_root(job, config, options))
+        if keeps_input_dtypes(job, config):
+            options = {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+        fully_shard(root, **options)
     if keeps_input_dtypes(job, config):
         cast_inputs_where_refused(job, units)
     move_to_device(job, ignored)
     if config.forward_prefetch:
-        _prefetch_forward(units)
+        for current, following in itertools.pairwise(units):
+            assert isinstance(current, FSDPModule)
+            assert isinstance(following, FSDPModule)
+            current.set_modules_to_forward_prefetch([following])
     job.gradients.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
@@ -142,12 +147,6 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | No
     return MixedPrecisionPolicy(param, reduce, output, wanted.cast_forward_inputs)
 
 
-def _of_root(job: Job, config: ShardConfig, options: dict[str, Any]) -> dict[str, Any]:
-    if not keeps_input_dtypes(job, config):
-        return options
-    return {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
-
-
 def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
     """Gives memory and equal values to what ``module`` holds and no unit inside it manages."""
     materialiser.materialise([module])
@@ -204,13 +203,6 @@ def skip_sync(roots: Iterable[nn.Module], switch: SyncSwitch) -> SkipSync:
             switch.on = True
 
     return skip
-
-
-def _prefetch_forward(units: list[nn.Module]) -> None:
-    for current, following in itertools.pairwise(units):
-        assert isinstance(current, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        current.set_modules_to_forward_prefetch([following])
 
 
 def _explain(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Autocast, LossScaling, first_loss
-from atorch_ns.job.loss import LossScaler, autocast_forward, cast_inputs, wrap_loss
+from atorch_ns.job.loss import ForwardScope, LossScaler, cast_inputs, wrap_loss
 
 BF16 = Autocast("cpu", torch.bfloat16)
 
@@ -93,7 +94,7 @@ def test_inputs_are_cast_wherever_they_are() -> None:
 
 def test_autocast_ends_with_the_forward_pass_also_where_it_fails() -> None:
     model = nn.Linear(2, 2)
-    autocast_forward(model, BF16)
+    ForwardScope(partial(torch.autocast, "cpu", torch.bfloat16)).attach(model)
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 3))

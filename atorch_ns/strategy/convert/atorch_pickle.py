@@ -15,6 +15,7 @@ from atorch_ns.errors import InputError, StrategyFileError
 from atorch_ns.strategy.strategy import Strategy
 
 _BUILTINS = frozenset({"list", "dict", "tuple", "set", "frozenset", "str", "int", "float", "bool", "bytes"})
+_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 _STRATEGY_CLASSES = frozenset(
     {("atorch.auto.strategy", "Strategy"), ("atorch.auto.strategy", "OptimizationMethod")}
 )
@@ -45,7 +46,7 @@ class _KnownNamesUnpickler(pickle.Unpickler):
             return _PickledObject
         if f"{module}.{name}" in self._allowed:
             return f"{module}.{name}"
-        if module == "torch" and name in _dtype_names():
+        if module == "torch" and name in _DTYPES:
             return name
         reason = _no_module_class(module, name)
         if reason is not None:
@@ -117,10 +118,6 @@ def _no_module_class(module: str, name: str) -> str | None:
     return f"it is {kind}"
 
 
-def _dtype_names() -> frozenset[str]:
-    return frozenset({"float16", "bfloat16", "float32", "float64"})
-
-
 def _entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
     if isinstance(value, _PickledObject):
         state = value.state if isinstance(value.state, dict) else {}
@@ -136,10 +133,6 @@ def _entry(item: Any, classes: Collection[str]) -> Any:
     if isinstance(item, _PickledObject):
         state = item.state if isinstance(item.state, dict) else {}
         return (state.get("name"), state.get("config"))
-    return _decoded(item, classes)
-
-
-def _decoded(item: Any, classes: Collection[str]) -> Any:
     # ATorch pickles each config a second time, inside the list, as bytes.
     if isinstance(item, (list, tuple)) and len(item) >= 2 and isinstance(item[1], bytes):
         config = _KnownNamesUnpickler(item[1], classes).load() if item[1] else None

@@ -104,7 +104,7 @@ def test_a_weight_with_two_names_is_kept_where_it_is_gathered_in_fp8() -> None:
 def test_names_are_folded() -> None:
     assert folded(["layers.0.up", "layers.1.up", "stem"]) == "layers.*.up (2), stem"
     assert folded(["0.1.w", "0.2.w", "h10.w"]) == "*.*.w (2), h10.w"
-    assert find_linears(Net(), None, ()).describe_replaced() == "layers.*.up (2), layers.*.down (2)"
+    assert folded(find_linears(Net(), None, ()).replaced) == "layers.*.up (2), layers.*.down (2)"
 
 
 def test_a_model_that_is_one_linear() -> None:
@@ -226,7 +226,7 @@ def test_parts_of_names_that_nothing_contains_are_found() -> None:
 
 
 def test_the_model_itself_has_a_name_in_texts() -> None:
-    assert find_linears(nn.Linear(16, 16), None, ()).describe_replaced() == "the model itself"
+    assert folded(find_linears(nn.Linear(16, 16), None, ()).replaced) == "the model itself"
     assert find_linears(nn.Linear(3, 3), None, ()).describe_kept().startswith("the model itself: dims")
 
 
