@@ -85,12 +85,7 @@ def searched_dtype(profile: Profile, cluster: Cluster) -> str | None:
 
 
 def require(package: str, *, needed_by: str, install: str) -> ModuleType:
-    """Imports an optional package.
-
-    Args:
-        package: its import name.
-        needed_by: what needs it, as the subject of a sentence.
-        install: the command that installs it.
+    """Imports an optional package; ``needed_by`` is the subject of a sentence, ``install`` a command.
 
     Raises:
         MissingPackageError: if it is absent, or its import fails in any way: packages built for another

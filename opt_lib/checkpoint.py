@@ -189,16 +189,11 @@ def _given(function: Callable[..., Any], config: CheckpointConfig) -> Callable[.
 def _function(config: CheckpointConfig) -> Callable[..., Any]:
     if not config.no_reentrant:
         return functools.partial(_reentrant, preserve_rng_state=config.preserve_rng_state)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": config.preserve_rng_state}
     if config.save_operators:
         operators = [_operator(name) for name in config.save_operators]
-        context = functools.partial(create_selective_checkpoint_contexts, operators)
-        return functools.partial(
-            recompute,
-            use_reentrant=False,
-            preserve_rng_state=config.preserve_rng_state,
-            context_fn=context,
-        )
-    return functools.partial(recompute, use_reentrant=False, preserve_rng_state=config.preserve_rng_state)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
+    return functools.partial(recompute, **options)
 
 
 def _reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, final
+from typing import Final, final
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.job import Job
@@ -19,10 +19,6 @@ _SCALED: Final = "fp16's gradients are checked on the device before they leave i
 
 class OptimizerOffloadConfig(MethodConfig):
     """There is nothing to set."""
-
-
-def _is_fp16(_: Any, theirs: Any) -> bool:
-    return bool(theirs.dtype == "float16")
 
 
 @final
@@ -50,7 +46,10 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
                 "ds_3d_parallel",
             )
         ),
-        *(Conflict(name, _SCALED, when=_is_fp16) for name in ("half", "amp_native")),
+        *(
+            Conflict(name, _SCALED, when=lambda _, theirs: theirs.dtype == "float16")
+            for name in ("half", "amp_native")
+        ),
         Conflict(
             "amp_native",
             "its gradients are checked on the device.",

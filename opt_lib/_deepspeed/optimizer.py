@@ -169,27 +169,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Not possible.
-
-        Raises:
-            StepError: always: a rank holds flat pieces of states and of weights, which belong together.
-        """
+        """Raises StepError: a rank holds flat pieces of states and of weights, which belong together."""
         raise StepError(_USE_CHECKPOINT)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Not possible.
-
-        Raises:
-            StepError: always, as :meth:`state_dict`.
-        """
+        """Raises StepError, as :meth:`state_dict`."""
         raise StepError(_USE_CHECKPOINT)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible.
-
-        Raises:
-            StepError: always: the partitions are made once.
-        """
+        """Raises StepError: the partitions are made once."""
         raise StepError("parameters cannot be added after DeepSpeed has partitioned the model")
 
     def __repr__(self) -> str:

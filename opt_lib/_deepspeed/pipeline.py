@@ -12,6 +12,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -260,10 +261,11 @@ def _config(num_micro_batches: int, zero_stage: int, settings: Mapping[str, Any]
     }
 
 
+@dataclass(kw_only=True)
 class DsPipelineRunner:
     """Runs micro-batches by DeepSpeed's schedule (one forward, one backward), without its optimizer step.
 
-    Args:
+    Attributes:
         job: the job.
         engine: DeepSpeed's pipeline engine.
         layer: this rank's stage as the engine calls it.
@@ -272,46 +274,34 @@ class DsPipelineRunner:
         reduce: completes the gradients after the last backward pass of a batch; collective.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        engine: Any,
-        layer: StageLayer,
-        *,
-        stage_set: StageSet,
-        loss_func: Callable[[Any, Any], Any],
-        reduce: Callable[[], object],
-    ) -> None:
-        assert job.stage_group is not None
-        self._job = job
-        self._engine = engine
-        self._layer = layer
-        self._stage_set = stage_set
-        self._loss_func = loss_func
-        self._reduce = reduce
-        self._group = job.stage_group
-        self._signature: object = None
+    job: Job
+    engine: Any
+    layer: StageLayer
+    stage_set: StageSet
+    loss_func: Callable[[Any, Any], Any]
+    reduce: Callable[[], object]
+    _signature: object = None
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """As :class:`atorch_ns.job.BatchRunner` says."""
         self._begin(micro_batches, training=True)
-        self._job.gradients.sums.expect(self._job.module)
-        self._run(_training_schedule(self._engine, len(micro_batches)))
-        self._job.gradients.sums.run(self._job.module)
-        self._reduce()
+        self.job.gradients.sums.expect(self.job.module)
+        self._run(_training_schedule(self.engine, len(micro_batches)))
+        self.job.gradients.sums.run(self.job.module)
+        self.reduce()
         return self._loss(len(micro_batches))
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """As :class:`atorch_ns.job.BatchRunner` says."""
         self._begin(micro_batches, training=False)
-        self._run(self._engine._inference_schedule(len(micro_batches)))
+        self._run(self.engine._inference_schedule(len(micro_batches)))
         return self._loss(len(micro_batches))
 
     def _begin(self, micro_batches: Sequence[Any], *, training: bool) -> None:
         from deepspeed.runtime.pipe import p2p
 
-        engine = self._engine
+        engine = self.engine
         p2p.init_process_groups(engine.grid)  # where the last engine of the process was another one
         signature = (training, [_shape(leaf) for _, leaf in leaves(micro_batches[0])])
         reset = signature != self._signature
@@ -321,25 +311,25 @@ class DsPipelineRunner:
         engine.module.train(training)
         engine.total_loss = None
         engine._compute_loss = True
-        engine.set_dataiterator(_indices(len(micro_batches), self._job.device))
-        self._layer.begin(reset=reset)
-        self._stage_set.begin(micro_batches, self._loss_of)
+        engine.set_dataiterator(_indices(len(micro_batches), self.job.device))
+        self.layer.begin(reset=reset)
+        self.stage_set.begin(micro_batches, self._loss_of)
 
     def _run(self, schedule: Any) -> None:
         try:
-            self._engine._exec_schedule(schedule)
+            self.engine._exec_schedule(schedule)
         finally:
-            self._stage_set.finish()
+            self.stage_set.finish()
 
     def _loss_of(self, micro_batch: Any, output: Any) -> torch.Tensor:
-        return first_loss(self._loss_func(micro_batch, output)).reshape(())
+        return first_loss(self.loss_func(micro_batch, output)).reshape(())
 
     def _loss(self, num_micro_batches: int) -> torch.Tensor:
-        loss = torch.zeros((), device=self._job.device)
-        if self._layer.losses:
-            loss += torch.stack(self._layer.losses).sum() / num_micro_batches
-        last = dist.get_process_group_ranks(self._group)[-1]
-        dist.broadcast(loss, src=last, group=self._group)
+        loss = torch.zeros((), device=self.job.device)
+        if self.layer.losses:
+            loss += torch.stack(self.layer.losses).sum() / num_micro_batches
+        group = self.job.stage_group
+        dist.broadcast(loss, group=group, group_src=dist.get_world_size(group) - 1)
         return loss
 
 
@@ -414,7 +404,9 @@ def _runner(
     reduce: Callable[[], object] = partial(_average, job, engine)
     if isinstance(optimizer, DeepSpeedOptimizer):  # it reduces when gradients are clipped or stepped
         reduce, job.gradients.clip = (lambda: None), optimizer.clip_gradients
-    return DsPipelineRunner(job, engine, layer, stage_set=stage_set, loss_func=loss_func, reduce=reduce)
+    return DsPipelineRunner(
+        job=job, engine=engine, layer=layer, stage_set=stage_set, loss_func=loss_func, reduce=reduce
+    )
 
 
 _Made = tuple[Any, StageLayer, torch.optim.Optimizer]

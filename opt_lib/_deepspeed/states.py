@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Piece(NamedTuple):
         return state.detach().flatten()[self.offset : self.offset + self.weight.numel()]
 
 
+@dataclass(kw_only=True)
 class FlatStates:
     """Training states of a job whose ranks each update flat pieces of parameters.
 
@@ -53,7 +55,7 @@ class FlatStates:
     holds more than its share of the model and one parameter. All methods but ``group_names`` and
     ``optimizer_class`` are collective.
 
-    Args:
+    Attributes:
         specs: shape and dtype of every parameter that is in pieces, by name; in one order on all ranks.
         pieces: this rank's pieces, by name.
         whole: parameters that every rank holds whole.
@@ -64,49 +66,42 @@ class FlatStates:
         publish: called after weights were changed, to bring them from the pieces to the model.
     """
 
-    def __init__(
-        self,
-        *,
-        specs: Mapping[str, StateSpec],
-        pieces: Mapping[str, Piece],
-        whole: Mapping[str, torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        groups: Sequence[Sequence[str]],
-        mesh: DeviceMesh,
-        device: torch.device,
-        publish: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._specs, self._pieces, self._whole = specs, pieces, whole
-        self._optimizer, self._groups = optimizer, groups
-        self._mesh, self._device, self._publish = mesh, device, publish
+    specs: Mapping[str, StateSpec]
+    pieces: Mapping[str, Piece]
+    whole: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer | None
+    groups: Sequence[Sequence[str]]
+    mesh: DeviceMesh
+    device: torch.device
+    publish: Callable[[], object] = lambda: None
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what is in pieces, and the live tensors of what is whole."""
-        found = {name: parameter.detach() for name, parameter in self._whole.items()}
-        for name, spec in self._specs.items():
-            piece = self._pieces.get(name)
+        found = {name: parameter.detach() for name, parameter in self.whole.items()}
+        for name, spec in self.specs.items():
+            piece = self.pieces.get(name)
             found[name] = self._gathered(name, None if piece is None else piece.weight, spec.dtype)
         return found
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Cuts ``weights`` into pieces."""
-        for name, parameter in self._whole.items():
+        for name, parameter in self.whole.items():
             parameter.copy_(weights[name])
-        for name in self._specs:
+        for name in self.specs:
             flat = _full(weights[name]).flatten()
-            if (piece := self._pieces.get(name)) is not None:
+            if (piece := self.pieces.get(name)) is not None:
                 piece.weight.copy_(flat[piece.start : piece.start + piece.weight.numel()])
-        self._publish()
+        self.publish()
 
     def optimizer_class(self) -> str:
         """The class of the user's optimizer."""
-        kind = type(self._optimizer)
-        return "" if self._optimizer is None else f"{kind.__module__}.{kind.__qualname__}"
+        kind = type(self.optimizer)
+        return "" if self.optimizer is None else f"{kind.__module__}.{kind.__qualname__}"
 
     def group_names(self) -> list[list[str]]:
         """Names by group."""
-        return [list(group) for group in self._groups]
+        return [list(group) for group in self.groups]
 
     def optimizer_states(self) -> OptimizerStates:
         """Copies of what is in pieces; step counters and other single values as they are.
@@ -126,11 +121,11 @@ class FlatStates:
                 dtypes[name, entry] = value.dtype
             else:
                 raise CheckpointError(
-                    f"{type(self._optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for a piece of "
+                    f"{type(self.optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for a piece of "
                     f"{piece.size} elements; {_WHAT_PIECES_HAVE} can be saved. {_OTHERWISE}"
                 )
         for (name, entry), dtype in self._known_anywhere(dtypes):
-            piece = self._pieces.get(name)
+            piece = self.pieces.get(name)
             part = None if piece is None else piece.of_state(self._state(piece.holder)[entry])
             tensors.setdefault(name, {})[entry] = self._gathered(name, part, dtype)
         return OptimizerStates(tensors, values)
@@ -144,7 +139,7 @@ class FlatStates:
             CheckpointError: for a state of a parameter in pieces that could not be saved from here either.
         """
         self._refuse_what_cannot_be_cut(specs)
-        known = {*self._specs, *self._whole}
+        known = {*self.specs, *self.whole}
         return {
             name: {entry: self._blank(name, entry, spec) for entry, spec in entries.items()}
             for name, entries in specs.items()
@@ -158,9 +153,9 @@ class FlatStates:
             CheckpointError: on every rank, if parameters that share a flat piece come with different single
                 values, such as step counts.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
-        names = [name for name in (*self._whole, *self._specs) if name in {*states.tensors, *states.values}]
+        names = [name for name in (*self.whole, *self.specs) if name in {*states.tensors, *states.values}]
         self._drop_other_entries(states, names)
         self._agree_on_single_values(states, names)
         for name in names:
@@ -171,89 +166,89 @@ class FlatStates:
     def _refuse_what_cannot_be_cut(self, specs: Mapping[str, Mapping[str, StateSpec]]) -> None:
         for name, entries in specs.items():
             for entry, (shape, _) in entries.items():
-                if name in self._specs and shape not in ((), tuple(self._specs[name].shape)):
+                if name in self.specs and shape not in ((), tuple(self.specs[name].shape)):
                     raise CheckpointError(
-                        f"{type(self._optimizer).__name__} keeps {entry!r} of shape {tuple(shape)} for {name}, which "
+                        f"{type(self.optimizer).__name__} keeps {entry!r} of shape {tuple(shape)} for {name}, which "
                         f"this strategy updates in flat pieces; {_WHAT_PIECES_HAVE} can be loaded. {_OTHERWISE}"
                     )
 
     def _entries(self) -> Iterator[tuple[str, str, Any, Piece | None]]:
         """``(name, entry, value, piece)`` of all states on this rank; no piece for whole parameters."""
         holders: list[tuple[str, torch.Tensor, Piece | None]] = [
-            *((name, parameter, None) for name, parameter in self._whole.items()),
-            *((name, piece.holder, piece) for name, piece in self._pieces.items()),
+            *((name, parameter, None) for name, parameter in self.whole.items()),
+            *((name, piece.holder, piece) for name, piece in self.pieces.items()),
         ]
         for name, holder, piece in holders:
             for entry, value in self._state(holder).items():
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise CheckpointError(
-                        f"{type(self._optimizer).__name__} keeps a {type(value).__name__} as {entry!r} of {name}; "
+                        f"{type(self.optimizer).__name__} keeps a {type(value).__name__} as {entry!r} of {name}; "
                         "checkpoints hold tensors, numbers and texts."
                     )
                 yield name, entry, value, piece
 
     def _state(self, holder: torch.Tensor) -> Mapping[str, Any]:
-        if self._optimizer is None or holder not in self._optimizer.state:
+        if self.optimizer is None or holder not in self.optimizer.state:
             return {}
-        state: Mapping[str, Any] = self._optimizer.state[holder]
+        state: Mapping[str, Any] = self.optimizer.state[holder]
         return state
 
     def _known_anywhere(
         self, dtypes: Mapping[tuple[str, str], torch.dtype]
     ) -> list[tuple[tuple[str, str], torch.dtype]]:
         """The entries that some rank has, in one order on all ranks."""
-        of_ranks = gathered(dict(dtypes), distributed=True, group=self._mesh.get_group())
+        of_ranks = gathered(dict(dtypes), distributed=True, group=self.mesh.get_group())
         merged = {key: dtype for found in of_ranks for key, dtype in found.items()}
         return sorted(merged.items(), key=lambda item: item[0])
 
     @torch.no_grad()
     def _gathered(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """The whole of which ``part`` is this rank's, as a DTensor; a view of nothing that lives."""
-        shape = self._specs[name].shape
-        flat = torch.zeros(math.prod(shape), dtype=dtype, device=self._device)
+        shape = self.specs[name].shape
+        flat = torch.zeros(math.prod(shape), dtype=dtype, device=self.device)
         if part is not None:
-            start = self._pieces[name].start
-            flat[start : start + part.numel()] = part.to(self._device, dtype)
-        dist.all_reduce(flat, group=self._mesh.get_group())
-        return distribute_tensor(flat.view(shape), self._mesh, _placements(shape), src_data_rank=None)
+            start = self.pieces[name].start
+            flat[start : start + part.numel()] = part.to(self.device, dtype)
+        dist.all_reduce(flat, group=self.mesh.get_group())
+        return distribute_tensor(flat.view(shape), self.mesh, _placements(shape), src_data_rank=None)
 
     def _blank(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:
         elementwise = self._is_elementwise(name, entry, spec.shape)
         if not elementwise:
             return torch.empty(spec.shape, dtype=spec.dtype)
-        if name in self._whole:
-            return torch.empty_like(self._whole[name].detach(), dtype=spec.dtype)
+        if name in self.whole:
+            return torch.empty_like(self.whole[name].detach(), dtype=spec.dtype)
         return empty_dtensor(
-            *spec.shape, dtype=spec.dtype, device_mesh=self._mesh, placements=_placements(spec.shape)
+            *spec.shape, dtype=spec.dtype, device_mesh=self.mesh, placements=_placements(spec.shape)
         )
 
     def _is_elementwise(self, name: str, entry: str, shape: Sequence[int]) -> bool:
-        own = self._whole[name].shape if name in self._whole else self._specs[name].shape
+        own = self.whole[name].shape if name in self.whole else self.specs[name].shape
         return tuple(shape) == tuple(own) and (len(own) > 0 or entry != "step")
 
     def _holder(self, name: str) -> torch.Tensor | None:
-        if name in self._whole:
-            return self._whole[name]
-        piece = self._pieces.get(name)
+        if name in self.whole:
+            return self.whole[name]
+        piece = self.pieces.get(name)
         return None if piece is None else piece.holder
 
     def _drop_other_entries(self, states: OptimizerStates, names: Iterable[str]) -> None:
         """Forgets what the new states do not have. What they have is overwritten in place, where it may be linked."""
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         wanted: dict[torch.Tensor, set[str]] = {}
         for name in names:
             if (holder := self._holder(name)) is not None:
                 entries = (*states.tensors.get(name, {}), *states.values.get(name, {}))
                 wanted.setdefault(holder, set()).update(entries)
-        for holder in list(self._optimizer.state):
+        for holder in list(self.optimizer.state):
             kept = wanted.get(holder, set())
-            for entry in [entry for entry in self._optimizer.state[holder] if entry not in kept]:
-                del self._optimizer.state[holder][entry]
+            for entry in [entry for entry in self.optimizer.state[holder] if entry not in kept]:
+                del self.optimizer.state[holder][entry]
             if not kept:
-                del self._optimizer.state[holder]
+                del self.optimizer.state[holder]
 
     def _agree_on_single_values(self, states: OptimizerStates, names: Iterable[str]) -> None:
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         seen: dict[tuple[torch.Tensor, str], tuple[str, Any]] = {}
         problem = ""
         for name in names:
@@ -265,8 +260,8 @@ class FlatStates:
                 first, other = seen.setdefault((holder, entry), (name, value))
                 if not _equal(value, other):
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
-                self._optimizer.state[holder][entry] = value
-        problems = gathered(problem, distributed=True, group=self._mesh.get_group())
+                self.optimizer.state[holder][entry] = value
+        problems = gathered(problem, distributed=True, group=self.mesh.get_group())
         if found := next(filter(None, problems), ""):
             raise CheckpointError(
                 f"this strategy updates several parameters as one flat piece, but in the checkpoint {found}. Load "
@@ -276,11 +271,11 @@ class FlatStates:
     @torch.no_grad()
     def _put_elements(self, name: str, entry: str, value: DTensor) -> None:
         flat = _full(value).flatten()
-        piece = self._pieces.get(name)
+        piece = self.pieces.get(name)
         if piece is None:
             return
-        assert self._optimizer is not None
-        state = self._optimizer.state[piece.holder]
+        assert self.optimizer is not None
+        state = self.optimizer.state[piece.holder]
         if entry not in state:
             state[entry] = torch.zeros(piece.size, dtype=value.dtype, device=piece.weight.device)
         piece.of_state(state[entry]).copy_(flat[piece.start : piece.start + piece.weight.numel()])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -33,19 +32,15 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
     return runs
 
 
-def _neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> Iterator[list[NamedModule]]:
+def _neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> list[list[NamedModule]]:
     """Blocks in maximal runs of children that stand next to each other."""
-    run: list[NamedModule] = []
-    for before, block in itertools.pairwise([None, *blocks]):
-        assert block is not None
-        if before is not None and _follows(model, before, block):
-            run.append(block)
+    runs: list[list[NamedModule]] = []
+    for block in blocks:
+        if runs and _follows(model, runs[-1][-1], block):
+            runs[-1].append(block)
         else:
-            if run:
-                yield run
-            run = [block]
-    if run:
-        yield run
+            runs.append([block])
+    return runs
 
 
 def _follows(model: nn.Module, before: NamedModule, block: NamedModule) -> bool:

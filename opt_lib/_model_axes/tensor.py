@@ -195,17 +195,7 @@ def loss_on_parts(
     wanted: ParallelLoss,
     run_numerics: bool,
 ) -> LossOnParts:
-    """Tests the user's loss on a small batch, on divided and on whole logits; collective.
-
-    Args:
-        job: the job, with the loss and how batches are passed.
-        model: the whole model.
-        batch: a sample batch on the CPU.
-        chosen: the plan of divided layers.
-        graph: the layers' connections.
-        group: this rank's place.
-        wanted: the user's setting.
-        run_numerics: whether the test computes.
+    """Tests the user's loss on a small batch on the CPU, on divided and on whole logits; collective.
 
     Raises:
         InputError: if the user wants it and it would be wrong.

@@ -24,9 +24,7 @@ class AttentionSwitch(Replacement):
     are models whose config asks for the attention weights, which only the eager implementation returns.
 
     Attributes:
-        name: the name in ``include`` and ``exclude``.
         implementation: the name that ``set_attn_implementation`` takes.
-        requirements: what the implementation needs of a job.
         switches: the implementations that it takes over from.
     """
 

@@ -198,11 +198,9 @@ class ClassPair(ModuleReplacement):
     """Replaces every module whose class is ``source``.
 
     Attributes:
-        name: the name in ``include`` and ``exclude``.
         source: the class that is replaced.
         convert: makes the new module; parameters and buffers are moved into it afterwards.
         target: the class that ``convert`` must give; ``None`` for any module.
-        requirements: what the pair needs of a job.
         include_subclasses: whether modules of the source's subclasses are replaced too.
         config: settings that the new modules are made with.
     """

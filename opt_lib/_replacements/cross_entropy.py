@@ -210,9 +210,7 @@ class LinearCrossEntropy(Replacement):
     """Last layer and loss of transformers' causal language models, in chunks of tokens.
 
     Attributes:
-        name: the name in ``include`` and ``exclude``.
         kernel: ``torch``, which recomputes a chunk's logits in the backward pass, or ``liger``.
-        requirements: what the kernel needs of a job.
     """
 
     name: str = "chunked_linear_cross_entropy"

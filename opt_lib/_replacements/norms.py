@@ -209,9 +209,7 @@ class FusedRmsNorm(Replacement):
     """Hand-written RMSNorms, those of transformers among them, by a fused kernel.
 
     Attributes:
-        name: the name in ``include`` and ``exclude``.
         kernel: ``torch`` (``torch.nn.functional.rms_norm``), ``liger`` or ``apex``.
-        requirements: what the kernel needs of a job.
     """
 
     name: str = "fused_rms_norm"
@@ -265,9 +263,7 @@ class FusedLayerNorm(Replacement):
     """``nn.LayerNorm``: by apex, or by torch, whose kernel is fused already, which it says.
 
     Attributes:
-        name: the name in ``include`` and ``exclude``.
         kernel: ``torch`` or ``apex``.
-        requirements: what the kernel needs of a job.
     """
 
     name: str = "fused_layer_norm"

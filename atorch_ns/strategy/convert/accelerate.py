@@ -243,7 +243,7 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
     Raises:
         StrategyFileError: if a value means nothing.
     """
-    converter = Converter(document, source="accelerate", name=name, reasons=_REASONS)
+    converter = Converter(document=document, source="accelerate", name=name, reasons=_REASONS)
     kind = str(converter.take("distributed_type", "NO")).upper()
     if kind not in _KINDS:
         raise converter.wrong("distributed_type", kind, ", ".join(_KINDS))

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -96,29 +96,26 @@ class Conversion:
         }
 
 
+@dataclass(kw_only=True)
 class Converter:
     """Collects methods and remarks. A key that nobody has remarked on is left out with a reason of its own.
 
-    Args:
+    Attributes:
         document: the file's content.
         source: the system that the file belongs to.
-        name: the file's path, for messages, and for the folder of files that it names.
+        name: the file's path, for messages and for the folder of files that it names.
         reasons: why a key without a remark became nothing, by a pattern of its name or of a mapping that it is in;
             the first pattern that matches decides.
     """
 
-    def __init__(
-        self, document: Mapping[str, Any], *, source: str, name: str, reasons: Mapping[str, str]
-    ) -> None:
-        self.name = name
-        self.folder = Path(name).parent
-        self._source = source
-        self._document = document
-        self._reasons = reasons
-        self._steps: dict[str, dict[str, Any]] = {}
-        self._carried: list[Remark] = []
-        self._left_out: list[Remark] = []
-        self._warnings: list[str] = []
+    document: Mapping[str, Any]
+    source: str
+    name: str
+    reasons: Mapping[str, str]
+    _steps: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    _carried: list[Remark] = field(default_factory=list, init=False)
+    _left_out: list[Remark] = field(default_factory=list, init=False)
+    _warnings: list[str] = field(default_factory=list, init=False)
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key, with dots between the keys of nested mappings; the caller says what became of it.
@@ -135,7 +132,7 @@ class Converter:
 
     def raw(self, key: str) -> Any:
         """The value of a key as it stands in the file, ``"auto"`` included; nothing is said of it."""
-        value: Any = self._document
+        value: Any = self.document
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
@@ -209,9 +206,9 @@ class Converter:
         steps = [(name, self._steps[name] or None) for name in _ORDER if name in self._steps]
         return Conversion(
             strategy=Strategy(
-                steps, requires=requires, provenance={"converted_from": f"{self._source} config"}
+                steps, requires=requires, provenance={"converted_from": f"{self.source} config"}
             ),
-            source=self._source,
+            source=self.source,
             carried=tuple(self._carried),
             left_out=tuple(self._left_out),
             warnings=tuple(self._warnings),
@@ -225,10 +222,10 @@ class Converter:
 
     def _leave_the_rest(self) -> None:
         """Says of every key without a remark why it became nothing."""
-        for key in [key for key in _leaves(self._document) if not self.has_remark(key)]:
+        for key in [key for key in _leaves(self.document) if not self.has_remark(key)]:
             matching = (
                 reason
-                for pattern, reason in self._reasons.items()
+                for pattern, reason in self.reasons.items()
                 if fnmatchcase(key, pattern) or key.startswith(f"{pattern}.")
             )
             self.leave(key, next(matching, "this version knows no counterpart"))

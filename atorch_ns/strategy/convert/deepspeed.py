@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from atorch_ns.errors import StrategyFileError
@@ -95,7 +96,7 @@ def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
 
 
 def _converter(document: Mapping[str, Any], name: str) -> Converter:
-    return Converter(document, source="deepspeed", name=name, reasons=_REASONS)
+    return Converter(document=document, source="deepspeed", name=name, reasons=_REASONS)
 
 
 def _read(converter: Converter, *, processes: int | None = None) -> str:
@@ -270,7 +271,7 @@ def _accelerate_precision(converter: Converter) -> None:
 
 def _with_file(converter: Converter, file: str, processes: int | None) -> None:
     """Converts the file of DeepSpeed, with what Accelerate fills in."""
-    place = converter.folder / file
+    place = Path(converter.name).parent / file
     try:
         document = parsed(read_bytes(place), str(place))
     except StrategyFileError as error:
