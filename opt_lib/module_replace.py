@@ -34,7 +34,8 @@ from torch import nn
 from atorch_ns.cluster import Cluster, same_everywhere
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
-from atorch_ns.method import Method, MethodConfig, Names, Phase
+from atorch_ns.method import Method, MethodConfig, Phase
+from atorch_ns.method.method import Names
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
 from atorch_ns.text import did_you_mean

@@ -39,10 +39,9 @@ def build(job: Job, resolved: Resolved) -> Result:
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _loader(job)  # needs the mesh alone
     loss_func = _loss(job, scaler)  # under the same autocast and scale as the model
-    make_runner = job.step.make_runner if loss_func is not None else None
-    runner = (
-        None if make_runner is None else make_runner(job, loss_func)
-    )  # the final model with the final loss
+    runner = None
+    if job.step.make_runner is not None and loss_func is not None:
+        runner = job.step.make_runner(job, loss_func)  # runs the final model with the final loss
     prepare_input = job.inputs.prepare_input or default_prepare_input
     step = TrainStep(
         job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input, runner=runner

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from atorch_ns.method import Flag, MethodConfig, Names
+from atorch_ns.method import Flag, MethodConfig
+from atorch_ns.method.method import Names
 
 TE_KEYS = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
 """Settings that only Transformer Engine reads."""
