@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atorch_ns.testing.models import Case
+from atorch_ns.testing.models import Case, make_gpt2, make_llama
 from atorch_ns.testing.networks import ResidualMlp
 
 __all__ = ["SIZED_CASES", "SizedCase", "gpt2", "language_case", "llama", "seeded", "sized_case"]
+
+_INITIALIZER_RANGE = 0.02
+"""transformers' default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,41 +63,26 @@ def _squared_error(batch: Any, output: Tensor) -> Tensor:
 
 def llama(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens: int) -> nn.Module:
     """A Llama of transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    return make_llama(
         vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=hidden,
         num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=num_tokens,
-        tie_word_embeddings=False,
-        use_cache=False,
+        initializer_range=_INITIALIZER_RANGE,
     )
-    return LlamaForCausalLM(config)
 
 
 def gpt2(width: int, hidden: int, num_layers: int, vocab_size: int, num_tokens: int) -> nn.Module:
     """A GPT-2 of transformers, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
+    return make_gpt2(
         vocab_size=vocab_size,
-        n_embd=width,
+        hidden_size=width,
         n_inner=hidden,
-        n_layer=num_layers,
-        n_head=4,
-        n_positions=num_tokens,
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
+        num_hidden_layers=num_layers,
+        max_position_embeddings=num_tokens,
+        initializer_range=_INITIALIZER_RANGE,
     )
-    return GPT2LMHeadModel(config)
 
 
 def _next_token_loss(batch: Any, output: Any) -> Tensor:

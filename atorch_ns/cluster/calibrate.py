@@ -1,4 +1,4 @@
-"""Measuring in a few seconds how fast the ranks of this job compute and talk."""
+"""Calibration: measured speeds of the devices and links of this job, in a few seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 9
 _DEFAULT_SECONDS = 10.0
 
 Probe = Callable[[], float]
-"""Does something once and says how many seconds it took."""
+"""Runs an action once and returns its seconds."""
 
 
 def calibrate(
@@ -43,9 +43,9 @@ def calibrate(
     third of ``seconds`` is usually enough.
 
     Args:
-        cluster: of this job.
-        group: the ranks; ``None`` for all, or for this process alone where there is no process group.
-        seconds: about how long it may take.
+        cluster: the cluster of this job.
+        group: process group of the ranks; ``None`` for all, or for this process alone without a process group.
+        seconds: approximate time limit.
     """
     import torch.distributed as dist
 
@@ -162,13 +162,15 @@ def _measured_device(known: Device, speed: ComputeSpeed) -> Device:
 
 def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int) -> Link:
     link: Link = getattr(known, level)
-    mine = {name.removeprefix(f"{level}/"): value for name, value in times.items() if name.startswith(level)}
-    rates = fit_rates(mine, num_ranks)
+    of_level = {
+        name.removeprefix(f"{level}/"): value for name, value in times.items() if name.startswith(level)
+    }
+    rates = fit_rates(of_level, num_ranks)
     usual = rates.get("all_reduce", link.rate)
     return replace(
         link,
         rate=Rate(usual.latency_s, usual.bytes_per_s),
         collectives=rates,
-        overlap=measured_overlap(mine),
+        overlap=measured_overlap(of_level),
         source="measured",
     )

@@ -1,11 +1,9 @@
-"""Joining the process group that a launcher such as torchrun describes.
-
-A store for one generation of an elastic job.
+"""Process group of a launcher such as torchrun: joining and leaving it, and a store for each elastic generation.
 
 torchrun's agents keep one TCPStore for all generations of their workers, and torch's own rendezvous puts the keys of
-each process group into it under the same names. A rank of a new generation may so read the address that a dead one
-left there ("Connection refused"), until the restarts are used up. Nothing that torchrun tells its workers is the same
-for all of a generation and of no other: the count of restarts is each agent's own. So the ranks agree on a name.
+each process group into it under the same names. A rank of a new generation may then read the address of a dead one
+("Connection refused"), until the restarts are used up. torchrun gives its workers no value that identifies a
+generation: the count of restarts is each agent's own. So the ranks agree on a name.
 """
 
 from __future__ import annotations
@@ -29,29 +27,29 @@ _POLL_S: Final = 0.02
 
 
 def keeps_stores(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher's store lives on when the workers are started again."""
+    """Whether the launcher's store outlives its workers."""
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A name that the ranks of this generation have in common, and no others; collective.
+    """A name of this generation, the same on all its ranks and no others; collective.
 
-    Every rank writes a word of its own where dead ones may have left theirs. Rank 0 answers whatever word it finds with
-    the generation's name, under that word, until every rank has said that it read an answer to its own: answers to dead
-    words are read by nobody. All workers of earlier generations have ended before torchrun starts new ones.
+    Every rank writes a random token under its rank, where a dead one's may stand. Rank 0 answers each token that it
+    finds with the generation's name, until every rank has acknowledged an answer to its own token: answers to dead
+    tokens are never read. All workers of earlier generations have ended before torchrun starts new ones.
 
     Raises:
-        TimeoutError: naming the ranks that did not come.
+        TimeoutError: naming the ranks that did not arrive.
     """
     limit = time.monotonic() + timeout_s
     if rank == 0:
         name = uuid.uuid4().hex
         _answer(store, name, range(1, world_size), limit)
         return name
-    word = uuid.uuid4().hex
-    store.set(f"{_PREFIX}/word/{rank}", word)
-    answer = f"{_PREFIX}/answer/{word}"
+    token = uuid.uuid4().hex
+    store.set(f"{_PREFIX}/token/{rank}", token)
+    answer = f"{_PREFIX}/answer/{token}"
     while not store.check([answer]):
         _wait(limit, "rank 0")
     given: str = store.get(answer).decode()
@@ -65,11 +63,11 @@ def _answer(store: Store, name: str, ranks: Iterable[int], limit: float) -> None
         for rank in sorted(waiting):
             if store.check([f"{_PREFIX}/{name}/{rank}"]):
                 waiting.discard(rank)
-            elif store.check([f"{_PREFIX}/word/{rank}"]):
-                word = store.get(f"{_PREFIX}/word/{rank}").decode()
-                if word not in answered:
-                    answered.add(word)
-                    store.set(f"{_PREFIX}/answer/{word}", name)
+            elif store.check([f"{_PREFIX}/token/{rank}"]):
+                token = store.get(f"{_PREFIX}/token/{rank}").decode()
+                if token not in answered:
+                    answered.add(token)
+                    store.set(f"{_PREFIX}/answer/{token}", name)
         if waiting:
             _wait(limit, "rank(s) " + ", ".join(map(str, sorted(waiting)[:8])))
 
@@ -87,10 +85,10 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_process_group(cluster: Cluster) -> None:
-    """Initialises ``torch.distributed`` if a launcher asked for it and nobody has done so yet.
+    """Initialises ``torch.distributed`` if a launcher started this process and it is not initialised yet.
 
-    Uses gloo for CPU tensors and NCCL for CUDA tensors. A process group that is made here is left in order
-    at the end of the interpreter; one that the caller made stays the caller's.
+    Uses gloo for CPU tensors and NCCL for CUDA tensors. A process group that is made here is destroyed
+    at the end of the interpreter; one that the caller made is not.
 
     Raises:
         BackendError: if the launcher's environment is incomplete or the other processes cannot be reached.
@@ -140,11 +138,11 @@ def _own_store(cluster: Cluster) -> Store:
 
 
 def _leave() -> None:
-    """Leaves the process group and lets its threads come to rest before the interpreter goes.
+    """Destroys the process group and waits for its threads before the interpreter finalises.
 
     A thread of the backend that still holds a tensor of the last collective needs the interpreter lock to
-    release it. Once the interpreter is finalising, asking for the lock ends the thread, and with it the
-    process ("terminate called without an active exception"). Sleeping hands the lock over in time.
+    release it. Once the interpreter is finalising, acquiring the lock ends the thread, and with it the
+    process ("terminate called without an active exception"). Sleeping releases the lock in time.
     """
     import torch.distributed as dist
 

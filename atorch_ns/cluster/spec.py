@@ -1,12 +1,10 @@
-"""A cluster made from what is written of it.
-
-Clusters that are written down: a line as ``"8xH100-80GB, 16 nodes, ib400"``, or a file with its keys.
+"""Cluster specifications: a line as ``"8xH100-80GB, 16 nodes, ib400"``, or a file with its keys.
 
 =====================  ======================================  =======================================
 on the line            key in a file                           meaning
 =====================  ======================================  =======================================
 ``8xH100-80GB``        ``devices: 8xH100-80GB``                devices of each node, and their kind
-..                     ``device`` and ``devices_per_node``     the same apart; ``device`` may be a mapping
+..                     ``device`` and ``devices_per_node``     the same as two keys; ``device`` may be a mapping
 ``16 nodes``           ``nodes: 16``                           1 unless given
 ``nvlink4``            ``within_node: nvlink4``                between devices of a node
 ``ib400``              ``between_nodes: ib400``                between nodes
@@ -31,7 +29,7 @@ from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, install
 from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
 from atorch_ns.errors import InputError
-from atorch_ns.text import did_you_mean
+from atorch_ns.text import clipped, did_you_mean
 
 _SIZES: Final = {
     "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -39,11 +37,11 @@ _SIZES: Final = {
 
 
 def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, problems: list[str]) -> None:
-    """Notes every key of ``given`` that is not known, with what may have been meant."""
+    """Adds a problem for every unknown key of ``given``, with near names."""
     for key in given:
         if key not in known:
-            hint = did_you_mean(str(key), known)
-            problems.append(f"{what}.{key} is no key.{hint} Keys: {', '.join(known)}.")
+            shown = f"{what}.{key}" if what else repr(key)
+            problems.append(f"{shown} is no key.{did_you_mean(str(key), known)} Keys: {', '.join(known)}.")
 
 
 def read_count(value: Any, what: str, problems: list[str]) -> int:
@@ -176,12 +174,7 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
         raise InputError(
             f"the cluster file {path} holds a {type(values).__name__}; it should map {', '.join(SPEC_KEYS)}."
         )
-    keys = ", ".join(SPEC_KEYS)
-    problems += [
-        f"{key!r} is no key.{did_you_mean(str(key), SPEC_KEYS)} Keys: {keys}."
-        for key in values
-        if key not in SPEC_KEYS
-    ]
+    refuse_unknown(values, SPEC_KEYS, "", problems)
     return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}
 
 
@@ -203,14 +196,14 @@ _MOST_RANKS: Final = 10_000_000
 
 
 def cluster_from_spec(text_or_path: str | Path) -> Cluster:
-    """A cluster that is written down, for planning without it; packages and torch are those of this machine.
+    """A cluster from its specification, for planning without it; packages and torch are those of this machine.
 
     Args:
         text_or_path: ``"8xH100-80GB, 16 nodes, ib400"``, ``"4xA100"``, ``"2xcpu"``, or a YAML or JSON file
             with the keys ``devices``, ``nodes``, ``within_node``, ``between_nodes``, ``memory``, ….
 
     Raises:
-        InputError: naming everything that is wrong, and names that are almost right.
+        InputError: naming every problem, and near names.
     """
     problems: list[str] = []
     values = read_spec(text_or_path, problems)
@@ -241,7 +234,7 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
 
 
 def _all(problems: list[str], source: str | Path) -> str:
-    shown = str(source) if len(str(source)) <= 120 else f"{str(source)[:117]}..."
+    shown = clipped(str(source), 120)
     if len(problems) == 1:
         return f"{problems[0]} (cluster {shown!r})"
     lines = [f"{len(problems)} problems in the cluster {shown!r}:"]
@@ -249,7 +242,7 @@ def _all(problems: list[str], source: str | Path) -> str:
 
 
 def _devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, Any]:
-    """Devices of each node, and what is said of their kind."""
+    """Number of devices of each node, and the specification of their kind."""
     if "devices" not in values and "device" not in values:
         if not problems:
             problems.append("no device is named; write for example '8xH100-80GB'.")
@@ -354,25 +347,18 @@ def _hardware(
     device: Device, values: Mapping[str, Any], per_node: int, nodes: int, problems: list[str]
 ) -> Hardware:
     if device.type == "cpu":
-        start = replace(cpu_hardware(per_node, device.memory_bytes), device=device)
-        usual = {
-            "within_node": start.within_node,
-            "between_nodes": start.between_nodes,
-            "to_host": start.to_host,
-        }
+        start = cpu_hardware(per_node, device.memory_bytes)
+        usual = {key: getattr(start, key) for key in ("within_node", "between_nodes", "to_host")}
     else:
         sheet = DEVICES.get(device.name)
-        names = {
-            "within_node": sheet.within_node if sheet else "pcie4",
-            "between_nodes": "ib400",
-            "to_host": sheet.to_host if sheet else "pcie4",
-        }
+        within, host = (sheet.within_node, sheet.to_host) if sheet else ("pcie4", "pcie4")
+        names = {"within_node": within, "between_nodes": "ib400", "to_host": host}
         usual = {key: LINKS[name].link(name, per_node) for key, name in names.items()}
     if nodes > 1 and "between_nodes" not in values and device.type != "cpu":
         problems.append(f"{nodes} nodes need the link between them: name one, such as ib400 or eth100.")
     links = {
-        key: _link(values[key], key, usual[key], per_node, problems) if key in values else usual[key]
-        for key in usual
+        key: _link(values[key], key, link, per_node, problems) if key in values else link
+        for key, link in usual.items()
     }
     return Hardware(
         device=device,

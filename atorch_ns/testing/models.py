@@ -88,7 +88,7 @@ def make_llama(**settings: Any) -> nn.Module:
 
 
 def make_gpt2(**settings: Any) -> nn.Module:
-    """Two layers, four heads, tied weights, no dropout; ``settings`` of its config replace these."""
+    """Two layers, four heads, tied weights, no dropout; ``settings`` of its config, ``hidden_size`` …, replace these."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {
