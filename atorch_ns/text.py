@@ -68,6 +68,12 @@ def error_text(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
+def error_line(error: BaseException) -> str:
+    """An exception with the first line of its message, without a full stop, to stand inside a sentence."""
+    first = str(error).strip().partition("\n")[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def with_article(value: object) -> str:
     """The value's type with its article: ``"an int"``, ``"a Tensor"``."""
     name = type(value).__name__

@@ -18,7 +18,7 @@ from torch import nn
 from atorch_ns.cluster import Cluster
 from atorch_ns.estimate import Workload
 from atorch_ns.estimate.memory.peak import price_memory
-from atorch_ns.estimate.memory.states import kept_bytes
+from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.job import PeakMemory
 from atorch_ns.method import load_registry, resolve
@@ -137,7 +137,9 @@ def compare(
     rows = []
     for index, plan in enumerate(plans):
         seen = [rank[index] for rank in ranks]
-        kept = kept_bytes(plan, profile.trace, np.asarray([len(ranks)]))
+        parameters, optimizer = parameters_of(profile.trace, plan), profile.trace.optimizer
+        shares = shares_of(plan, parameters, optimizer, np.asarray([len(ranks)]))
+        kept = kept_of(plan, parameters, shares, optimizer)
         predicted = float(memory[index].sum())
         peak = max(one.peak_bytes for one in seen)
         states = {name: int(getattr(kept, name)[0]) for name in ("parameters", "gradients", "optimizer")}

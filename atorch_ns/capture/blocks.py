@@ -6,13 +6,17 @@ import enum
 import fnmatch
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from atorch_ns.torch_compat import is_stand_in, pipeline_unit, plain_name, stood_for, unwrap_checkpoint
+
+K = TypeVar("K")
 
 _STANDS_FOR = "_stands_for_classes"
 
@@ -292,3 +296,33 @@ def _rank(block: nn.Module) -> int:
 def _bases(module: nn.Module) -> list[type]:
     """Its class and those it inherits from, without ``nn.Module`` itself."""
     return [kind for kind in type(module).__mro__ if kind is not nn.Module]
+
+
+@contextmanager
+def call_hooks(
+    modules: Iterable[tuple[K, nn.Module]],
+    before: Callable[[K, nn.Module, Any, Any], None],
+    after: Callable[[K, nn.Module, Any, Any], None],
+    *,
+    prepend: bool = False,
+    always: bool = False,
+) -> Iterator[None]:
+    """Follows the calls of modules inside the block.
+
+    Args:
+        modules: each with its key.
+        before: called as ``(key, module, args, kwargs)`` before a module's forward pass.
+        after: called as ``(key, module, args, output)`` after it.
+        prepend: whether ``before`` runs before other hooks, which may cast inputs.
+        always: whether ``after`` runs after a forward pass that failed too, with ``None`` for its output.
+    """
+    handles: list[Any] = []
+    for key, module in modules:
+        hook = partial(before, key)
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend))
+        handles.append(module.register_forward_hook(partial(after, key), always_call=always))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -118,6 +118,21 @@ def resized_shape(
     return (new_samples, *rest)
 
 
+def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` with each dim cut or repeated to the sizes of ``shape``; memory of its own."""
+    for dim, size in enumerate(shape):
+        if size != tensor.shape[dim]:
+            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def resized_batch(batch: Any, sizes: tuple[int, int], new_sizes: tuple[int, int]) -> Any:
+    """A copy of a batch of (B, T) that is cut or repeated to others."""
+    return map_tensors(
+        lambda tensor: resized(tensor, resized_shape(tuple(tensor.shape), sizes, new_sizes)), batch
+    )
+
+
 def num_rows(batch: Any) -> int | None:
     """The size of dim 0 of a batch's tensors; ``None`` if they do not share one."""
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}

@@ -88,6 +88,21 @@ def may_be_real(tensor: torch.Tensor, num_elements: int, device: torch.device) -
     return small and not tensor.is_meta and _is_usable(device)
 
 
+def fake_like(
+    tensor: torch.Tensor,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    is_parameter: bool = False,
+) -> torch.Tensor:
+    """Inside a fake mode, a fake tensor like ``tensor``, or a real copy where :func:`may_be_real` lets it keep its
+    values; parameters never do."""
+    if not is_parameter and may_be_real(tensor, tensor.numel(), device):
+        with outside_fake_mode():
+            return tensor.detach().to(device, copy=True)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+
 class RealValues(TorchDispatchMode):
     """Mode inside a fake mode that computes operators on real tensors alone, and integers without inputs, for real.
 

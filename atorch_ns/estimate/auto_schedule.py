@@ -21,7 +21,6 @@ from atorch_ns.estimate.time.passes import segments_of
 from atorch_ns.estimate.time.traffic import exchanges_of
 from atorch_ns.pipeline import BlockCosts, choose_for_device, split_backward
 from atorch_ns.profile import Trace
-from atorch_ns.strategy import AxisUse
 
 _DIGITS = 2
 """Significant digits of blocks' costs: plans whose blocks cost the same to a percent get one choice."""
@@ -34,18 +33,14 @@ def with_chosen_schedules(
 
     Where there is none that can be run, 1F1B stands for it.
     """
-    if not any(one.pipeline.schedule == "auto" for one in (*map(AxisUse.of, table.templates), *table.uses)):
-        return table
-    use, uses = _spelled_out(table)
-    known = {one: place for place, one in enumerate(uses)}
-    automatic = np.asarray([one.pipeline.schedule == "auto" for one in uses], dtype=bool)
+    automatic = np.asarray([use.pipeline.schedule == "auto" for use in table.uses], dtype=bool)
     if not automatic.any():
         return table
-    table = replace(table, use=use, uses=tuple(uses))
+    use, known = table.use.copy(), {one: place for place, one in enumerate(table.uses)}
     for index in range(len(table.templates)):
         rows, sizes = table.sizes(index, workload, memo)
         for place in np.flatnonzero(automatic[use[rows]]).tolist():
-            one = uses[use[rows[place]]]
+            one = table.uses[use[rows[place]]]
             name, on_rank = "1F1B", 0
             if sizes.pipeline[place] > 1:
                 only = sizes.take(np.asarray([place]))
@@ -56,41 +51,27 @@ def with_chosen_schedules(
     return replace(table, use=use, uses=tuple(known))
 
 
-def _spelled_out(table: PlanTable) -> tuple[np.ndarray, list[AxisUse]]:
-    """[N] the use of every row, and the uses."""
-    if table.use is not None:
-        return table.use.copy(), list(table.uses)
-    uses = [AxisUse.of(plan) for plan in table.templates]
-    distinct = list(dict.fromkeys(uses))
-    return np.asarray([distinct.index(one) for one in uses], dtype=np.int64)[table.template], distinct
-
-
 def _chosen(context: PricingContext, stages_per_rank: int | None, memo: Memo) -> tuple[str, int]:
     """Name and stages on a rank, for the one row of a context."""
-    costs = _costs(context)
-    num_ranks, num = int(context.sizes.pipeline[0]), int(context.micro_batches[0])
-    whole, device = context.plan.whole_backward, context.hardware.device
-    key: tuple[Any, ...] = ("auto", costs, num_ranks, num, whole, stages_per_rank)
+    numbers = (_costs(context), int(context.sizes.pipeline[0]), int(context.micro_batches[0]))
+    options: dict[str, Any] = {
+        "stages_per_rank": stages_per_rank,
+        "whole_backward": context.plan.whole_backward,
+        "memory_bytes": context.hardware.device.memory_bytes,
+    }
 
     def choose() -> tuple[str, int]:
         try:
-            best = choose_for_device(
-                costs,
-                num_ranks,
-                num,
-                stages_per_rank=stages_per_rank,
-                whole_backward=whole,
-                memory_bytes=device.memory_bytes,
-            ).best
+            best = choose_for_device(*numbers, **options).best
         except InputError:
             return "1F1B", 0
         return best.schedule.name, best.stages_per_rank
 
-    return memo.get(key, choose)
+    return memo.get(("auto", *numbers, *options.values()), choose)
 
 
 def _costs(context: PricingContext) -> BlockCosts:
-    """Of every piece of the model, as the rows of a context of one plan have them."""
+    """The costs of every piece of the model, for the one plan of a context."""
     segments, exchanges = segments_of(context), exchanges_of(context)
     samples = np.ceil(context.num_samples)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)

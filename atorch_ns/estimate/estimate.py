@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How much one training step computes, over all ranks.
+    """Size of one training step, over all ranks.
 
     Attributes:
         global_batch: samples in a step.
@@ -52,10 +52,10 @@ class TimeParts(NamedTuple):
 
     Attributes:
         compute: forward and backward pass.
-        recompute: of activations.
-        gather: of parameters, exposed.
-        reduce: of gradients, exposed.
-        optimizer: the update.
+        recompute: recomputing activations.
+        gather: gathering parameters, where nothing hides it.
+        reduce: reducing gradients, where nothing hides it.
+        optimizer: the optimizer's update.
         offload: transfers between device and host, exposed.
         bubble: a pipeline's ranks waiting for each other.
         overhead: starting operators and collectives, data, the step's own work.
@@ -85,7 +85,7 @@ class Collective:
     Attributes:
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``.
         axis: the mesh axis, ``"data"`` for all ranks that see different data.
-        count: calls.
+        count: the number of calls.
         num_bytes: bytes of the whole tensors of all calls together (of the gathered result, or of what is
             reduced).
     """
@@ -98,7 +98,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one plan is predicted to cost. All figures are predictions.
+    """Predicted cost of one plan. All figures are predictions.
 
     Attributes:
         memory: bytes per rank at the worst moment.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from atorch_ns.profile import ParameterSpec, Segment, SegmentCost, Trace, precision_key
+from atorch_ns.profile import OperatorCost, ParameterSpec, Segment, SegmentCost, Trace, precision_key
 from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Unit:
     Attributes:
         segment: index of its segment; -1 for the root, which holds what no other unit does.
         count: how many there are.
-        parameters: of one of them, tied ones once.
+        parameters: the parameters of one of them, tied ones once.
     """
 
     segment: int
@@ -128,11 +128,8 @@ def _own(parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
 
 
 def _is_unit(plan: Plan, segment: Segment) -> bool:
-    if plan.sharding.units is None:
-        return True
-    if not plan.sharding.units:
-        return False
-    return any(matches(selector, segment) for selector in plan.sharding.units)
+    units = plan.sharding.units
+    return units is None or any(matches(selector, segment) for selector in units)
 
 
 def matches(selector: str, segment: Segment) -> bool:
@@ -140,6 +137,24 @@ def matches(selector: str, segment: Segment) -> bool:
     return selector.rpartition(".")[2] == segment.block_class or any(
         fnmatch.fnmatchcase(path, selector) for path in segment.paths
     )
+
+
+def is_recomputed(plan: Plan, segment: Segment) -> bool:
+    """Whether recomputation selects the blocks of a segment, all of them or every n-th."""
+    chosen, selectors = plan.recomputation.kind != "none", plan.recomputation.selectors
+    return (
+        chosen
+        and segment.is_block
+        and (selectors is None or any(matches(selector, segment) for selector in selectors))
+    )
+
+
+def saved_share(plan: Plan, cost: SegmentCost, weigh: Callable[[OperatorCost], float]) -> float:
+    """The share of a segment's operators whose results selective recomputation keeps, by what each weighs."""
+    saved = {name.removesuffix(".default") for name in plan.recomputation.saved_operators}
+    total = sum(weigh(each) for each in cost.operators)
+    kept = sum(weigh(each) for each in cost.operators if each.name in saved)
+    return kept / total if total else 0.0
 
 
 def _shares(trace: Trace, position: int) -> bool:
@@ -160,8 +175,8 @@ class Sizes:
     """Sizes of the axes, and passes, of R plans.
 
     Attributes:
-        data, zero, tensor, sequence, expert, pipeline: [R].
-        micro_batches: [R].
+        data, zero, tensor, sequence, expert, pipeline: [R] sizes of the axes.
+        micro_batches: [R] micro-batches of a step.
         use: [R] index into ``uses``.
         uses: how the axes are used.
     """
@@ -235,16 +250,15 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)  # a key of the memo by its identity
 class ModelShard:
-    """What one rank of each of R plans holds.
+    """The part of the model that one rank holds, for each of R plans.
 
     Attributes:
-        trace: of the whole model.
-        sizes: of the axes.
+        trace: the trace of the whole model.
         counts: for each segment the blocks on the rank: one number for all plans, or [R].
         live: [R] micro-batches whose activations are alive at the worst moment.
         accumulates: [R] whether gradients of earlier micro-batches are there then.
         receives, sends: [R] whether the rank's part begins after, or ends before, a cut of a pipeline.
-        known: shares that were asked for before, whichever blocks the ranks have.
+        known: shares that were computed before, whichever blocks the ranks have.
     """
 
     trace: Trace
@@ -258,7 +272,7 @@ class ModelShard:
 
     @classmethod
     def whole(cls, trace: Trace, sizes: Sizes) -> ModelShard:
-        """Of plans without a pipeline: every rank has a part of every block."""
+        """The parts in plans without a pipeline: every rank has a part of every block."""
         ones, no = np.ones(len(sizes), dtype=np.int64), np.zeros(len(sizes), dtype=bool)
         counts = tuple(segment.count for segment in trace.segments)
         many = sizes.micro_batches > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Prices:
         memory: [N, 6] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
         time: [N, 9] seconds, columns as :class:`TimeParts`.
         peak_at: [N] index into ``moments``.
-        moments: the moments of a step, in words.
+        moments: names of the moments of a step.
     """
 
     memory: np.ndarray
@@ -81,13 +81,6 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload)
     prices = price(table, profile, cluster, workload)
     assert profile.trace is not None
     if plan.pipeline.schedule == "auto":
-        plan = AxisUse.of(
-            with_chosen_schedules(table, profile.trace, cluster, workload, Memo()).plan(0)
-        ).onto(plan)
-    priced = prices.estimate(0)
-    return Estimate(
-        memory=priced.memory,
-        time=priced.time,
-        peak_at=priced.peak_at,
-        collectives=collectives(plan, profile.trace, workload),
-    )
+        chosen = with_chosen_schedules(table, profile.trace, cluster, workload, Memo())
+        plan = AxisUse.of(chosen.plan(0)).onto(plan)
+    return replace(prices.estimate(0), collectives=collectives(plan, profile.trace, workload))

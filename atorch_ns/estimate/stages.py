@@ -16,7 +16,6 @@ from atorch_ns.pipeline import (
     actions,
     get_schedule,
     live_bytes,
-    parameter_cuts,
     partition,
     stage_ranges,
     uniform_cuts,
@@ -32,7 +31,6 @@ class Stages:
     Attributes:
         counts: [p, v, S] blocks of each segment in each stage, stages of a rank in the model's order.
         numbers: [p, v] the stages.
-        info: the schedule.
     """
 
     counts: np.ndarray
@@ -78,16 +76,8 @@ class Owners(NamedTuple):
 
 
 def staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
-    """Every rank of a pipeline that differs from the others, as a row of its own.
-
-    Args:
-        trace: of the model.
-        sizes: of R plans.
-        memo: of the pricing.
-
-    Returns:
-        What the ranks of R' rows have, and the plans that these belong to.
-    """
+    """Every rank of a pipeline that differs from the others, as a row of its own: the parts of R' such ranks, and the
+    plans of the R ``sizes`` that these rows belong to."""
     return memo.get(("staged", sizes), lambda: _staged(trace, sizes, memo))
 
 
@@ -161,11 +151,6 @@ def usual_micro_batches(pipeline: PipelineParallelism, num_ranks: int, num_sampl
     return info.usual_micro_batches(num_ranks, on_rank, num_samples) or 1
 
 
-def num_pieces(trace: Trace) -> int:
-    """Into how many pieces a model can be cut."""
-    return sum(segment.count for segment in trace.segments)
-
-
 def stages_of(pipeline: PipelineParallelism, trace: Trace, num_ranks: int) -> Stages:
     """The stages that a pipeline makes of a model.
 
@@ -178,12 +163,8 @@ def stages_of(pipeline: PipelineParallelism, trace: Trace, num_ranks: int) -> St
     v = pipeline.stages_per_rank or info.usual_stages
     owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
     cuts = _cuts(pipeline, trace, owner, num_ranks * v)
-    per_stage = np.stack(
-        [
-            np.bincount(owner[list(blocks)], minlength=len(trace.segments))
-            for blocks in stage_ranges(cuts, len(owner))
-        ]
-    )
+    in_stages = [owner[list(blocks)] for blocks in stage_ranges(cuts, len(owner))]
+    per_stage = np.stack([np.bincount(blocks, minlength=len(trace.segments)) for blocks in in_stages])
     numbers = np.asarray([info.stages_of(rank, num_ranks, v) for rank in range(num_ranks)])
     return Stages(per_stage[numbers], numbers, info)
 
@@ -198,11 +179,10 @@ def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_st
         return uniform_cuts(len(owner), num_stages)
     if pipeline.split_method == "parameters":
         elements = [sum(p.num_elements for p in segment.parameters) for segment in trace.segments]
-        return parameter_cuts([elements[s] for s in owner], num_stages)
-    flops = []
-    for segment in trace.segments:
-        cost = next(iter(segment.costs.values()))
-        flops.append(
-            float((cost.forward.flops + cost.backward.flops).at(trace.num_samples, trace.num_tokens))
-        )
+        return partition([elements[s] for s in owner], num_stages)
+    costs = [next(iter(segment.costs.values())) for segment in trace.segments]
+    flops = [
+        float((cost.forward.flops + cost.backward.flops).at(trace.num_samples, trace.num_tokens))
+        for cost in costs
+    ]
     return partition([max(0.0, flops[s]) for s in owner], num_stages)

@@ -29,8 +29,8 @@ class PlanTable:
         zero: [N] size of the axis ``zero``.
         micro_batches: [N] passes that one step's batch is split into.
         model: [N, 4] sizes of the axes that divide the model, as :data:`~atorch_ns.strategy.MODEL_AXES` has
-            them; ``None`` where all are 1.
-        use: [N] index into ``uses``; ``None`` where the axes are used as the templates say.
+            them.
+        use: [N] index into ``uses``.
         uses: how the axes that divide the model are used.
     """
 
@@ -39,9 +39,9 @@ class PlanTable:
     data: np.ndarray
     zero: np.ndarray
     micro_batches: np.ndarray
-    model: np.ndarray | None = None
-    use: np.ndarray | None = None
-    uses: tuple[AxisUse, ...] = (AxisUse(),)
+    model: np.ndarray
+    use: np.ndarray
+    uses: tuple[AxisUse, ...]
 
     def __len__(self) -> int:
         return len(self.template)
@@ -69,11 +69,21 @@ class PlanTable:
         cls, templates: Iterable[Plan], meshes: Sequence[tuple[int, int]], micro_batches: Sequence[int]
     ) -> PlanTable:
         """Every template on every mesh, ``(data, zero)``, with every number of micro-batches."""
-        kinds = tuple(dict.fromkeys(kind_of(plan) for plan in templates))
-        grid = np.meshgrid(np.arange(len(kinds)), np.arange(len(meshes)), micro_batches, indexing="ij")
-        template, mesh, passes = (axis.ravel() for axis in grid)
-        sizes = np.asarray(meshes, dtype=np.int64).reshape(-1, 2)
-        return cls(kinds, template, sizes[mesh, 0], sizes[mesh, 1], passes.astype(np.int64))
+        kinds = cls.of(list(dict.fromkeys(templates)))
+        numbers = np.asarray(micro_batches, dtype=np.int64)
+        grid = np.meshgrid(np.arange(len(kinds)), np.arange(len(meshes)), numbers, indexing="ij")
+        kind, mesh, passes = (axis.ravel() for axis in grid)
+        data, zero = np.asarray(meshes, dtype=np.int64).reshape(-1, 2)[mesh].T
+        return cls(
+            kinds.templates,
+            kinds.template[kind],
+            data,
+            zero,
+            passes,
+            kinds.model[kind],
+            kinds.use[kind],
+            kinds.uses,
+        )
 
     def sizes(self, index: int, workload: Workload, memo: Memo) -> tuple[np.ndarray, Sizes]:
         """The rows of a template, and their sizes; the same object for equal ones.
@@ -81,36 +91,22 @@ class PlanTable:
         A pipeline for which no micro-batches are given runs as many as :func:`usual_micro_batches`.
         """
         rows = np.flatnonzero(self.template == index)
-        model = (
-            np.ones((len(rows), len(MODEL_AXES)), dtype=np.int64) if self.model is None else self.model[rows]
-        )
-        passes = self.micro_batches[rows]
-        use, uses = self._uses(index, rows)
+        model, passes, use = self.model[rows], self.micro_batches[rows], self.use[rows]
         pipeline, expert = (model[:, MODEL_AXES.index(name)] for name in ("pipeline", "expert"))
         for row in np.flatnonzero((pipeline > 1) & (passes == 1)).tolist():
             ranks = self.data[rows[row]] * self.zero[rows[row]] * expert[row]
             num_samples = workload.global_batch // int(ranks)
             passes = passes.copy()
-            passes[row] = usual_micro_batches(uses[use[row]].pipeline, int(pipeline[row]), num_samples)
+            passes[row] = usual_micro_batches(self.uses[use[row]].pipeline, int(pipeline[row]), num_samples)
         columns = np.column_stack([self.data[rows], self.zero[rows], passes, use, model])
-        return rows, memo.get(
-            ("sizes", uses, columns.shape, columns.tobytes()), lambda: _sizes(columns, uses)
-        )
-
-    def _uses(self, index: int, rows: np.ndarray) -> tuple[np.ndarray, tuple[AxisUse, ...]]:
-        """Of the rows of a template: which of the uses each has, and the uses."""
-        if self.use is None:
-            return np.zeros(len(rows), dtype=np.int64), (AxisUse.of(self.templates[index]),)
-        return self.use[rows], self.uses
+        key = ("sizes", self.uses, columns.shape, columns.tobytes())
+        return rows, memo.get(key, lambda: _sizes(columns, self.uses))
 
     def plan(self, row: int) -> Plan:
         """The plan of a row."""
         sizes = {"data": int(self.data[row]), "zero": int(self.zero[row])}
-        if self.model is not None:
-            sizes |= {name: int(size) for name, size in zip(MODEL_AXES, self.model[row], strict=True)}
-        template = self.templates[self.template[row]]
-        if self.use is not None:
-            template = self.uses[self.use[row]].onto(template)
+        sizes |= {name: int(size) for name, size in zip(MODEL_AXES, self.model[row], strict=True)}
+        template = self.uses[self.use[row]].onto(self.templates[self.template[row]])
         axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
@@ -119,24 +115,14 @@ class PlanTable:
 
 def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
     data, zero, micro_batches, use, *model = columns.T
-    return Sizes(
-        data=data,
-        zero=zero,
-        micro_batches=micro_batches,
-        use=use,
-        uses=uses,
-        **dict(zip(MODEL_AXES, model, strict=True)),
-    )
+    axes = dict(zip(MODEL_AXES, model, strict=True))
+    return Sizes(data=data, zero=zero, micro_batches=micro_batches, use=use, uses=uses, **axes)
 
 
 def kind_of(plan: Plan, **changes: Any) -> Plan:
-    """The plan without its sizes: what rows of a table have in common.
+    """The plan without its sizes, with other ``changes``: what rows of a table have in common.
 
     States that are sharded are divided along ``zero`` where a row has one, else along ``data``.
-
-    Args:
-        plan: of a row.
-        changes: fields that a kind has otherwise.
     """
     changes = {"axes": tuple((name, 0) for name, _ in plan.axes), "num_micro_batches": 1, **changes}
     return _sharded(plan, ("data",), **changes)

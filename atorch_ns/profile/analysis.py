@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ _SOFTMAX = "aten._softmax"
 
 @dataclass(frozen=True)
 class Divisible:
-    """Of one stretch.
+    """The divisible parts of one stretch.
 
     Attributes:
         dims: for each parameter that tensor parallelism divides the dim; names relative to the block, full ones
@@ -37,20 +38,21 @@ class Divisible:
 
 
 def kinds_of(step: Step, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
-    """What can be divided of each stretch.
+    """The divisible parts of each stretch.
 
     Args:
-        step: as recorded.
         merged: for each recorded stretch the number of the one it counts to.
         firsts: the first recorded stretch of each.
     """
-    columns, rows, attentions = ([0] * len(firsts) for _ in range(3))
-    for phase, count in step.division.columns.items():
-        columns[merged[phase // 2]] += count
-    for phase, count in step.division.rows.items():
-        rows[merged[phase // 2]] += count
-    for phase, count in _attentions(step).items():
-        attentions[merged[phase // 2]] += count
+
+    def per_stretch(counts: Mapping[int, int]) -> list[int]:
+        total = [0] * len(firsts)
+        for phase, count in counts.items():
+            total[merged[phase // 2]] += count
+        return total
+
+    columns, rows = per_stretch(step.division.columns), per_stretch(step.division.rows)
+    attentions = per_stretch(_attentions(step))
     heads = _heads(step, merged)
     inside = tuple({f"{one.block}." for one in step.occurrences if one.block})
     found = []
@@ -71,13 +73,10 @@ def kinds_of(step: Step, merged: Sequence[int], firsts: Sequence[int]) -> list[D
 
 
 def _heads(step: Step, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """For each stretch the heads of its fused attentions."""
+    """The heads of the fused attentions, by stretch."""
     found: dict[int, tuple[int, int]] = {}
-    phase = 0
-    for event, (kind, key) in enumerate(zip(step.recording.kinds, step.recording.keys, strict=True)):
-        if kind == Event.PHASE:
-            phase = key
-        elif event in step.recording.heads and phase % 2 == 0:
+    for event, phase in step.recording.operators():
+        if event in step.recording.heads and phase % 2 == 0:
             queries, keys = found.get(merged[phase // 2], (0, 0))
             more = step.recording.heads[event]
             found[merged[phase // 2]] = (math.gcd(queries, more[0]), math.gcd(keys, more[1]))
@@ -85,20 +84,12 @@ def _heads(step: Step, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _attentions(step: Step) -> dict[int, int]:
-    """For each forward phase its attentions: fused ones, else softmaxes over the last of four dims."""
-    fused: dict[int, int] = {}
-    softmaxes: dict[int, int] = {}
-    phase = 0
-    recording = step.recording
-    for kind, key, name in zip(recording.kinds, recording.keys, recording.labels, strict=True):
-        if kind == Event.PHASE:
-            phase = key
-        elif kind == Event.OPERATOR and phase % 2 == 0:
-            if _ATTENTION in name:
-                fused[phase] = fused.get(phase, 0) + 1
-            elif name == _SOFTMAX:
-                softmaxes[phase] = softmaxes.get(phase, 0) + 1
-    return fused or softmaxes
+    """The number of attentions, by forward phase: fused ones, else softmaxes over the last of four dims."""
+    forward = [
+        (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
+    ]
+    fused = Counter(phase for phase, name in forward if _ATTENTION in name)
+    return fused or Counter(phase for phase, name in forward if name == _SOFTMAX)
 
 
 _FAR = 8
@@ -130,10 +121,9 @@ class Measured:
 
 
 def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
-    """What each stretch costs.
+    """The cost of each stretch.
 
     Args:
-        measured: the events.
         merged: for each recorded stretch the number of the one it counts to, ascending from 0.
     """
     recording = measured.recording
@@ -322,12 +312,9 @@ def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ..
         )
         for name, indices in by_name.items()
     ]
-    return tuple(sorted(costs, key=_dearness(measured.at), reverse=True))
 
-
-def _dearness(at: tuple[int, int]) -> Callable[[OperatorCost], tuple[float, int]]:
     def dearness(cost: OperatorCost) -> tuple[float, int]:
         # A device does about 100 operations in the time that it moves a byte.
-        return float(cost.flops.at(*at)) / 100 + float(cost.moved.at(*at)), cost.count
+        return float(cost.flops.at(*measured.at)) / 100 + float(cost.moved.at(*measured.at)), cost.count
 
-    return dearness
+    return tuple(sorted(costs, key=dearness, reverse=True))

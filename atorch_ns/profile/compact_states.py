@@ -16,7 +16,7 @@ from torch import nn
 
 _LARGE: Final = 2**16
 _SIZES: Final = (*(2**power for power in range(2, 18)), *(_LARGE + 2**power for power in range(13)))
-"""Of the parameters that are tried: powers of two show where compact states begin, those a little larger than a
+"""Elements of the parameters that are tried: powers of two show where compact states begin, those a little larger than a
 power of two what else a size must be."""
 
 
@@ -27,7 +27,7 @@ class CompactStates:
     Attributes:
         min_elements: of the smallest parameter that has them.
         multiple: the number of elements must be a multiple of this.
-        bytes_per_element: of all states together.
+        bytes_per_element: bytes of all states together.
         block_elements, block_bytes: for each block that has begun so many bytes more; 0 bytes where blocks are
             always whole, which ``bytes_per_element`` then holds.
         fixed_bytes: for each parameter: lookup tables.
@@ -55,11 +55,11 @@ class CompactStates:
 def compact_states(
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
 ) -> CompactStates | None:
-    """Asks an optimizer by letting it step on parameters of many sizes; ``None`` if all states are plain.
+    """The compact states of an optimizer, found by stepping on parameters of many sizes; ``None`` if all are plain.
 
     What several parameters share is counted for none of them. Functions that the optimizer compiles run as they are.
     """
-    found, shared = _asked(make_optimizer, _SIZES)
+    found, shared = _tried(make_optimizer, _SIZES)
     per_element = (found[_SIZES[1]] - found[_SIZES[0]]) / (_SIZES[1] - _SIZES[0])
     constant = found[_SIZES[0]] - per_element * _SIZES[0]
     compact = [n for n in _SIZES if found[n] < per_element * n + constant]
@@ -109,11 +109,11 @@ def _smallest(
     """The smallest of the sizes between half of ``compact`` and it that is compact, in sixteenths of the half."""
     half = compact // 2
     sizes = sorted({half + half * part // 16 for part in range(1, 16)} - {half})
-    found, _ = _asked(make, sizes) if sizes else ({}, 0)
+    found, _ = _tried(make, sizes) if sizes else ({}, 0)
     return min((n for n in sizes if found[n] < per_element * n + constant), default=compact)
 
 
-def _asked(
+def _tried(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], sizes: Sequence[int]
 ) -> tuple[dict[int, int], int]:
     """Bytes of the states that belong to one parameter alone, by its number of elements; bytes of all others."""

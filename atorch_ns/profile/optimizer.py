@@ -16,7 +16,7 @@ _MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _SHAPE = (96, 80)
 """Rows and columns differ from each other and from every size that a state has of its own."""
 _KNOWN_TEMPORARIES = {"torchao": 2.0}
-"""Of packages whose optimizers are compiled: tensors of the size of the largest parameter. Measured on a CPU with
+"""Packages whose optimizers are compiled, with their temporary tensors of the size of the largest parameter. Measured on a CPU with
 inductor, by the allocator: 2.01 for AdamW8bit; AdamW4bit holds 6.5 and is predicted too low."""
 _SMALL = (24, 20)
 """The same, too small for states in fewer bits."""
@@ -30,7 +30,7 @@ def optimizer_spec(
     Args:
         make_optimizer: makes it for parameters; ``None`` where there is none.
         device: type of the device it will run on: on a GPU torch's optimizers use foreach kernels unless
-            told otherwise.
+            set otherwise.
     """
     if make_optimizer is None:
         return None, ()
@@ -76,7 +76,9 @@ class _Trial:
         self.given_temporaries = _KNOWN_TEMPORARIES.get(type(optimizer).__module__.partition(".")[0], 0.0)
         self.fused = any(group.get("fused") for group in optimizer.param_groups)
         if device == "cuda":
-            _use_foreach(optimizer)
+            for group in optimizer.param_groups:
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True
         self._step(optimizer, parameters)
         self.temporary_bytes = self._step(optimizer, parameters)
         self.state_dtypes: tuple[str, ...] = ()
@@ -110,12 +112,6 @@ class _Trial:
         with recorder.running():
             optimizer.step()
         return _peak(recorder)
-
-
-def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True
 
 
 def _peak(recorder: Recorder) -> int:

@@ -26,7 +26,7 @@ class Profile:
         blocks: paths of the repeated blocks.
         block_class: bare class name of the repeated blocks, empty if there are none or several.
         num_parameters: number of parameter elements, tied ones once.
-        num_trainable: those that require gradients.
+        num_trainable: the number of those that require gradients.
         parameter_dtypes: names of the parameters' dtypes.
         on_meta: whether any parameter or buffer is on the meta device.
         fingerprint: equal for models of equal structure, shapes and settings, whatever their weights.
@@ -79,7 +79,14 @@ class Profile:
 
     def unmatched(self, selectors: Iterable[str]) -> list[str]:
         """The selectors that match no module."""
-        return [selector for selector in selectors if not self._matched(selector)]
+        modules = self.module_classes.items()
+        return [
+            selector
+            for selector in selectors
+            if not any(
+                selector in classes or fnmatch.fnmatchcase(path, selector) for path, classes in modules
+            )
+        ]
 
     def namesakes(self, selector: str) -> tuple[str, tuple[str, ...]]:
         """The classes of the model that are called as ``selector`` is, whatever module they are defined in.
@@ -108,12 +115,6 @@ class Profile:
         """Bare class names of the model's modules that have a name of their own in torch or the user's code."""
         names = {name for classes in self.module_classes.values() for name in classes if "." not in name}
         return sorted(names)
-
-    def _matched(self, selector: str) -> bool:
-        return any(
-            selector in classes or fnmatch.fnmatchcase(path, selector)
-            for path, classes in self.module_classes.items()
-        )
 
 
 SCHEMA = 1

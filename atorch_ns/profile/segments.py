@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,32 +20,34 @@ from atorch_ns.profile.trace import (
     Growth,
     ParameterSpec,
     Segment,
-    SegmentCost,
     by_divisor,
     by_lengths,
     by_samples,
 )
 
 
-class Stretch:
-    """A stretch of the whole model's forward pass: a block by its path in the user's model, or what runs
-    between blocks, with its number among those that were recorded."""
+class Stretch(NamedTuple):
+    """A stretch of the whole model's forward pass.
 
-    def __init__(self, block: str, recorded: int) -> None:
-        self.block = block
-        self.recorded = recorded
+    Attributes:
+        block: the path of the block in the user's model; empty for what runs between blocks.
+        recorded: its number among the stretches that were recorded.
+    """
+
+    block: str
+    recorded: int
 
 
 def merge_stretches(
     occurrences: Sequence[Occurrence], worked: Sequence[bool], used: Sequence[bool]
 ) -> tuple[list[int], list[int]]:
-    """Which stretches count to which.
+    """Groups recorded stretches into segments.
 
     A stretch between blocks that does nothing counts to the block before it, and so does one between two
     blocks of one container that uses no parameters.
 
     Args:
-        occurrences: as recorded.
+        occurrences: the stretches as recorded.
         worked: for each whether it ran an operator.
         used: for each whether it used a parameter.
 
@@ -107,37 +110,6 @@ def unfold(
         ]
         position += len(container.kept)
     return stretches
-
-
-def build_segments(
-    model: nn.Module,
-    stretches: Sequence[Stretch],
-    costs: Mapping[str, Sequence[SegmentCost]],
-    prints: Mapping[str, str],
-    uses: Mapping[str, Sequence[int]],
-    kinds: Sequence[Divisible],
-) -> tuple[Segment, ...]:
-    """The segments, with consecutive equal blocks as one.
-
-    Args:
-        model: the user's.
-        stretches: of the whole model.
-        costs: by precision key, of each recorded stretch.
-        prints: fingerprint of each block.
-        uses: for each parameter outside blocks the recorded stretches that use it.
-        kinds: what can be divided of each recorded stretch.
-    """
-    maker = _Maker(model, stretches, prints, uses)
-    experts = num_experts(model)
-    segments: list[Segment] = []
-    for index, stretch in enumerate(stretches):
-        own = {key: values[stretch.recorded] for key, values in costs.items()}
-        segment = _divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
-        if segments and _same(segments[-1], segment):
-            segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
-        else:
-            segments.append(segment)
-    return _with_incoming(segments)
 
 
 def _divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
@@ -301,13 +273,12 @@ class DifferentEventsError(Exception):
 def segments_of(
     subject: Subject, steps: Mapping[str, Sequence[Step]], containers: Mapping[str, Container]
 ) -> tuple[Segment, ...]:
-    """The segments of the whole model.
+    """The segments of the whole model, with consecutive equal blocks as one.
 
     Args:
-        subject: what was traced.
-        steps: by precision key, one step or more: with one B that tells what grows with it, at one T or at
+        steps: by precision key, one step or more: with one B that shows what grows with it, at one T or at
             three; or with two B at one T.
-        containers: those that were shortened.
+        containers: the containers that were shortened.
 
     Raises:
         DifferentEventsError: if the steps cannot be compared.
@@ -326,7 +297,17 @@ def segments_of(
     costs = {key: costs_of(_measured(own, subject.at), merged) for key, own in steps.items()}
     uses = {name: [merged[place] for place in places] for name, places in firsts_of_each[0].uses.items()}
     kinds = kinds_of(firsts_of_each[0], merged, firsts)
-    return build_segments(subject.model, stretches, costs, subject.prints, uses, kinds)
+    maker = _Maker(subject.model, stretches, subject.prints, uses)
+    experts = num_experts(subject.model)
+    segments: list[Segment] = []
+    for index, stretch in enumerate(stretches):
+        own = {key: values[stretch.recorded] for key, values in costs.items()}
+        segment = _divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
+        if segments and _same(segments[-1], segment):
+            segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
+        else:
+            segments.append(segment)
+    return _with_incoming(segments)
 
 
 def _measured(steps: Sequence[Step], at: tuple[int, int]) -> Measured:

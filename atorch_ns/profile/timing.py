@@ -11,7 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,20 +26,18 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.fake_steps import FakeSteps, real_copy
-from atorch_ns.profile.record.steps import ForwardLoss, Precision, Subject
+from atorch_ns.profile.record.steps import ForwardLoss, ModuleCall, Precision, Subject
 from atorch_ns.profile.trace import Segment, Trace
 
 _SCHEMA = 1
 
 
 class BlockKey(NamedTuple):
-    """What a measured time depends on.
+    """Key of a measured time: everything that it depends on.
 
     Attributes:
         device: name of the device, as :func:`device_name` gives it.
-        torch_version: of torch.
-        fingerprint: of the block.
-        precision: its precision key.
+        precision: the precision key of the run.
         num_samples, num_tokens: B and T of the batch.
         flops: of the forward pass; distinguishes inputs of other sizes (images).
     """
@@ -95,7 +94,8 @@ class ProfileDatabase:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["schema"] != _SCHEMA:
                 raise ValueError(f"schema {data['schema']!r}, where {_SCHEMA} is read")
-            return {str(key): _pair(value) for key, value in data["entries"].items()}
+            entries = data["entries"].items()
+            return {str(key): (float(forward), float(backward)) for key, (forward, backward) in entries}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -123,43 +123,24 @@ class ProfileDatabase:
             yield
 
 
-def _pair(value: Any) -> tuple[float, float]:
-    forward, backward = value
-    return float(forward), float(backward)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a block: nests of :class:`torch.Tensor` (fake or real) and plain values.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
 class _CapturedAllError(Exception):
     """Ends a forward pass once every block of interest has been called."""
 
 
 def captured_calls(
     subject: Subject, precision: Precision, wanted: Mapping[str, str], how: str
-) -> dict[str, Call]:
+) -> dict[str, ModuleCall]:
     """The first call of each block.
 
     Args:
-        subject: the model and its batch.
-        precision: in which it runs.
+        precision: the precision in which it runs.
         wanted: paths of blocks, by fingerprint.
         how: ``"fake"`` or ``"real"``, as the trace was made.
 
     Returns:
         Calls by fingerprint; blocks that are never called are left out.
     """
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     if how == "fake":
         with FakeSteps(subject, {}, "cpu").prepared(precision, subject.sizes) as (model, batch):
             _run_recording(subject, precision, model, batch, wanted, calls)
@@ -175,18 +156,15 @@ def _run_recording(
     model: nn.Module,
     batch: Any,
     wanted: Mapping[str, str],
-    calls: dict[str, Call],
+    calls: dict[str, ModuleCall],
 ) -> None:
-    def hook(name: str) -> Callable[..., None]:
-        def capture(_: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(name, Call(args, dict(kwargs)))
-            if len(calls) == len(wanted):
-                raise _CapturedAllError
-
-        return capture
+    def capture(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, ModuleCall(args, dict(kwargs)))
+        if len(calls) == len(wanted):
+            raise _CapturedAllError
 
     for name, path in wanted.items():
-        model.get_submodule(path).register_forward_pre_hook(hook(name), with_kwargs=True)
+        model.get_submodule(path).register_forward_pre_hook(partial(capture, name), with_kwargs=True)
     precision.install(model, {path: model.get_submodule(path) for path in wanted.values()})
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     try:
@@ -218,11 +196,11 @@ def measure_blocks(
     alone keep their predicted cost, with a note.
 
     Args:
-        model: as it was profiled.
+        model: the model as it was profiled.
         batch: the sample batch; the times hold for its B and T.
-        forward_loss: as for :func:`profile_model`.
-        profile: of the model, with a trace.
-        device: where to measure.
+        forward_loss: the call of the model and its loss, as for :func:`profile_model`.
+        profile: the profile of the model, with a trace.
+        device: the device to measure on.
         database: times to use again, and where new ones are kept.
         re_profile: measure again what the database has.
 
@@ -236,7 +214,7 @@ def measure_blocks(
     blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}
     modules = {segment.paths[0]: model.get_submodule(segment.paths[0]) for segment in blocks.values()}
     prints = {segment.paths[0]: name for name, segment in blocks.items()}
-    subject = Subject(model, batch, forward_loss, modules, prints, sizes, sizes)
+    subject = Subject(model, batch, forward_loss, sizes, sizes, modules, prints)
     measurement = _Measurement(subject, blocks, target, profile.trace.how)
     known = {} if re_profile or database is None else measurement.known(database)
     with random_states_kept(*{parameter.device for parameter in model.parameters()}):
@@ -280,7 +258,7 @@ class _Measurement:
         self._name = device_name(device)
 
     def known(self, database: ProfileDatabase) -> dict[BlockKey, BlockSeconds]:
-        """What the database has."""
+        """The times that the database holds."""
         keys = [
             self._key(name, precision) for name, block in self._blocks.items() for precision in block.costs
         ]
@@ -312,7 +290,7 @@ class _Measurement:
             self._name, torch.__version__, name, precision, num_samples, num_tokens, round(float(flops))
         )
 
-    def _try(self, path: str, call: Call, precision: Precision) -> BlockSeconds | None:
+    def _try(self, path: str, call: ModuleCall, precision: Precision) -> BlockSeconds | None:
         try:
             return _time_block(self._subject.blocks[path], call, precision, self._device)
         except Exception as error:  # the user's block, perhaps without what it needs of the model around it
@@ -322,7 +300,9 @@ class _Measurement:
             return None
 
 
-def _time_block(block: nn.Module, call: Call, precision: Precision, device: torch.device) -> BlockSeconds:
+def _time_block(
+    block: nn.Module, call: ModuleCall, precision: Precision, device: torch.device
+) -> BlockSeconds:
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return (
@@ -375,7 +355,7 @@ def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, An
     return time.perf_counter() - start, result
 
 
-def _inputs(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(call: ModuleCall, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real inputs of the shapes, dtypes and needs of gradients of a captured call."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:

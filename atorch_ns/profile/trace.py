@@ -76,7 +76,7 @@ def growth(
     """One row of coefficients as a :class:`Growth`; what rounding left behind is 0.
 
     Args:
-        coefficients: [4].
+        coefficients: the row, [4].
         inside: [4] of the part that tensor parallelism divides.
         at: the B and T at which its share is taken.
         words: [4] of the part between the head and the loss.
@@ -159,7 +159,7 @@ class OperatorCost:
     """One kind of operator in a segment, for the plan analysis.
 
     Attributes:
-        name: as ``aten.mm``.
+        name: the operator's name, such as ``aten.mm``.
         count: calls, forward and backward together.
         flops: floating point operations.
         moved: bytes read and written.
@@ -198,7 +198,7 @@ class PhaseCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCost:
-    """What one instance of a segment costs in one precision.
+    """The cost of one instance of a segment in one precision.
 
     Attributes:
         forward: the forward pass.
@@ -235,8 +235,8 @@ class ParameterSpec:
 
     Attributes:
         name: relative to the segment; the full path where the segment is no module.
-        shape: of the whole tensor.
-        dtype: torch name, of the user's model.
+        shape: the shape of the whole tensor.
+        dtype: its torch name, as in the user's model.
         trainable: whether it requires a gradient.
         tied_to: full path of the parameter that this is another name of; such a one takes no memory.
         tensor_dim: the dim along which tensor parallelism divides it; ``None`` for one that stays whole.
@@ -269,8 +269,8 @@ class Segment:
         block_class: class of the blocks, empty for a stretch between blocks.
         fingerprint: equal for blocks of equal structure, shapes and settings.
         parameters: of one instance; for stretches between blocks, of the modules first used there.
-        buffer_bytes: of one instance.
-        costs: by :func:`precision_key`.
+        buffer_bytes: bytes of the buffers of one instance.
+        costs: the costs of one instance, by :func:`precision_key`.
         replaced_costs: the same where modules are replaced; empty where that was not traced.
         num_columns: products in one forward pass whose weight tensor parallelism divides along its outputs.
         num_rows: the same along its inputs; the partial results of each are summed over ranks.
@@ -295,7 +295,7 @@ class Segment:
 
     @property
     def count(self) -> int:
-        """How often it runs."""
+        """The number of times that it runs."""
         return len(self.paths) or 1
 
     @property
@@ -303,13 +303,19 @@ class Segment:
         """Whether it is a run of repeated blocks."""
         return bool(self.paths)
 
+    @property
+    def parameter_names(self) -> dict[str, ParameterSpec]:
+        """The parameters of all its blocks, by full name."""
+        heads = [f"{path}." for path in self.paths] or [""]
+        return {f"{head}{spec.name}": spec for spec in self.parameters for head in heads}
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """What the user's optimizer keeps, found by letting it step on a small parameter.
+    """The states of the user's optimizer, found by stepping on small parameters.
 
     Attributes:
-        name: of its class.
+        name: the name of its class.
         state_dtypes: for each state of the parameter's shape its dtype, ``"same"`` for the parameter's own.
         fixed_bytes: bytes of states of a fixed size for each parameter (step counters).
         temporary_copies: tensors of the size of all gradients that a step holds at its worst moment (1 for
@@ -333,13 +339,12 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one step costs.
+    """The cost of one training step.
 
     Attributes:
         segments: in the order of the forward pass; the loss is in the last one.
         num_samples: samples in the batch that was traced.
         num_tokens: tokens in each; 1 where there is no sequence.
-        batch_bytes: of the batch itself.
         num_heads, num_key_value_heads, vocabulary_size: 0 where unknown.
         loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
         num_experts: of a layer of experts; 0 without one.

@@ -31,16 +31,17 @@ from atorch_ns.profile.record.fake_steps import FakeSteps, record_real
 from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, Step, Subject
 from atorch_ns.profile.segments import DifferentEventsError, segments_of
 from atorch_ns.profile.trace import Growth, Segment, Trace
+from atorch_ns.text import error_line
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What an attempt found.
+    """The outcome of an attempt to trace a model.
 
     Attributes:
-        segments: of the whole model, with costs.
+        segments: the segments of the whole model, with costs.
         how: ``"fake"`` or ``"real"``.
         notes: what was assumed, as sentences.
         loss_share: tokens whose loss is computed, of all that the head computes.
@@ -60,8 +61,8 @@ class TraceFallbacks:
 
     Args:
         subject: what is traced.
-        precisions: in which.
-        device: that fake tensors claim to be on.
+        precisions: the precisions to trace in.
+        device: the device that fake tensors claim to be on.
     """
 
     def __init__(self, subject: Subject, precisions: Sequence[Precision], device: str) -> None:
@@ -73,7 +74,7 @@ class TraceFallbacks:
         """The first attempt that works.
 
         Args:
-            sequence: find costs as functions of T too.
+            sequence: whether to find costs as functions of T too.
 
         Raises:
             InputError: if the model or the loss raises in a real step too, or the model has no values to
@@ -115,7 +116,7 @@ class TraceFallbacks:
             try:
                 steps[precision.key] = record(precision)
             except Exception as error:
-                notes.append(f"The model does not run in {precision.key}: {_text(error)}.")
+                notes.append(f"The model does not run in {precision.key}: {error_line(error)}.")
         return steps, tuple(notes)
 
     def _with_lengths(self, traced: Traced, truncated: bool, num_samples: int, wanted: bool) -> Traced:
@@ -125,13 +126,11 @@ class TraceFallbacks:
         try:
             return self._fake(truncated, num_samples, lengths)
         except Exception as error:  # the user's code again
-            note = (
-                f"Costs hold for {lengths[0]} tokens only: other lengths cannot be traced ({_text(error)})."
-            )
+            note = f"Costs hold for {lengths[0]} tokens only: other lengths cannot be traced ({error_line(error)})."
             return replace(traced, notes=(*traced.notes, note))
 
     def _lengths(self, count: int) -> tuple[int, ...]:
-        """The batch's own T, a half and a quarter of it: no model is asked for more than it was shown."""
+        """The batch's own T, a half and a quarter of it: no model runs more tokens than the user gave it."""
         tokens = self._subject.sizes[1]
         if count == 1:
             return (tokens,)
@@ -142,7 +141,7 @@ class TraceFallbacks:
         model = subject.model
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise InputError(
-                f"the model cannot be traced on fake tensors ({_text(reason)}){_place(reason)}, and it is on "
+                f"the model cannot be traced on fake tensors ({error_line(reason)}){_place(reason)}, and it is on "
                 "the meta device, so no real step can be taken. Build it on a device."
             ) from reason
         num_samples = subject.sizes[0]
@@ -155,10 +154,12 @@ class TraceFallbacks:
             raise
         except Exception as error:
             raise InputError(
-                f"the model or the loss raises on the sample batch: {_text(error)}{_place(error)}. A training "
+                f"the model or the loss raises on the sample batch: {error_line(error)}{_place(error)}. A training "
                 "step would raise the same."
             ) from error
-        note = f"One real step was profiled, since the model does not run on fake tensors: {_text(reason)}."
+        note = (
+            f"One real step was profiled, since the model does not run on fake tensors: {error_line(reason)}."
+        )
         try:
             return Traced(segments_of(subject, steps, {}), "real", (note, *notes))
         except DifferentEventsError as error:
@@ -169,14 +170,9 @@ class TraceFallbacks:
     def _prime(self) -> int:
         """A B that divides a size only if that size grows with B: no dim of the model or the batch, nor its
         neighbours (a sequence without its last token), is a multiple of it."""
-        tensors = (*self._subject.model.parameters(), *self._subject.model.buffers())
+        model, batch = self._subject.model, unique_tensors_of(self._subject.batch)
+        tensors = (*model.parameters(), *model.buffers(), *batch)
         dims = {size + step for t in tensors for size in t.shape for step in (-1, 0, 1)}
-        dims |= {
-            size + step
-            for t in unique_tensors_of(self._subject.batch)
-            for size in t.shape
-            for step in (-1, 0, 1)
-        }
         return next((p for p in _PRIMES if not any(dim and dim % p == 0 for dim in dims)), _PRIMES[-1])
 
 
@@ -187,14 +183,8 @@ def _fixed_batch(num_samples: int) -> str:
     )
 
 
-def _text(error: BaseException) -> str:
-    """The exception's type and the first line of what it says."""
-    first = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
 def _place(error: BaseException) -> str:
-    """Where the user's code raised: the innermost frame that is neither torch's nor this package's."""
+    """The place where the user's code raised: the innermost frame that is neither torch's nor this package's."""
     inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inner)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
@@ -222,9 +212,9 @@ def profile_model(
     gradients and random states are not touched.
 
     Args:
-        model: on any device, meta too.
+        model: the model, on any device, meta too.
         batch: one sample batch, any nest of tensors. The first tensor's dim 0 is B; a [B, T] tensor of
-            integers tells T.
+            integers gives T.
         forward_loss: ``(model, batch) -> loss``.
         make_optimizer: makes the user's optimizer for parameters; ``None`` where there is none.
         precisions: keys as :func:`precision_key` writes them; "float32" are the weights as they are.

@@ -37,12 +37,12 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
     """``x``; its gradient is summed over the group."""
-    return x if group.size() == 1 else _paired(x, _same, lambda gradient: _sum(gradient, group))
+    return _paired(x, group, _same, lambda gradient: _sum(gradient, group))
 
 
 def reduce_from(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of ``x`` over the group."""
-    return x if group.size() == 1 else _paired(x, lambda x: _sum(x, group), lambda gradient: gradient)
+    return _paired(x, group, lambda x: _sum(x, group), lambda gradient: gradient)
 
 
 def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -50,34 +50,34 @@ def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
     For results that are used in the same way on all ranks: their gradients are equal, so nothing is summed.
     """
-    if group.size() == 1:
-        return x
     dim %= x.dim()
-    return _paired(x, lambda x: _gathered(x, dim, group), lambda gradient: _piece(gradient, dim, group))
+    return _paired(
+        x, group, lambda x: _gathered(x, dim, group), lambda gradient: _piece(gradient, dim, group)
+    )
 
 
 def scatter_to(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece of ``x`` along ``dim``, which the group's size must divide."""
-    if group.size() == 1:
-        return x
     dim %= x.dim()
-    return _paired(x, lambda x: _piece(x, dim, group), lambda gradient: _gathered(gradient, dim, group))
+    return _paired(
+        x, group, lambda x: _piece(x, dim, group), lambda gradient: _gathered(gradient, dim, group)
+    )
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The pieces of all ranks along ``dim``; gradients of all ranks are summed."""
-    if group.size() == 1:
-        return x
     dim %= x.dim()
-    return _paired(x, lambda x: _gathered(x, dim, group), lambda gradient: _sum_piece(gradient, dim, group))
+    return _paired(
+        x, group, lambda x: _gathered(x, dim, group), lambda gradient: _sum_piece(gradient, dim, group)
+    )
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece along ``dim`` of the sum of ``x`` over the group."""
-    if group.size() == 1:
-        return x
     dim %= x.dim()
-    return _paired(x, lambda x: _sum_piece(x, dim, group), lambda gradient: _gathered(gradient, dim, group))
+    return _paired(
+        x, group, lambda x: _sum_piece(x, dim, group), lambda gradient: _gathered(gradient, dim, group)
+    )
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
@@ -85,11 +85,10 @@ def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> 
 
     The group's size must divide ``x.size(split_dim)``.
     """
-    if group.size() == 1:
-        return x
     split, join = split_dim % x.dim(), join_dim % x.dim()
     return _paired(
         x,
+        group,
         lambda x: _transposed(x, split, join, group),
         lambda gradient: _transposed(gradient, join, split, group),
     )
@@ -103,11 +102,10 @@ def exchange(
     Returns:
         ``[sum(receive_counts), …]``: the rows from rank 0, then those from rank 1, ….
     """
-    if group.size() == 1:
-        return x
     send, receive = list(send_counts), list(receive_counts)
     return _paired(
         x,
+        group,
         lambda x: _exchanged(x, send, receive, group),
         lambda gradient: _exchanged(gradient, receive, send, group),
     )
@@ -116,7 +114,7 @@ def exchange(
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """``x``; its gradient is multiplied by ``factor``."""
     needed = x.requires_grad and torch.is_grad_enabled()
-    return _paired(x, _same, lambda gradient: gradient * factor) if needed else x
+    return _paired(x, None, _same, lambda gradient: gradient * factor) if needed else x
 
 
 class _Paired(torch.autograd.Function):
@@ -132,7 +130,9 @@ class _Paired(torch.autograd.Function):
         return ctx.of_gradient(gradients[0]), None, None
 
 
-def _paired(x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
+def _paired(x: torch.Tensor, group: Group | None, forward: Step, backward: Step) -> torch.Tensor:
+    if group is not None and group.size() == 1:
+        return x
     result: torch.Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 

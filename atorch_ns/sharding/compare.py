@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
+
+_FLOOR = 1e-2
+"""Gradients smaller than this share of the largest are compared on its scale: that of attention's key bias is zero but
+for rounding."""
 
 
 def weighted_sum(tensors: Iterable[torch.Tensor], *, seed: int) -> torch.Tensor | None:
@@ -39,3 +44,17 @@ def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: f
         return 0.0
     error = largest(found - wanted) / max(largest(wanted), floor, 1e-30)
     return error if error == error else float("inf")
+
+
+def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
+    """The scale below which gradients are compared as if they were that large."""
+    return _FLOOR * max(map(largest, gradients), default=0.0)
+
+
+def worst_of_ranks(
+    errors: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str
+) -> list[float]:
+    """Each error on the rank where it is largest; collective over the group."""
+    values = torch.tensor(errors, dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in values]

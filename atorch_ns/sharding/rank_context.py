@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,23 @@ def local_part(parameter: Any) -> torch.Tensor:
     """This rank's part of a divided parameter, through which gradients flow; a plain tensor is returned as it is."""
     local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local
+
+
+def divide_class(module: nn.Module, style: type) -> None:
+    """Makes a module compute in ``style``: its class becomes a subclass of both, shared by all layers, so that their
+    classes are equal."""
+    whole: Any = type(module)
+    module.__class__ = _subclass(style, whole)
+
+
+@cache
+def _subclass(style: Any, whole: Any) -> Any:
+    body = {
+        "whole_forward": whole.forward,
+        "whole_class": whole,
+        "__doc__": f"{whole.__name__}: {style.__doc__}",
+    }
+    return type(f"{style.__name__.removeprefix('_')}{whole.__name__}", (style, whole), body)
 
 
 def isolated(action: Callable[[], T], device: torch.device) -> T:
@@ -114,7 +132,6 @@ class Region:
     draws the same again.
 
     Args:
-        group: the ranks.
         num_rows: row-parallel layers that end the region.
         random: whether random numbers are drawn inside.
         sequence_dim: the dimension along which each rank holds a piece of the sequence outside the region;
@@ -214,7 +231,6 @@ class RankRandomness:
 
     Args:
         rank: this rank's place in its group.
-        device: where the model computes.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch_ns.torch_compat.attention import CpuFlashAttention, CudaFlashAttention
+from atorch_ns.torch_compat.attention import FlashAttention
 from atorch_ns.torch_compat.compile import (
     CompileRecord,
     CpuMemoryRecord,
@@ -54,9 +54,8 @@ from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn
 __all__ = [
     "WRAPPER_PREFIXES",
     "CompileRecord",
-    "CpuFlashAttention",
     "CpuMemoryRecord",
-    "CudaFlashAttention",
+    "FlashAttention",
     "TorchDispatchMode",
     "checkpoint_wrapper",
     "compile_records",

@@ -27,7 +27,7 @@ from atorch_ns.pipeline import (
     find_units,
     get_schedule,
     num_rows,
-    parameter_cuts,
+    partition,
     plan_crossings,
     refused_cuts,
     signature,
@@ -313,7 +313,7 @@ def _cuts(
         if config.split_method == "uniform_floor":
             return uniform_floor_cuts(num, num_stages, allowed_cuts=allowed)
         if config.split_method == "parameters":
-            return parameter_cuts(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
+            return partition(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
     except InputError as error:
         raise InputError(f"{error}{_where_not(graph, refused)}") from error
     return None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.estimate.memory.states import kept_bytes
+from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.job import state_bytes
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
@@ -113,7 +113,9 @@ def _predicted(strategy: list[Any], profile: Profile, num_ranks: int) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
-    return int(kept_bytes(plan, profile.trace, np.asarray([num_ranks])).optimizer[0])
+    optimizer, parameters = profile.trace.optimizer, parameters_of(profile.trace, plan)
+    shares = shares_of(plan, parameters, optimizer, np.asarray([num_ranks]))
+    return int(kept_of(plan, parameters, shares, optimizer).optimizer[0])
 
 
 @pytest.mark.parametrize("package", PACKAGES)

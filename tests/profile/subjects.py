@@ -32,7 +32,7 @@ def subject_of(
     """What the tracing room passes around."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
     sizes = samples_and_tokens(batch)
-    return Subject(model, batch, forward_loss, blocks, fingerprints(blocks), sizes, sizes, keeps_output)
+    return Subject(model, batch, forward_loss, sizes, sizes, blocks, fingerprints(blocks), keeps_output)
 
 
 def attempts(

@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import ModelShard, matches
-from atorch_ns.profile import Growth, PhaseCost, Segment, SegmentCost, Trace
+from atorch_ns.estimate.model_shard import ModelShard, is_recomputed, saved_share
+from atorch_ns.profile import Growth, PhaseCost, SegmentCost, Trace
 from atorch_ns.strategy import Plan
 
 GradientLife = Literal["none", "keeping", "passing"]
-"""How long a gradient of a parameter counts inside the stretch that makes it: not at all, to its end, or until
+"""The time for which a gradient of a parameter counts inside the stretch that makes it: none, to its end, or until
 it has been handed on."""
 
 
@@ -27,10 +27,10 @@ class SegmentBytes:
     """Bytes of one block of each segment, in one precision, on the ranks of R plans.
 
     Attributes:
-        costs: of each segment.
+        costs: the costs of each segment.
         parts: which part of the model a rank has.
-        num_samples: [R] in a micro-batch of one rank.
-        num_tokens: in a sample.
+        num_samples: [R] samples in a micro-batch of one rank.
+        num_tokens: tokens in a sample.
     """
 
     costs: tuple[SegmentCost, ...]
@@ -45,17 +45,17 @@ class SegmentBytes:
 
     @cached_property
     def outputs(self) -> tuple[np.ndarray, ...]:
-        """What is handed to the next one."""
+        """Bytes that are handed to the next one."""
         return tuple(self.value(cost.output, s) for s, cost in enumerate(self.costs))
 
     @cached_property
     def incoming(self) -> tuple[np.ndarray, ...]:
-        """What else is alive when the backward pass begins."""
+        """Bytes that are alive besides when the backward pass begins."""
         return tuple(self.value(cost.incoming, s) for s, cost in enumerate(self.costs))
 
     @cached_property
     def saved(self) -> tuple[np.ndarray, ...]:
-        """What is saved for the backward pass."""
+        """Bytes that are saved for the backward pass."""
         return tuple(
             self.value(cost.saved, s)
             + self.parts.gathered_inputs(s) * cost.output.at(self.num_samples, self.num_tokens)
@@ -86,11 +86,8 @@ class SegmentBytes:
 
 
 def _lines(phase: PhaseCost, gradients: GradientLife) -> tuple[Growth, ...]:
-    if gradients == "keeping":
-        return phase.peaks_keeping or phase.peaks or (phase.peak,)
-    if gradients == "passing":
-        return phase.peaks_passing or phase.peaks or (phase.peak,)
-    return phase.peaks or (phase.peak,)
+    found = {"none": (), "keeping": phase.peaks_keeping, "passing": phase.peaks_passing}[gradients]
+    return found or phase.peaks or (phase.peak,)
 
 
 Place = int | np.ndarray
@@ -114,9 +111,8 @@ class Activations:
     A place ``j`` within a segment is one number for all plans, or [R].
 
     Attributes:
-        plan: what they have in common.
-        trace: of the model.
-        bytes: of one block of each segment.
+        plan: the plan that they have in common.
+        bytes: bytes of one block of each segment.
         offloads: whether what recomputation begins from is in a memory that is not the device's.
     """
 
@@ -127,12 +123,12 @@ class Activations:
 
     @property
     def parts(self) -> ModelShard:
-        """Which part of the model a rank has."""
+        """The part of the model that a rank has."""
         return self.bytes.parts
 
     @property
     def costs(self) -> tuple[SegmentCost, ...]:
-        """Of each segment, in the plan's precision."""
+        """The costs of each segment in the plan's precision."""
         return self.bytes.costs
 
     def before(self, s: int, j: Place) -> np.ndarray:
@@ -249,16 +245,11 @@ class Activations:
         return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
 
     def _kept_inside(self, s: int) -> np.ndarray | float:
-        """What selective recomputation keeps of a block: the share of operators' results that it saves."""
+        """Bytes of a block that selective recomputation keeps: the share of operators' results that it saves."""
         if self.plan.recomputation.kind != "selective":
             return 0.0
         cost = self.costs[s]
-        saved = {name.removesuffix(".default") for name in self.plan.recomputation.saved_operators}
-        total = sum(float(self.bytes.value(each.moved, s).max()) for each in cost.operators)
-        kept = sum(
-            float(self.bytes.value(each.moved, s).max()) for each in cost.operators if each.name in saved
-        )
-        share = kept / total if total else 0.0
+        share = saved_share(self.plan, cost, lambda each: float(self.bytes.value(each.moved, s).max()))
         return np.asarray(share * np.maximum(self.bytes.value(cost.saved, s) - self.bytes.outputs[s], 0.0))
 
     def _num_recomputed(self, s: int, count: Place) -> Place:
@@ -273,17 +264,15 @@ class Activations:
 
     @cached_property
     def _casts(self) -> tuple[np.ndarray | float, ...]:
-        """For each segment the bytes of copies of one block's parameters in autocast's dtype."""
-        found: list[np.ndarray | float] = []
-        for s, cost in enumerate(self.costs):
-            found.append(
-                cost.cast_parameters * (self.parts.of_parameters(s) if cost.cast_parameters else 1.0)
-            )
-        return tuple(found)
+        """Bytes of the copies of one block's parameters in autocast's dtype, by segment."""
+        return tuple(
+            cost.cast_parameters * (self.parts.of_parameters(s) if cost.cast_parameters else 1.0)
+            for s, cost in enumerate(self.costs)
+        )
 
     @cached_property
     def _before_segment(self) -> tuple[np.ndarray, ...]:
-        """For each segment what everything before it keeps."""
+        """Bytes that everything before each segment keeps."""
         before = [self._zeros]
         for s, count in enumerate(self.parts.counts):
             before.append(before[-1] + self._kept(s, count))
@@ -291,22 +280,14 @@ class Activations:
 
     @cached_property
     def _recomputable(self) -> tuple[bool, ...]:
-        return tuple(_is_recomputed(self.plan, segment) for segment in self.trace.segments)
+        return tuple(is_recomputed(self.plan, segment) for segment in self.trace.segments)
 
     @cached_property
     def _position(self) -> tuple[Place, ...]:
-        """For each segment how many recomputable blocks come before it."""
+        """The number of recomputable blocks before each segment."""
         positions: list[Place] = []
         total: Place = 0
         for count, chosen in zip(self.parts.counts, self._recomputable, strict=True):
             positions.append(total)
             total = total + (count if chosen else 0)
         return tuple(positions)
-
-
-def _is_recomputed(plan: Plan, segment: Segment) -> bool:
-    if plan.recomputation.kind == "none" or not segment.is_block:
-        return False
-    return plan.recomputation.selectors is None or any(
-        matches(selector, segment) for selector in plan.recomputation.selectors
-    )

@@ -27,15 +27,15 @@ class Moment(NamedTuple):
 
     Attributes:
         name: index into :func:`moment_names`.
-        gradients: [R] of parameters, communication buckets included.
+        gradients: [R] of parameters, communication buckets included; one number where all plans have the same.
         activations: [R] saved for the backward pass, and what operators need.
         temporaries: [R] gathered parameters, casts, buffers of collectives.
     """
 
     name: int
-    gradients: np.ndarray
-    activations: np.ndarray
-    temporaries: np.ndarray
+    gradients: np.ndarray | float
+    activations: np.ndarray | float
+    temporaries: np.ndarray | float
 
 
 def moment_names(trace: Trace) -> tuple[str, ...]:
@@ -71,16 +71,15 @@ class Kind:
     """R plans of one kind, with everything that their moments are made of.
 
     Attributes:
-        plan: what they have in common.
-        trace: of the model.
-        activations: of a micro-batch.
-        parameters: of the model.
+        plan: the plan that they have in common.
+        activations: the activations of a micro-batch.
+        parameters: the parameters of the model.
         shares: [K, P] how states are divided, for K numbers of ranks.
         kept: [K] bytes of states.
         row: [R] which of the K numbers of ranks.
         degree: [R] ranks that states are divided over.
         num_ranks: [R] ranks that see different data.
-        micro_batches: [R].
+        micro_batches: [R] micro-batches of a step.
         parts: [R] which part of the model a rank has.
         expanded: for each segment how many of its blocks stand in ``parameters`` one by one.
         is_cpu: whether collectives are gloo's, which copies what it reduces and gathers.
@@ -110,11 +109,6 @@ class Kind:
         """Whether the optimizer's states stay in a memory that is not the device's."""
         return self.offloads or (self.plan.offload_optimizer and not self.is_cpu)
 
-    @property
-    def accumulates(self) -> np.ndarray:
-        """[R] whether gradients of earlier micro-batches are there, to which others are added."""
-        return self.parts.accumulates
-
     def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray | float:
         """Bytes of one block's parameters, not divided over data, in an item size or their own."""
         mine = self._mine(s, trainable)
@@ -133,10 +127,6 @@ class Kind:
         """[P] or [K, P] whether a parameter is one of the segment's."""
         mine = (self.parameters.segment == s) & (self.parameters.copies > 0)
         return np.asarray(mine & self.parameters.trainable if trainable else mine)
-
-    def total(self, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
-        """The sum of ``of`` (a value for a block of each segment) over all blocks of the rank."""
-        return self.parts.total(of)
 
     def later(self, s: int, j: Place, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
         """The sum of ``of`` (a value for a block of each segment) over all that runs forward after a place."""
@@ -180,23 +170,18 @@ def owned_moments(kind: Kind) -> Iterator[Moment]:
     backward pass reduces them.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
-    everything = kind.total(sizes)
+    everything = kind.parts.total(sizes)
     kept = kind.kept.gradients[kind.row]
     share = kept / np.maximum(everything, 1.0)
-    many = kind.accumulates
+    many = kind.parts.accumulates
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         for alive, casts in kind.activations.forward_moments(s, j):
-            yield Moment(
-                forward, everything * many, alive, np.broadcast_to(np.asarray(casts, float), many.shape)
-            )
-        yield Moment(
-            backward,
-            later * (1 + share) / 2 + (everything - later) * many,
-            kind.activations.backward(s, j, "passing"),
-            np.broadcast_to(np.asarray(kind.activations.casts_saved(s, j), float), many.shape),
-        )
-    yield Moment(kind.last_moment(), kept, np.zeros(many.shape), kind.step_temporaries())
+            yield Moment(forward, everything * many, alive, casts)
+        gradients = later * (1 + share) / 2 + (everything - later) * many
+        alive, casts = kind.activations.backward(s, j, "passing"), kind.activations.casts_saved(s, j)
+        yield Moment(backward, gradients, alive, casts)
+    yield Moment(kind.last_moment(), kept, 0.0, kind.step_temporaries())
 
 
 def flattened_moments(kind: Kind) -> Iterator[Moment]:
@@ -207,16 +192,16 @@ def flattened_moments(kind: Kind) -> Iterator[Moment]:
     end of the step the updated pieces are gathered and copied out of one more vector.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
-    everything = kind.total(sizes)
-    many = kind.accumulates
+    everything = kind.parts.total(sizes)
+    many = kind.parts.accumulates
     stage2 = bool(kind.plan.sharding.gradients_over)
     part = everything / kind.degree * many
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         waiting = part if stage2 else everything * many
         for alive, casts in kind.activations.forward_moments(s, j):
-            yield Moment(forward, waiting, alive, np.broadcast_to(np.asarray(casts, float), many.shape))
-        casts_saved = np.broadcast_to(np.asarray(kind.activations.casts_saved(s, j), float), many.shape)
+            yield Moment(forward, waiting, alive, casts)
+        casts_saved = kind.activations.casts_saved(s, j)
         is_first = s == len(kind.trace.segments) - 1 and np.all(j == kind.parts.counts[s] - 1)
         if is_first:  # its worst moment is the loss's, before any gradient of a parameter is there
             yield Moment(backward, waiting, kind.activations.backward(s, j, "none"), casts_saved)
@@ -225,15 +210,16 @@ def flattened_moments(kind: Kind) -> Iterator[Moment]:
             gradients, alive = part, kind.activations.backward(s, j, "passing")
         else:
             gradients = np.where(many, everything, later)
-            alive = np.where(
-                many,
-                kind.activations.backward(s, j, "passing"),
-                kind.activations.backward(s, j, "keeping"),
-            )
+            alive = _alive_backward(kind, s, j, many)
         yield Moment(backward, everything + gradients, alive, casts_saved)
-    zeros = np.zeros(many.shape)
-    yield Moment(kind.last_moment(), zeros + everything, zeros, zeros + everything)
-    yield Moment(kind.last_moment(), zeros + everything / kind.degree, zeros, kind.step_temporaries())
+    yield Moment(kind.last_moment(), everything, 0.0, everything)
+    yield Moment(kind.last_moment(), everything / kind.degree, 0.0, kind.step_temporaries())
+
+
+def _alive_backward(kind: Kind, s: int, j: Place, passing: np.ndarray) -> np.ndarray:
+    """[R] activations at the worst moment of a backward pass, where gradients are handed on at once or kept."""
+    alive = [kind.activations.backward(s, j, life) for life in ("passing", "keeping")]
+    return np.where(passing, *alive)
 
 
 def replicated_moments(kind: Kind) -> Iterator[Moment]:
@@ -248,36 +234,27 @@ def replicated_moments(kind: Kind) -> Iterator[Moment]:
     into one buffer; gloo copies that.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
-    everything = kind.total(sizes)
+    everything = kind.parts.total(sizes)
     syncs = (kind.num_ranks > 1) & (kind.plan.gradient_sync == "all_reduce")
     parted = kind.parts.sizes.divides_model
     reduces = syncs & ~parted
     buckets = everything * reduces
     copies = reduces & kind.plan.sharding.bucket_views
-    many = kind.accumulates
-    gathered = kind.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (syncs & parted)
+    many = kind.parts.accumulates
+    gathered = kind.parts.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (
+        syncs & parted
+    )
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         waiting = buckets + everything * many
         for alive, casts in kind.activations.forward_moments(s, j):
             yield Moment(forward, waiting, alive, gathered + casts)
-        passing = copies | many
-        alive = np.where(
-            passing,
-            kind.activations.backward(s, j, "passing"),
-            kind.activations.backward(s, j, "keeping"),
-        )
+        alive = _alive_backward(kind, s, j, copies | many)
         own = np.where(many, everything - later * copies, later * ~copies)
         yield Moment(backward, buckets + own, alive, gathered + kind.activations.casts_saved(s, j))
     if parted.any():
         reducing = everything * (syncs & parted) * (1 + kind.is_cpu)
-        gradients = np.where(parted, everything + reducing, 0.0)
-        yield Moment(kind.last_moment(), gradients, np.zeros(many.shape), np.zeros(many.shape))
+        yield Moment(kind.last_moment(), np.where(parted, everything + reducing, 0.0), 0.0, 0.0)
     kept = kind.kept.gradients[kind.row]
     hidden = np.where(copies & (kind.plan.precision.master_dtype is None), 0.0, buckets)
-    yield Moment(
-        kind.last_moment(),
-        kept + hidden,
-        np.zeros(many.shape),
-        kind.step_temporaries(),
-    )
+    yield Moment(kind.last_moment(), kept + hidden, 0.0, kind.step_temporaries())

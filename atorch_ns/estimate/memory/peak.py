@@ -43,8 +43,7 @@ def price_memory(
 
     Args:
         table: the plans.
-        trace: of the model.
-        workload: the batch.
+        workload: the batch of a step.
         device_type: ``"cpu"`` or ``"cuda"``: on the CPU, gloo's collectives work on copies, and what is
             offloaded is in the same memory.
         memo: of the same table, trace and workload.
@@ -124,7 +123,7 @@ def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: ModelSha
 
 
 def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
-    """For each segment how many of its blocks stand in ``parameters`` one by one."""
+    """The number of blocks of each segment that stand in ``parameters`` one by one."""
     counts = []
     for s, segment in enumerate(trace.segments):
         copies = parameters.copies[(parameters.segment == s) & (parameters.owner < 0)]

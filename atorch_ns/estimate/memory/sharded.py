@@ -81,7 +81,7 @@ class UnitBytes:
         for index in self.units:
             if index <= s:
                 total = total + self.waiting[index] * (self._counts[index] if index < s else j + 1)
-        return np.asarray(total * self._kind.accumulates)
+        return np.asarray(total * self._kind.parts.accumulates)
 
     def kept_gathered(self, s: int, j: Place) -> np.ndarray:
         """[R] what stays gathered of the units up to a place, this one included; in a pipeline, which comes back
@@ -114,7 +114,7 @@ class UnitBytes:
 
 
 def sharded_moments(kind: Kind) -> Iterator[Moment]:
-    """What is gathered, what waits for its reduction, and what of collectives' buffers is alive."""
+    """Moments with the parameters gathered, the gradients that wait for reduction, and the buffers of collectives."""
     sizes = UnitBytes(kind)
     yield from _forward(kind, sizes)
     for s, j, _, name in places(kind):
@@ -183,16 +183,15 @@ def _reducing(kind: Kind, sizes: UnitBytes, s: int) -> np.ndarray:
 
 def _end(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
     """The root's reduction, and the optimizer's step."""
-    zeros = np.zeros(len(kind.row))
     reduced = sizes.reduced_after(-1, 0)
     name = next(backward for _, _, _, backward in places(kind))
     every = range(len(kind.trace.segments))
     joined = [sizes.gradients[s] + sizes.reduced[s] for s in every]
     reducing = [_reducing(kind, sizes, s) for s in every]
-    yield Moment(name, reduced + sizes.of_root(joined), zeros, zeros)
-    yield Moment(name, reduced + sizes.of_root(reducing), zeros, zeros)
+    yield Moment(name, reduced + sizes.of_root(joined), 0.0, 0.0)
+    yield Moment(name, reduced + sizes.of_root(reducing), 0.0, 0.0)
     gradients = kind.kept.gradients[kind.row] * (not kind.offloads)
-    yield Moment(kind.last_moment(), gradients, zeros, kind.step_temporaries())
+    yield Moment(kind.last_moment(), gradients, 0.0, kind.step_temporaries())
 
 
 def _fetched(kind: Kind, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:

@@ -17,11 +17,11 @@ class Parameters:
     """The parameters of a model as columns; tied ones once.
 
     Attributes:
-        elements: [P] of the whole parameter.
+        elements: [P] elements of the whole parameter.
         rows: [P] its first dimension; 0 for a parameter without dimensions.
         itemsize: [P] bytes of an element, as it is kept between steps.
         is_float: [P] whether it is a floating parameter.
-        trainable: [P].
+        trainable: [P] whether it trains.
         copies: [P] how many there are: the number of blocks that have it.
         unit: [P] the unit that gathers it.
         segment: [P] the segment that uses it first.
@@ -47,7 +47,7 @@ class Parameters:
     owner: np.ndarray
 
     def part(self, tensor: np.ndarray, expert: np.ndarray, counts: np.ndarray) -> Parameters:
-        """What one rank has of each: [K, P] columns for K divisions of the model.
+        """The part of each on one rank: [K, P] columns for K divisions of the model.
 
         Args:
             tensor, expert: [K] ranks along these axes.
@@ -77,7 +77,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of all parameters, for each number of ranks; the rank that holds most.
+    """The part of all parameters on the rank that holds most, for each number of ranks.
 
     Attributes:
         stored: [N, P] elements of memory for one copy of each parameter, padding included.

@@ -45,8 +45,7 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     What is flattened into one vector with the rest of the model stands there once for each block.
 
     Args:
-        trace: of the model.
-        plan: what differs in kind.
+        plan: the plan, of which only what differs in kind is read.
         tied: list further uses of tied parameters too, at the end and without copies.
     """
     own_units = [unit.segment for unit in units_of(plan, trace) if not unit.is_root]
@@ -98,22 +97,21 @@ def _columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
 
 
 def _homes(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:
-    """For each parameter by its full name the segment that has it, and what it is there."""
+    """The segment of each parameter, with its spec there, by full name."""
     homes: dict[str | None, tuple[int, ParameterSpec]] = {}
     for index, segment in enumerate(trace.segments):
-        for spec in segment.parameters:
+        for name, spec in segment.parameter_names.items():
             if spec.tied_to is None:
-                for path in segment.paths or ("",):
-                    homes[f"{path}.{spec.name}" if path else spec.name] = (index, spec)
+                homes[name] = (index, spec)
     return homes
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How parameters, gradients and optimizer states of one kind of plan are divided.
+    """The division of parameters, gradients and optimizer states in one kind of plan.
 
     Attributes:
-        parameters, gradients, optimizer: one for each.
+        parameters, gradients, optimizer: the share of each.
     """
 
     parameters: Share
@@ -122,7 +120,7 @@ class Shares:
 
 
 def shares_of(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Shares:
-    """How a plan divides states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
+    """The division of states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
     everything = _undivided(parameters, len(degrees))
     divided = _divided(plan, parameters, spec, degrees)
     return Shares(
@@ -187,21 +185,8 @@ def has_master(plan: Plan, parameters: Parameters) -> np.ndarray:
     return np.asarray(np.logical_and(sixteen, plan.precision.master_dtype is not None))
 
 
-def kept_bytes(plan: Plan, trace: Trace, degrees: np.ndarray) -> KeptBytes:
-    """What a plan keeps between steps.
-
-    Args:
-        plan: what differs in kind; its sizes are not read.
-        trace: the parameters and the optimizer.
-        degrees: [K] numbers of ranks that states are divided over.
-    """
-    parameters = parameters_of(trace, plan)
-    shares = shares_of(plan, parameters, trace.optimizer, degrees)
-    return kept_of(plan, parameters, shares, trace.optimizer)
-
-
 def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerSpec | None) -> KeptBytes:
-    """:func:`kept_bytes` of parameters and shares that are known already."""
+    """Bytes that a plan keeps between steps, of its parameters as they are shared."""
     copies, trains = parameters.copies, parameters.trainable
     masters = has_master(plan, parameters)
     updated = _updated_itemsizes(plan, parameters)

@@ -33,8 +33,8 @@ def groups_along(inner: np.ndarray, size: np.ndarray, cluster: Cluster) -> Group
 
     Args:
         inner: [N] product of the sizes of the axes inside it: the distance of neighbours in rank numbers.
-        size: [N] of the axis.
-        cluster: with its processes per node.
+        size: [N] sizes of the axis.
+        cluster: the cluster, with its processes per node.
     """
     per_node = max(1, cluster.local_world_size)
     return Groups(size, np.minimum(size, np.maximum(1, per_node // inner)))
@@ -56,9 +56,7 @@ def collective_seconds(
     Args:
         kind: as in :class:`~atorch_ns.estimate.Collective`.
         num_bytes: of the whole tensors of all calls.
-        groups: the ranks.
-        hardware: the links.
-        count: calls.
+        count: the number of calls.
     """
     within = groups.within
     nodes = np.maximum(1, groups.size // np.maximum(1, within))
@@ -89,13 +87,13 @@ class PricingContext:
     """R plans of one kind on one cluster.
 
     Attributes:
-        plan: what they have in common.
+        plan: the plan that they have in common.
         sizes: of the axes, and the passes of a step.
         parts: which part of the model the rank has that is priced: of a pipeline, the slowest.
-        num_tokens: in a sample.
+        num_tokens: tokens in a sample.
         global_batch: samples of a step.
-        cluster: with hardware.
-        memo: of the pricing.
+        cluster: the cluster, with hardware figures.
+        memo: values of this pricing that were found before.
     """
 
     plan: Plan
@@ -123,7 +121,7 @@ class PricingContext:
 
     @property
     def trace(self) -> Trace:
-        """Of the model."""
+        """The trace of the model."""
         return self.parts.trace
 
     @property
@@ -144,7 +142,7 @@ class PricingContext:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """What is gathered together."""
+        """The units of parameters that are gathered together."""
         return units_of(self.plan, self.trace)
 
     def shards(self, over: tuple[str, ...]) -> np.ndarray:

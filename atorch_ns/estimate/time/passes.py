@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, matches
+from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_share
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.profile import (
     Growth,
@@ -22,17 +22,16 @@ from atorch_ns.profile import (
     ParameterSpec,
     PhaseCost,
     Segment,
-    SegmentCost,
     precision_key,
 )
 from atorch_ns.strategy import NarrowProducts, Plan
 
 _PRODUCTS = ("aten.mm", "aten.addmm")
-"""What linear layers compute by; products of activations are batched ones."""
+"""Operators of linear layers; products of activations are batched ones."""
 
 
-class NarrowShare(NamedTuple):
-    """What of a segment is computed in fewer bits, both passes together.
+class LowBitShare(NamedTuple):
+    """The part of a segment that is computed in fewer bits, both passes together.
 
     Attributes:
         flops: share of its floating point operations.
@@ -43,23 +42,23 @@ class NarrowShare(NamedTuple):
     bytes_per_flop: float = 0.0
 
 
-def narrow_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: float) -> NarrowShare:
+def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: float) -> LowBitShare:
     """The share of a segment under a plan, at the micro-batch that was traced.
 
     Which layers a product belongs to is not traced: products are shared out by the sizes of weights, to which the
     operations of a linear layer are proportional.
     """
     if plan.precision.narrow is None:
-        return NarrowShare()
+        return LowBitShare()
     operators = cost_of(plan, segment).operators
     products = [each for each in operators if each.name.removesuffix(".default") in _PRODUCTS]
     total = _sum((each.flops for each in operators), num_samples, num_tokens)
     share = _eligible(plan.precision.narrow, segment)
     if not total or not share:
-        return NarrowShare()
+        return LowBitShare()
     flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
     moved = share * _operand_bytes(products, num_samples, num_tokens) / total
-    return NarrowShare(flops, moved * plan.precision.narrow.casts_per_operand)
+    return LowBitShare(flops, moved * plan.precision.narrow.casts_per_operand)
 
 
 def _operand_bytes(products: Iterable[OperatorCost], num_samples: float, num_tokens: float) -> float:
@@ -113,7 +112,7 @@ _FOREACH_GPU: Final = 0.1
 
 
 def recompute_operators(plan: Plan, segment: Segment, share: float) -> float:
-    """Beside the operators themselves, for one instance of which a share is recomputed, in one micro-batch."""
+    """Operators beyond those of one instance itself, of which a share is recomputed, in one micro-batch."""
     compiled = _GUARDED if plan.compiled and segment.is_block else 0.0
     return share * _RECOMPUTED + compiled
 
@@ -224,7 +223,9 @@ def _segment_seconds(context: PricingContext, segment: Segment, again: float) ->
     plan, cost = context.plan, cost_of(context.plan, segment)
     forward = phase_seconds(context, segment, cost.forward, "forward")
     backward = phase_seconds(context, segment, cost.backward, "backward")
-    kept = _kept_share(plan, cost) if again else 0.0
+    kept = 0.0
+    if again and plan.recomputation.kind == "selective":
+        kept = saved_share(plan, cost, _flops_of_a_sample)
     started = cost.forward.num_operators * (1 + again) + cost.backward.num_operators
     return SegmentSeconds(
         forward=forward,
@@ -249,7 +250,7 @@ def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, w
     factor = float(np.prod([extra.compute_factor for extra in plan.extras]))
     moved = COMPILED_MOVED if fused else 1.0
     place = context.trace.segments.index(segment) if context.parts.divides else None
-    narrow = narrow_share(plan, segment, context.trace.num_samples, context.trace.num_tokens)
+    narrow = low_bit_share(plan, segment, context.trace.num_samples, context.trace.num_tokens)
     seconds = factor * _roofline(
         context, phase, moved, context.num_samples, context.num_tokens, place, narrow
     )
@@ -269,7 +270,7 @@ def _roofline(
     num_samples: np.ndarray | float,
     num_tokens: int,
     place: int | None = None,
-    narrow: NarrowShare | None = None,
+    narrow: LowBitShare | None = None,
 ) -> np.ndarray:
     """[R] seconds of a pass; of a rank's part of it where the segment's ``place`` is given.
 
@@ -302,7 +303,7 @@ def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
     """Share of each segment's instances that are recomputed: every n-th of all modules that are selected."""
     shares, position = [], 0
     for segment in segments:
-        if not _may_recompute(plan, segment):
+        if not is_recomputed(plan, segment):
             shares.append(0.0)
             continue
         last, every = position + segment.count, plan.recomputation.every
@@ -326,23 +327,5 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
     return np.asarray(context.micro_batches * context.parts.total(each))
 
 
-def _may_recompute(plan: Plan, segment: Segment) -> bool:
-    if plan.recomputation.kind == "none" or not segment.is_block:
-        return False
-    return plan.recomputation.selectors is None or any(
-        matches(selector, segment) for selector in plan.recomputation.selectors
-    )
-
-
-def _kept_share(plan: Plan, cost: SegmentCost) -> float:
-    """Share of the forward pass's operations whose results recomputation keeps."""
-    if plan.recomputation.kind != "selective":
-        return 0.0
-    saved = {name.removesuffix(".default") for name in plan.recomputation.saved_operators}
-    total = sum(each.flops.per_sample + each.flops.per_token + each.flops.constant for each in cost.operators)
-    kept = sum(
-        each.flops.per_sample + each.flops.per_token + each.flops.constant
-        for each in cost.operators
-        if each.name in saved
-    )
-    return kept / total if total else 0.0
+def _flops_of_a_sample(cost: OperatorCost) -> float:
+    return cost.flops.per_sample + cost.flops.per_token + cost.flops.constant

@@ -21,7 +21,7 @@ from atorch_ns.pipeline import ScheduleInfo, StageCosts, actions, simulate, spli
 
 
 class Waiting(NamedTuple):
-    """What a pipeline adds to a step on its slowest rank.
+    """The time that a pipeline adds to a step on its slowest rank.
 
     Attributes:
         bubble: [R] seconds of waiting for other ranks to compute.
@@ -85,11 +85,11 @@ def as_pipeline(
 
 
 _SECOND_WALK = sum(part[0] for part in split_backward([1.0])) - 1.0
-"""By how much both parts of a backward pass take longer than the whole."""
+"""The share by which both parts of a backward pass take longer than the whole."""
 
 
 def _recomputed(segments: Sequence[SegmentSeconds]) -> float:
-    """Seconds of recomputation for each of the forward pass, in halves."""
+    """Seconds of recomputation for each second of the forward pass, in halves."""
     forward = sum(float(np.mean(one.forward)) for one in segments)
     again = sum(float(np.mean(one.recompute)) for one in segments)
     return round(2 * again / forward) / 2 if forward else 0.0
@@ -121,24 +121,19 @@ def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
-    """Of p ranks with v equal stages each and m micro-batches: idle seconds for each second of the others' passes.
+    """Idle seconds of a rank for each second of the others' passes, where all stages are equal.
 
     Args:
         info: the schedule.
         numbers: p, m and v.
-        again: seconds of recomputation for each of the forward pass.
+        again: seconds of recomputation for each second of the forward pass.
         whole: whether backward passes are never split.
     """
     p, micro_batches, v = numbers
     if info.problem(p, micro_batches, v):
         return 1.0
     (first,), (second,) = ((2.0 + again,), (0.0,)) if whole else split_backward([2.0], [again])
-    costs = StageCosts(
-        forward=(1.0,) * (p * v),
-        backward_input=(first,) * (p * v),
-        backward_weight=(second,) * (p * v),
-        backward=(2.0 + again,) * (p * v),
-    )
+    costs = StageCosts.equal(p * v, backward_input=first, backward_weight=second, backward=2.0 + again)
     timeline = simulate(actions(info, p, micro_batches, v), costs)
     idle = timeline.step_seconds - max(timeline.busy_seconds)
     return float(idle / ((3.0 + again) * v * (p - 1)))

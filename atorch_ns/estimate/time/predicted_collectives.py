@@ -39,8 +39,7 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
     gives a reason, what it names is not in it either.
 
     Args:
-        plan: with its axes and micro-batches.
-        trace: of the model.
+        plan: the plan, with its axes and micro-batches.
         workload: the batch, which decides about what is exchanged between parts of a model.
     """
     divides = any(plan.size(name) > 1 for name in MODEL_AXES)
@@ -59,7 +58,7 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
 
 
 def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
-    """What combines gradients of different data."""
+    """The collectives that combine gradients of different data."""
     if plan.gradient_sync == "reduce_scatter":
         return _of_owners(plan, trace) if plan.sharding.layout == "parameters" else _of_units(plan, trace)
     if plan.gradient_sync == "all_reduce":
@@ -69,7 +68,7 @@ def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
 
 def _of_parts(plan: Plan, trace: Trace) -> list[Collective]:
     """torch's ``replicate``: all gradients of a part of the model in one tensor."""
-    sizes = [_bytes(plan, p, plan.sharding.reduce_dtype) for p in _parameters(plan, trace) if p.trainable]
+    sizes = _trainable_bytes(plan, trace, plan.sharding.reduce_dtype)
     return [Collective("all_reduce", "data", 1, sum(sizes))]
 
 
@@ -85,7 +84,7 @@ def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:
 
 def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
     """Gradients reduced one by one to the rank that updates the parameter."""
-    sizes = [_bytes(plan, p, plan.sharding.reduce_dtype) for p in _parameters(plan, trace) if p.trainable]
+    sizes = _trainable_bytes(plan, trace, plan.sharding.reduce_dtype)
     return [
         Collective("reduce", "data", len(sizes), sum(sizes)),
         *_broadcast_buffers(trace),
@@ -115,7 +114,7 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
 
 
 def _gathers(plan: Plan, unit: Unit) -> int:
-    """How often a unit is gathered in a step: the root stays gathered until its backward pass.
+    """Gathers of a unit in a step: the root stays gathered until its backward pass.
 
     In a pipeline, torch keeps what a backward pass gathered for the next pass, and the root for the whole step.
     """
@@ -158,17 +157,15 @@ def _broadcast_buffers(trace: Trace) -> list[Collective]:
 def _broadcast_updates(plan: Plan, trace: Trace) -> list[Collective]:
     """Updated parameters go from their owner to all: one by one, or those of each owner as one tensor."""
     axis = "zero" if plan.sharding.optimizer_over == ("zero",) else "data"
-    sizes = [_bytes(plan, p, plan.precision.master_dtype) for p in _parameters(plan, trace) if p.trainable]
+    sizes = _trainable_bytes(plan, trace, plan.precision.master_dtype)
     count = plan.size(plan.sharding.optimizer_over) if plan.sharding.layout == "flat" else len(sizes)
     return [Collective("broadcast", axis, count, sum(sizes))]
 
 
-def _parameters(plan: Plan, trace: Trace) -> list[ParameterSpec]:
-    return [p for unit in units_of(plan, trace) for p in unit.parameters * unit.count]
-
-
-def _bytes(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
-    return parameter.num_elements * _itemsize(plan, parameter, wanted)
+def _trainable_bytes(plan: Plan, trace: Trace, wanted: str | None) -> list[int]:
+    """Bytes of each parameter that trains, in the dtype ``wanted`` or its own."""
+    parameters = (p for unit in units_of(plan, trace) for p in unit.parameters * unit.count if p.trainable)
+    return [p.num_elements * _itemsize(plan, p, wanted) for p in parameters]
 
 
 def _itemsize(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
@@ -184,7 +181,7 @@ def _together(found: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def unpredicted(plan: Plan) -> str:
-    """Why the collectives of a plan are not predicted, as a clause; empty if they are."""
+    """The reason why the collectives of a plan are not predicted, as a clause; empty if they are."""
     axes = [name for name in ("sequence", "expert") if plan.size(name) > 1]
     if axes:
         return f"what is exchanged along {' and '.join(axes)} depends on attention and routing, which a trace does not tell"
@@ -213,8 +210,8 @@ def first_part(plan: Plan, trace: Trace) -> Trace:
         own = [_local(spec, plan) for spec in segment.parameters]
         # A tied parameter is another one where the first use is on another rank.
         own = [replace(spec, tied_to=spec.tied_to if spec.tied_to in names else None) for spec in own]
-        names |= {f"{path}.{spec.name}" if path else spec.name for path in paths or ("",) for spec in own}
         segments.append(replace(segment, paths=paths, parameters=tuple(own)))
+        names.update(segments[-1].parameter_names)
     return replace(trace, segments=tuple(segments))
 
 
@@ -231,12 +228,7 @@ def tied_bytes(plan: Plan, trace: Trace) -> int:
     """Bytes of the first rank's parameters that other stages have too: their gradients are summed."""
     if plan.size("pipeline") == 1:
         return 0
-    held = {
-        f"{path}.{spec.name}" if path else spec.name
-        for segment in first_part(plan, trace).segments
-        for path in segment.paths or ("",)
-        for spec in segment.parameters
-    }
+    held = {name for segment in first_part(plan, trace).segments for name in segment.parameter_names}
     counts = stages_of(plan.pipeline, trace, plan.size("pipeline")).on_rank[0]
     away = [one for one, count in zip(trace.segments, counts, strict=True) if not count]
     tied = {

@@ -84,13 +84,11 @@ def offload_seconds(context: PricingContext) -> np.ndarray:
 def _copied_weights(context: PricingContext) -> np.ndarray:
     """[R] seconds of sending gradients to the host and updated weights back, once a step."""
     rate = context.hardware.to_host.rate
-    num_bytes = (
-        DTYPE_BYTES[context.plan.precision.parameter_dtype] + 4
-    )  # gradients in their own dtype, weights in fp32
+    # Gradients in their own dtype, weights in fp32.
+    num_bytes = DTYPE_BYTES[context.plan.precision.parameter_dtype] + 4
     seconds = context.elements(trainable=True) * num_bytes / rate.bytes_per_s
-    return np.asarray(seconds + 2 * rate.latency_s * len(_trainable(context))) * np.ones(
-        len(context.micro_batches)
-    )
+    seconds = seconds + 2 * rate.latency_s * len(_trainable(context))
+    return np.asarray(np.broadcast_to(seconds, len(context.micro_batches)))
 
 
 def _num_trainable(context: PricingContext) -> np.ndarray | float:
@@ -107,19 +105,10 @@ _STEP_OPERATORS = 30
 """Operators of a step that belong to no segment: preparing the batch, the loss's mean, bookkeeping."""
 
 
-def price_kind(
+def _price_kind(
     plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
 ) -> np.ndarray:
-    """[R, 9] seconds, columns as :class:`TimeParts`, of a template with R choices of sizes.
-
-    Args:
-        plan: what the rows have in common; its sizes are not read.
-        sizes: of R plans.
-        trace: what one step of the model costs.
-        cluster: with hardware.
-        workload: samples and tokens of a step.
-        memo: of the pricing.
-    """
+    """[R, 9] seconds of a template with R choices of sizes."""
     context = PricingContext.of(plan, sizes, trace, cluster, workload, memo)
     computing = _computing(plan)
     segments = memo.get(("seconds", computing, context.parts), lambda: segments_of(context))
@@ -134,9 +123,8 @@ def price_kind(
     exchange = context.micro_batches * context.parts.total([each.seconds for each in exchanges])
     device_seconds = compute + passes.recompute + gather + reduce + update + offload + exchange
     operators = passes.operators + communication_operators(context) + update_operators + _STEP_OPERATORS
-    operators = operators + context.micro_batches * context.parts.total(
-        [each.operators for each in exchanges]
-    )
+    of_exchanges = context.parts.total([each.operators for each in exchanges])
+    operators = operators + context.micro_batches * of_exchanges
     parts = {
         "compute": compute,
         "recompute": passes.recompute,
@@ -155,21 +143,18 @@ def price_kind(
 
 
 def _computing(plan: Plan) -> tuple[object, ...]:
-    """What of a plan decides how long its passes take."""
-    recomputed = (
-        plan.recomputation.kind,
-        plan.recomputation.every,
-        plan.recomputation.selectors,
-        plan.recomputation.saved_operators,
-    )
+    """The fields of a plan that its passes' time depends on."""
+    again = plan.recomputation
     return (
-        *computed_in(plan),
-        plan.precision.narrow,
-        plan.replaced,
-        plan.compiled,
-        plan.compiler,
-        plan.extras,
-        *recomputed,
+        *(
+            *computed_in(plan),
+            plan.precision.narrow,
+            plan.replaced,
+            plan.compiled,
+            plan.compiler,
+            plan.extras,
+        ),
+        *(again.kind, again.every, again.selectors, again.saved_operators),
     )
 
 
@@ -194,9 +179,6 @@ def price_time(
 
     Args:
         table: N plans.
-        trace: what one step of the model costs.
-        cluster: with hardware.
-        workload: samples and tokens of a step.
         memo: of the same table, trace and workload.
 
     Returns:
@@ -207,5 +189,5 @@ def price_time(
     for kind, plan in enumerate(table.templates):
         rows, sizes = table.sizes(kind, workload, memo)
         if rows.size:
-            times[rows] = price_kind(plan, sizes, trace, cluster, workload, memo)
+            times[rows] = _price_kind(plan, sizes, trace, cluster, workload, memo)
     return times

@@ -73,7 +73,7 @@ def gather_and_reduce(context: PricingContext, passes: Passes) -> tuple[np.ndarr
 
 
 def _of_replicas(context: PricingContext, passes: Passes) -> np.ndarray:
-    """By DistributedDataParallel, or at the end of the backward pass where ranks hold parts of the model."""
+    """Reduction by DistributedDataParallel, or at the end of the backward pass where ranks hold parts of the model."""
     if not context.parts.divides:
         return _by_buckets(context, passes)
     num_bytes = sum(
@@ -171,11 +171,11 @@ _OPERATORS = 4.0
 
 
 class Exchange(NamedTuple):
-    """Of one instance of a segment in one micro-batch, all passes together.
+    """Exchanges of one instance of a segment in one micro-batch, all passes together.
 
     Attributes:
-        seconds: [R].
-        operators: [R] started on the host.
+        seconds: [R] seconds of communication.
+        operators: [R] operators started on the host.
     """
 
     seconds: np.ndarray | float
@@ -183,7 +183,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
-    """What every segment exchanges along the axes ``tensor``, ``sequence`` and ``expert``. Nothing hides it."""
+    """The exchanges of every segment along the axes ``tensor``, ``sequence`` and ``expert``. Nothing hides it."""
     segments = context.trace.segments
     if not context.parts.divides:
         return (Exchange(0.0, 0.0),) * len(segments)

@@ -104,7 +104,6 @@ def stage_parameters(
     """Names of the parameters that the code between the units of a stage needs, its units' own left out.
 
     Args:
-        graph: the traced pass.
         begin, end: the stage's calls are ``begin`` to ``end - 1``.
         received: what crosses the cut before it; ``None`` for the first stage.
         sent: what crosses the cut after it; ``None`` for the last stage.
@@ -145,19 +144,18 @@ def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
                 outputs |= sources
             else:
                 arguments.append(value)
-    carried = [_output(graph, value) for value in sorted(outputs)]
-    carried += [_argument(graph, value, cut) for value in arguments]
+    carried = [
+        Carried(value=number, spec=value.spec, call=value.call, leaf=value.leaf)
+        for number in sorted(outputs)
+        for value in (graph.values[number],)
+    ]
+    carried += [
+        Carried(
+            value=number, spec=graph.values[number].spec, call=cut, leaf=first.index(number), is_argument=True
+        )
+        for number in arguments
+    ]
     return Crossing(cut=cut, carried=tuple(carried))
-
-
-def _output(graph: CallGraph, number: int) -> Carried:
-    value = graph.values[number]
-    return Carried(value=number, spec=value.spec, call=value.call, leaf=value.leaf)
-
-
-def _argument(graph: CallGraph, number: int, cut: int) -> Carried:
-    leaf = graph.calls[cut].arguments.index(number)
-    return Carried(value=number, spec=graph.values[number].spec, call=cut, leaf=leaf, is_argument=True)
 
 
 def _num_bytes(graph: CallGraph, values: Collection[int]) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.pipeline.cut.graph import Call, CallGraph, TensorSpec, Value
 from atorch_ns.profile import NamedModule
@@ -67,7 +69,7 @@ class Follower(TorchFunctionMode):
         self._depth = 0
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._calls: list[_OpenCall] = []
-        self._made_inside: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._made_inside = WeakTensorKeyDictionary()  # the call that made a tensor inside a unit
         self._values: list[Value] = []
         self._grads: list[bool] = []
         self._numbers: dict[int, int] = {}
@@ -86,17 +88,9 @@ class Follower(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[Follower]:
         """Follows the code inside the block."""
-        handles = []
-        for unit in self._units:
-            entering = self._entering(unit)
-            handles.append(unit.module.register_forward_pre_hook(entering, with_kwargs=True, prepend=True))
-            handles.append(unit.module.register_forward_hook(self._leaving, with_kwargs=True))
-        try:
-            with self:
-                yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+        units = ((unit, unit.module) for unit in self._units)
+        with call_hooks(units, self._entering, self._leaving, prepend=True), self:
+            yield self
 
     def conclude(self, result: Any) -> None:
         """Records the result of the pass: the loss, or the model's output."""
@@ -120,8 +114,7 @@ class Follower(TorchFunctionMode):
         if self._busy:
             result = func(*args, **kwargs)
             if self._depth and isinstance(result, (torch.Tensor, tuple, list)):
-                for tensor in tensors_of(result):
-                    self._made_inside[id(tensor)] = (weakref.ref(tensor), len(self._calls) - 1)
+                self._made_inside.update(dict.fromkeys(tensors_of(result), len(self._calls) - 1))
             return result
         given = tensors_of((args, tuple(kwargs.values())))
         versions = [tensor._version for tensor in given]
@@ -205,8 +198,8 @@ class Follower(TorchFunctionMode):
         name, buffer = self._buffers.get(id(tensor), ("", None))
         if buffer is not None:
             return self._put(tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name)
-        made, call = self._made_inside.get(id(tensor), (None, -1))
-        if made is None or made() is not tensor:
+        call = self._made_inside.get(tensor)
+        if call is None:
             return None
         return self._put(
             tensor,
@@ -237,22 +230,19 @@ class Follower(TorchFunctionMode):
         trains = any(p.requires_grad for p in call.unit.module.parameters())
         return trains or any(self._grads[value] for value in call.arguments)
 
-    def _entering(self, unit: NamedModule) -> Callable[..., None]:
-        def entering(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._busy = True
-            if self._depth == 0:
-                given = tensors_of((args, kwargs))
-                call = _OpenCall(unit, [self._number(tensor) for tensor in given])
-                self._versions = [(tensor, tensor._version) for tensor in given]
-                call.attributes = {place: tensor for place, _, _, tensor in _attributes(unit)}
-                self._calls.append(call)
-                if self.on_call is not None:
-                    self.on_call(len(self._calls) - 1, True)
-            self._depth += 1
+    def _entering(self, unit: NamedModule, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._busy = True
+        if self._depth == 0:
+            given = tensors_of((args, kwargs))
+            call = _OpenCall(unit, [self._number(tensor) for tensor in given])
+            self._versions = [(tensor, tensor._version) for tensor in given]
+            call.attributes = {place: tensor for place, _, _, tensor in _attributes(unit)}
+            self._calls.append(call)
+            if self.on_call is not None:
+                self.on_call(len(self._calls) - 1, True)
+        self._depth += 1
 
-        return entering
-
-    def _leaving(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leaving(self, _: NamedModule, __: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -273,15 +263,15 @@ class Follower(TorchFunctionMode):
         self._busy = False
 
 
+@dataclass
 class _OpenCall:
     """A call during the pass."""
 
-    def __init__(self, unit: NamedModule, arguments: list[int]) -> None:
-        self.unit = unit
-        self.arguments = arguments
-        self.outputs: list[int] = []
-        self.attributes: dict[str, torch.Tensor] = {}
-        self._output: Any = None
+    unit: NamedModule
+    arguments: list[int]
+    outputs: list[int] = field(default_factory=list)
+    attributes: dict[str, torch.Tensor] = field(default_factory=dict)
+    output: Any = None
 
     @property
     def path(self) -> str:
@@ -289,15 +279,11 @@ class _OpenCall:
 
     def set_output(self, output: Any, values: list[Value]) -> None:
         specs = iter([values[number].spec for number in self.outputs])
-        self._output = map_tensors(lambda _: next(specs), output)
+        self.output = map_tensors(lambda _: next(specs), output)
 
     def closed(self) -> Call:
-        return Call(
-            path=self.path,
-            arguments=tuple(self.arguments),
-            outputs=tuple(self.outputs),
-            output=self._output,
-        )
+        arguments, outputs = tuple(self.arguments), tuple(self.outputs)
+        return Call(path=self.path, arguments=arguments, outputs=outputs, output=self.output)
 
 
 def _attributes(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:

@@ -23,7 +23,6 @@ def find_units(model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = (
     their parents, runs on every stage that needs it.
 
     Args:
-        model: the model.
         at_least: the number wanted. Where a model repeats no block, the largest modules are split
             until there are enough; blocks are never split for that.
         starts: paths of modules that must begin a unit; a unit that holds one is split.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,13 +56,8 @@ def ranges(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageRange, ...]:
     crossings: list[Crossing | None] = [None, *plan_crossings(graph, cuts), None]
     edges = [0, *cuts, len(graph.calls)]
     return tuple(
-        StageRange(
-            begin=edges[stage],
-            end=edges[stage + 1],
-            received=crossings[stage],
-            sent=crossings[stage + 1],
-        )
-        for stage in range(len(cuts) + 1)
+        StageRange(begin=begin, end=end, received=received, sent=sent)
+        for (begin, end), (received, sent) in zip(pairwise(edges), pairwise(crossings), strict=True)
     )
 
 
@@ -75,11 +71,7 @@ def divide_parameters(
     """Assigns units and parameters to stages.
 
     Args:
-        model: the whole model.
-        units: its units.
-        graph: a traced pass.
         cuts: the calls before which it is cut.
-        rank_of: the rank of each stage.
     """
     stages = ranges(graph, cuts)
     callers: dict[str, set[int]] = {unit.name: set() for unit in units}
@@ -108,7 +100,6 @@ class StageSettings:
     """The settings that all stages of a rank share.
 
     Attributes:
-        device: where they compute.
         model_input_format: how a batch is passed to the model.
         method: the name of the method that cuts the model, for messages.
     """
@@ -132,10 +123,7 @@ def install_stages(
 
     Args:
         model: the whole model; changed in place.
-        units: its units.
-        assignment: what each stage and rank holds.
         rank: this rank's place along the pipeline.
-        settings: the settings of the stages.
     """
     own = [stage for stage, holder in enumerate(assignment.rank_of) if holder == rank]
     kept = {
@@ -158,7 +146,7 @@ def install_stages(
         for parent, name in places[id(unit.module)]:
             parent._modules[name] = made
     _release_between(model, units, kept_ids, settings.device)
-    model.register_forward_pre_hook(_Seeded(switch, settings))
+    model.register_forward_pre_hook(_seeding(switch, settings))
     return tuple(
         StageModule(
             model,
@@ -173,23 +161,21 @@ def install_stages(
     )
 
 
-class _Seeded:
+def _seeding(switch: PassSwitch, settings: StageSettings) -> Callable[..., None]:
     """A hook before each pass of the model that seeds its random numbers.
 
     Where no stage runs, the user has called the model, which is an error on every rank alike.
     """
 
-    def __init__(self, switch: PassSwitch, settings: StageSettings) -> None:
-        self._switch = switch
-        self._settings = settings
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._switch.running is None:
+    def seed(module: nn.Module, inputs: Any) -> None:
+        if switch.running is None:
             raise StepError(
-                f"the model is cut over the ranks of a pipeline: {train_step_only(self._settings.method)}, or leave "
+                f"the model is cut over the ranks of a pipeline: {train_step_only(settings.method)}, or leave "
                 "the axis pipeline out of parallel_mode."
             )
-        seed_generators(self._switch.running.seed, self._settings.device)
+        seed_generators(switch.running.seed, settings.device)
+
+    return seed
 
 
 def _held(

@@ -48,22 +48,6 @@ def uniform_floor_cuts(
     return _even(num_blocks, num_stages, allowed_cuts, lambda stage, rest: 1 <= stage <= rest)
 
 
-def parameter_cuts(
-    parameters: Sequence[float], num_stages: int, *, allowed_cuts: Collection[int] | None = None
-) -> tuple[int, ...]:
-    """Cuts such that the stage with the most parameters has as few as possible.
-
-    Args:
-        parameters: numbers of elements (or bytes), by block.
-        num_stages: the number of stages.
-        allowed_cuts: positions that may be cut; ``None`` for all.
-
-    Raises:
-        InputError: as :func:`uniform_cuts`.
-    """
-    return partition(parameters, num_stages, allowed_cuts=allowed_cuts)
-
-
 def custom_cuts(
     positions: Sequence[int], num_blocks: int, num_stages: int, *, refused: Mapping[int, str] | None = None
 ) -> tuple[int, ...]:
@@ -73,7 +57,6 @@ def custom_cuts(
         positions: the first block of every stage and the number of blocks, ``[0, 6, 12, 18, 26]``, as Merak's
             ``custom_partition``; or only the cuts between, ``[6, 12, 18]``.
         num_blocks: the number of blocks of the model.
-        num_stages: the number of stages.
         refused: positions that cannot be cut, each with the reason.
 
     Raises:

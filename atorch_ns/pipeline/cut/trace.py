@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,14 +14,15 @@ from torch import nn
 from atorch_ns.capture.nests import floats_to, map_tensors, tensors_of
 from atorch_ns.capture.operators import count_flops, is_free, moved_bytes
 from atorch_ns.capture.random_states import buffers_and_generators_kept, random_states_kept
-from atorch_ns.capture.real_values import RealValues, may_be_real
+from atorch_ns.capture.real_values import RealValues, fake_like
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.follow import Follower
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.profile import NamedModule
-from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
+from atorch_ns.text import error_line
+from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_mode, quiet_fake_kernels
 
 
 class CallCosts(TorchDispatchMode):
@@ -34,9 +36,7 @@ class CallCosts(TorchDispatchMode):
     def __init__(self, follower: Follower, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._call = 0
-        self._flops: dict[int, int] = {}
-        self._moved: dict[int, int] = {}
-        self._saved: dict[int, int] = {}
+        self._counted: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._storages = {p.untyped_storage()._cdata for p in parameters}
         self._kept: list[torch.Tensor] = []  # so that the address of a counted storage is not reused
         follower.on_call = self._on_call
@@ -49,18 +49,12 @@ class CallCosts(TorchDispatchMode):
 
     def added_to(self, graph: CallGraph) -> CallGraph:
         """The graph with these costs."""
-        last = len(graph.calls) - 1
-        totals = [_until(counted, last) for counted in (self._flops, self._moved, self._saved)]
-        calls = tuple(
-            replace(
-                call,
-                flops=totals[0].get(number, 0),
-                moved_bytes=totals[1].get(number, 0),
-                saved_bytes=totals[2].get(number, 0),
-            )
-            for number, call in enumerate(graph.calls)
-        )
-        return replace(graph, calls=calls)
+        totals: list[Counter[str]] = [Counter() for _ in graph.calls]
+        for number, counted in self._counted.items():
+            totals[min(number, len(totals) - 1)].update(counted)
+        costs: list[dict[str, Any]] = [dict(total) for total in totals]
+        calls = (replace(call, **own) for call, own in zip(graph.calls, costs, strict=True))
+        return replace(graph, calls=tuple(calls))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -69,8 +63,8 @@ class CallCosts(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace != "prim" and not is_free(func):
             tensors = tensors_of((args, tuple(kwargs.values()), result))
-            self._add(self._flops, count_flops(func, args, kwargs, result))
-            self._add(self._moved, sum(moved_bytes(tensors)))
+            self._counted[self._call]["flops"] += count_flops(func, args, kwargs, result)
+            self._counted[self._call]["moved_bytes"] += sum(moved_bytes(tensors))
         return result
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,26 +72,16 @@ class CallCosts(TorchDispatchMode):
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self._kept.append(tensor.detach())
-            self._add(self._saved, storage.nbytes())
+            self._counted[self._call]["saved_bytes"] += storage.nbytes()
         return tensor
-
-    def _add(self, counted: dict[int, int], amount: int) -> None:
-        counted[self._call] = counted.get(self._call, 0) + amount
 
     def _on_call(self, number: int, begins: bool) -> None:
         self._call = number if begins else number + 1
 
 
-def _until(counted: Mapping[int, int], last: int) -> dict[int, int]:
-    totals: dict[int, int] = {}
-    for call, amount in counted.items():
-        totals[min(call, last)] = totals.get(min(call, last), 0) + amount
-    return totals
-
-
 @dataclass(frozen=True, kw_only=True)
 class HowToRun:
-    """How a training step runs the model.
+    """The way in which a training step runs the model.
 
     Attributes:
         model_input_format: how a batch is passed to it.
@@ -120,7 +104,6 @@ class CallTracer:
 
     Args:
         model: the model, on any device, also meta; never changed.
-        units: its units.
         device: the device on which the model will compute.
     """
 
@@ -143,7 +126,7 @@ class CallTracer:
         with random_states_kept(), self._mode, quiet_fake_kernels():
             if how.weights is not None:
                 _cast(self._copy, how.weights)
-            fake = map_tensors(self._fake, batch)
+            fake = map_tensors(lambda tensor: fake_like(tensor, self._device), batch)
             costs = CallCosts(follower, self._copy.parameters())
             with RealValues(), costs.counting():
                 try:
@@ -153,16 +136,7 @@ class CallTracer:
         return costs.added_to(follower.graph())
 
     def _make(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        if kind != "parameter" and may_be_real(tensor, tensor.numel(), self._device):
-            with outside_fake_mode():
-                return tensor.detach().to(self._device, copy=True)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if may_be_real(tensor, tensor.numel(), self._device):
-            with outside_fake_mode():
-                return tensor.detach().to(self._device)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return fake_like(tensor, self._device, is_parameter=kind == "parameter")
 
 
 def trace_with_values(
@@ -215,5 +189,4 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 def _refused(follower: Follower, error: Exception) -> str:
     read = follower.last_read
     looked = f" It looked into a value that {read} computes." if read else ""
-    reason = str(error).splitlines()[0] if str(error) else ""
-    return f"the model does not run without its data ({type(error).__name__}: {reason}).{looked}"
+    return f"the model does not run without its data ({error_line(error)}).{looked}"

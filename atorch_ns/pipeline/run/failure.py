@@ -7,23 +7,21 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from atorch_ns.errors import AtorchError, RankError, StepError
+from atorch_ns.text import error_text
 
 _PATIENCE_S = 2.0
-"""How long ranks that have lost a connection wait for the others' notes."""
+"""The time for which ranks that have lost a connection wait for the others' notes."""
 
 
 class FailureNotes:
     """Notes that the ranks of a pipeline leave for each other in the store of the process groups.
 
     Where the launcher keeps the store, it outlives the ranks.
-
-    Args:
-        group: the ranks of the pipeline.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -35,7 +33,7 @@ class FailureNotes:
 
     def note_own(self, error: BaseException, stages: Sequence[int]) -> None:
         """Notes that this rank failed."""
-        self._write(f"failed:rank {self._rank} ({_stages(stages)}) failed: {_described(error)}")
+        self._write(f"failed:{self._failure(error, stages)}")
 
     def note_lost(self) -> None:
         """Notes that this rank runs, but cannot reach another."""
@@ -47,10 +45,14 @@ class FailureNotes:
         Raises:
             StepError: from ``error``.
         """
-        text = f"rank {self._rank} ({_stages(stages)}) failed: {_described(error)}"
         if isinstance(error, AtorchError):
             raise error
-        raise StepError(f"{text}. The other ranks of the pipeline stop too.") from error
+        text = f"{self._failure(error, stages)}. The other ranks of the pipeline stop too."
+        raise StepError(text) from error
+
+    def _failure(self, error: BaseException, stages: Sequence[int]) -> str:
+        where = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        return f"rank {self._rank} ({where}) failed: {error_text(error)}"
 
     def raise_lost(self, error: BaseException) -> NoReturn:
         """Raises the other ranks' failure, after a connection to them was lost.
@@ -71,12 +73,12 @@ class FailureNotes:
             who = ", ".join(map(str, silent))
             raise RankError(
                 f"rank(s) {who} of the pipeline (ranks {', '.join(map(str, self._ranks))}) no longer answer: killed, "
-                f"out of memory, or held up elsewhere; their own logs say more. Seen here as: {_described(error)}",
+                f"out of memory, or held up elsewhere; their own logs say more. Seen here as: {error_text(error)}",
                 failures=reasons,
             ) from error
         raise RankError(
             f"the ranks {', '.join(map(str, self._ranks))} of the pipeline lost connection to each other, though all "
-            f"still run: {_described(error)}"
+            f"still run: {error_text(error)}"
         ) from error
 
     def _write(self, note: str) -> None:
@@ -131,12 +133,3 @@ def original(error: BaseException) -> BaseException:
     while isinstance(error, RuntimeError) and "[Stage" in str(error) and error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _described(error: BaseException) -> str:
-    text: Any = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _stages(stages: Sequence[int]) -> str:
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"

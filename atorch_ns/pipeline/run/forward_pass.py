@@ -51,15 +51,12 @@ class StagePass:
     """Decides about every call of a unit in one forward pass of a stage.
 
     Args:
-        graph: the calls as they were traced.
-        stage: the stage's own calls.
         received: the tensors that crossed the cut before it.
         device: where stand-ins' outputs are made.
         seed: the seed of the pass, the same on every stage of the pipeline.
 
     Attributes:
         sent: once the stage has ended, the tensors that cross the cut after it.
-        seed: as given.
     """
 
     def __init__(

@@ -117,50 +117,6 @@ def _other_calls(before: Sequence[str], now: Sequence[str]) -> str:
 Tensors = tuple[torch.Tensor, ...]
 
 
-@torch.no_grad()
-def run_forward(
-    stage_set: StageSet,
-    all_ranges: Sequence[StageRange],
-    num_micro_batches: int,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """Runs all micro-batches through each of this rank's stages, in the order of the model; collective.
-
-    Args:
-        stage_set: the stages, prepared for the batch.
-        all_ranges: the ranges of all stages.
-        num_micro_batches: the number of micro-batches of the batch.
-        group: the ranks of the pipeline.
-        device: where tensors are received.
-
-    Returns:
-        The losses, each of shape [1], on the rank of the last stage; elsewhere nothing.
-    """
-    rank = dist.get_rank(group)
-    rank_of = stage_set.rank_of
-    sends: list[tuple[torch.Tensor, Any]] = []
-    passed_on: dict[tuple[int, int], Tensors] = {}
-    losses: list[torch.Tensor] = []
-    for stage in stage_set.stages:
-        for micro_batch in range(num_micro_batches):
-            crossing = all_ranges[stage.number].received
-            received = passed_on.pop((stage.number, micro_batch), ())
-            if crossing is not None and rank_of[stage.number - 1] != rank:
-                received = _receive(crossing, rank_of[stage.number - 1], group, device)
-            output = stage(*received)
-            if stage.is_last:
-                losses.append(output)
-            elif rank_of[stage.number + 1] == rank:
-                passed_on[stage.number + 1, micro_batch] = output
-            else:
-                sends += _send(output, rank_of[stage.number + 1], group)
-    for _, work in sends:
-        work.wait()
-    return losses
-
-
 def _receive(crossing: Crossing, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensors:
     specs = [one.spec for one in crossing.carried]
     tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs)
@@ -186,10 +142,7 @@ class PipelineRunner:
     Every rank of the pipeline has the whole micro-batches, so only what crosses cuts is sent.
 
     Args:
-        stage_set: the stages of this rank.
-        info: the schedule.
         group: the ranks of the pipeline; used for nothing else, since it is torn down when a step fails.
-        device: where they compute.
         loss_of: ``(micro-batch, output) -> loss``, 0-d.
         whole_backward: whether gradients of inputs and of weights must be computed together on all stages, even
             where the schedule would separate them.
@@ -229,7 +182,9 @@ class PipelineRunner:
         num = len(micro_batches)
         all_ranges = self._set.begin(micro_batches, lambda batch, output: self._loss_of(batch, output) / num)
         losses: list[torch.Tensor] = []
-        target = torch.zeros(num) if self._set.has_last else None  # torch wants one to call the loss function
+        target = (
+            torch.zeros(num) if self._set.has_last else None
+        )  # without one torch does not call the loss function
         try:
             schedule = self._schedule(micro_batches, all_ranges)
             schedule.step(target=target, losses=losses, return_outputs=False)
@@ -243,10 +198,38 @@ class PipelineRunner:
             num = len(micro_batches)
             all_ranges = self._set.begin(micro_batches, self._loss_of)
             try:
-                losses = run_forward(self._set, all_ranges, num, group=self._group, device=self._device)
+                losses = self._forward(all_ranges, num)
             finally:
                 self._set.finish()
             return self._everywhere(losses, num)
+
+    @torch.no_grad()
+    def _forward(self, all_ranges: Sequence[StageRange], num_micro_batches: int) -> list[torch.Tensor]:
+        """Runs all micro-batches through each of this rank's stages, in the order of the model; collective.
+
+        Returns:
+            The losses, each of shape [1], on the rank of the last stage; elsewhere nothing.
+        """
+        rank, rank_of = dist.get_rank(self._group), self._set.rank_of
+        sends: list[tuple[torch.Tensor, Any]] = []
+        passed_on: dict[tuple[int, int], Tensors] = {}
+        losses: list[torch.Tensor] = []
+        for stage in self._set.stages:
+            for micro_batch in range(num_micro_batches):
+                crossing = all_ranges[stage.number].received
+                received = passed_on.pop((stage.number, micro_batch), ())
+                if crossing is not None and rank_of[stage.number - 1] != rank:
+                    received = _receive(crossing, rank_of[stage.number - 1], self._group, self._device)
+                output = stage(*received)
+                if stage.is_last:
+                    losses.append(output)
+                elif rank_of[stage.number + 1] == rank:
+                    passed_on[stage.number + 1, micro_batch] = output
+                else:
+                    sends += _send(output, rank_of[stage.number + 1], self._group)
+        for _, work in sends:
+            work.wait()
+        return losses
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -266,10 +249,10 @@ class PipelineRunner:
             cause = original(error)
             group, stages = self._group, [stage.number for stage in self._set.stages]
             own = self._is_own(error)
-            if not own:
-                self._notes.note_lost()
-            else:
+            if own:
                 self._notes.note_own(cause, stages)
+            else:
+                self._notes.note_lost()
             tear_down(group, error, self._release_group)
             del group
             try:

@@ -61,7 +61,6 @@ class Stub(nn.Module):
     Args:
         module: the unit, whose memory has been released.
         path: the unit's path in the user's model.
-        switch: the rank's switch.
         method: the name of the method that has cut the model, for messages.
     """
 
@@ -110,10 +109,7 @@ class StageModule(nn.Module):
     Args:
         model: the whole model, with units and stand-ins; not registered.
         held: modules that hold the stage's parameters; registered.
-        number: the stage's number.
         is_last: whether it computes the loss.
-        switch: the rank's switch.
-        device: where it computes.
         model_input_format: how a micro-batch is passed to the model.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo
 
 Kind = Literal["F", "B", "I", "W"]
@@ -13,13 +12,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one stage.
-
-    Attributes:
-        kind: the kind of pass.
-        stage: the index of the stage, in the order of the model.
-        micro_batch: the index of the micro-batch.
-    """
+    """One pass of one micro-batch through one stage; stages are numbered in the order of the model."""
 
     kind: Kind
     stage: int
@@ -36,9 +29,6 @@ def actions(
     """The actions of every rank in the order of torch's runtime; passes that torch pairs follow one another.
 
     Args:
-        info: the schedule.
-        num_ranks: the number of ranks of the pipeline.
-        num_micro_batches: the number of micro-batches of a step.
         stages_per_rank: the number of stages on a rank; ``None`` for the schedule's usual number.
 
     Returns:
@@ -103,7 +93,6 @@ def live_bytes(orders: Sequence[Sequence[Action]], activation_bytes: Sequence[fl
     """The most bytes of activations that each rank holds at one time, by rank.
 
     Args:
-        orders: the actions of every rank.
         activation_bytes: bytes that a stage keeps of one micro-batch between forward and backward, by stage. Bytes
             that a split backward frees before the weights' part are counted until then.
     """
@@ -118,15 +107,3 @@ def live_bytes(orders: Sequence[Sequence[Action]], activation_bytes: Sequence[fl
                 held -= activation_bytes[stage]
         peaks.append(most)
     return tuple(peaks)
-
-
-def num_stages_of(orders: Sequence[Sequence[Action]]) -> int:
-    """The number of stages in the actions.
-
-    Raises:
-        InputError: if there is no action at all.
-    """
-    highest = max((action.stage for order in orders for action in order), default=-1)
-    if highest < 0:
-        raise InputError("a pipeline without actions has no timeline: give the actions of every rank.")
-    return highest + 1

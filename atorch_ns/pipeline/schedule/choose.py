@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.partition import StageMemory, partition, stage_ranges
@@ -116,8 +117,6 @@ class ScheduleCandidate:
     """A schedule that was considered.
 
     Attributes:
-        schedule: the schedule.
-        stages_per_rank: the number of stages on each rank.
         cuts: positions of the cuts; empty if it cannot be run.
         step: the step, to be simulated again for its timeline; ``None`` if it cannot be run.
         step_seconds: simulated, without the optimizer and what data parallelism adds.
@@ -141,7 +140,6 @@ class ScheduleChoice:
     """The fastest schedule that fits, and all that were considered.
 
     Attributes:
-        best: the chosen schedule.
         candidates: all schedules, the fastest first; those that cannot be used last, each with its problem.
     """
 
@@ -164,9 +162,6 @@ def choose_schedule(
     Of steps that take equally long, the one that needs the least memory is taken, then the simplest.
 
     Args:
-        costs: the costs of the blocks.
-        num_ranks: the number of ranks of the pipeline.
-        num_micro_batches: the number of micro-batches of a step.
         limit_bytes: the bytes that a rank may hold; ``None`` for no limit.
         schedules: the schedules to consider, without those that cannot be used, such as schedules that split the
             backward pass where stages are compiled.
@@ -208,9 +203,6 @@ def choose_for_device(
     that can be used there.
 
     Args:
-        costs: the costs of the blocks.
-        num_ranks: the number of ranks of the pipeline.
-        num_micro_batches: the number of micro-batches of a step.
         schedule: the schedule that the user names, only to be cut; ``None`` for the fastest.
         stages_per_rank: the user's number of stages on a rank; ``None`` for the schedule's own, or one and two.
         whole_backward: whether backward passes are never split, as those of compiled blocks.
@@ -227,23 +219,19 @@ def choose_for_device(
     if schedule is not None:
         schedules, numbers = [schedule], (stages_per_rank or schedule.usual_stages,)
 
-    def choose(limit: float | None) -> ScheduleChoice:
-        return choose_schedule(
-            costs,
-            num_ranks,
-            num_micro_batches,
-            limit_bytes=limit,
-            schedules=schedules,
-            stages_per_rank=numbers,
-            cuts=cuts,
-        )
-
+    choose = partial(
+        choose_schedule,
+        *(costs, num_ranks, num_micro_batches),
+        schedules=schedules,
+        stages_per_rank=numbers,
+        cuts=cuts,
+    )
     if limit_bytes is not None:
-        return choose(limit_bytes)
+        return choose(limit_bytes=limit_bytes)
     try:
-        return choose(float(memory_bytes))
+        return choose(limit_bytes=float(memory_bytes))
     except InputError:
-        return choose(None)
+        return choose(limit_bytes=None)
 
 
 @dataclass(frozen=True)
@@ -341,25 +329,16 @@ def _cut(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
     With one stage on a rank it is exact. With several, the limit is of their sum: the fastest cut is taken if
     it fits, otherwise the faster of two in which every stage keeps to its part of the limit.
     """
-    costs = pipeline.costs
-    fastest = partition(
-        costs.seconds, pipeline.num_stages, allowed_cuts=costs.allowed_cuts, sends=pipeline.sends
-    )
+    costs, num_stages = pipeline.costs, pipeline.num_stages
+    cut = partial(partition, costs.seconds, num_stages, allowed_cuts=costs.allowed_cuts, sends=pipeline.sends)
+    fastest = cut()
     if limit_bytes is None or not _over(pipeline.peaks(fastest), limit_bytes):
         return fastest
     memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches)
     found = []
     for limits in _parts(pipeline, fastest, limit_bytes):
         with suppress(InputError):
-            cuts = partition(
-                costs.seconds,
-                pipeline.num_stages,
-                memory=memory,
-                limit=limits,
-                allowed_cuts=costs.allowed_cuts,
-                sends=pipeline.sends,
-            )
-            found.append(cuts)
+            found.append(cut(memory=memory, limit=limits))
     return min(found, key=pipeline.slowest, default=fastest)
 
 

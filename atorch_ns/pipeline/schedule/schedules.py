@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import Any, Literal
 
 from atorch_ns.errors import InputError
 from atorch_ns.text import counted, near_matches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def train_step_only(method: str) -> str:
@@ -291,10 +289,7 @@ def _key(name: str) -> str:
 
 
 def _first(info: ScheduleInfo, num_ranks: int, on_rank: int, numbers: range, count: int) -> tuple[int, ...]:
-    def legal() -> Iterator[int]:
-        return (number for number in numbers if info._accepts(num_ranks, number, on_rank))
-
-    return tuple(number for number, _ in zip(legal(), range(count), strict=False))
+    return tuple(islice((number for number in numbers if info._accepts(num_ranks, number, on_rank)), count))
 
 
 def _stages_text(info: ScheduleInfo) -> str:

@@ -17,7 +17,6 @@ from atorch_ns.pipeline.schedule.actions import (
     Orders,
     actions,
     live_micro_batches,
-    num_stages_of,
 )
 from atorch_ns.pipeline.schedule.schedules import get_schedule
 
@@ -48,14 +47,8 @@ class StageCosts:
             object.__setattr__(self, "backward", tuple(first + second for first, second in whole))
         if not self.send:
             object.__setattr__(self, "send", (0.0,) * (num - 1))
-        for name, length in (
-            ("forward", num),
-            ("backward_input", num),
-            ("backward_weight", num),
-            ("backward", num),
-            ("send", num - 1),
-        ):
-            values = getattr(self, name)
+        for name in ("forward", "backward_input", "backward_weight", "backward", "send"):
+            values, length = getattr(self, name), num - (name == "send")
             if num < 1 or len(values) != length:
                 raise InputError(
                     f"the costs of {num} stages need {length} values in {name!r}, but there are {len(values)}."
@@ -72,6 +65,7 @@ class StageCosts:
         forward: float = 1.0,
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
+        backward: float | None = None,
         send: float = 0.0,
     ) -> StageCosts:
         """The same seconds for every stage."""
@@ -79,6 +73,7 @@ class StageCosts:
             forward=(forward,) * num_stages,
             backward_input=(backward_input,) * num_stages,
             backward_weight=(backward_weight,) * num_stages,
+            backward=() if backward is None else (backward,) * num_stages,
             send=(send,) * (num_stages - 1),
         )
 
@@ -86,11 +81,6 @@ class StageCosts:
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.forward)
-
-    @property
-    def slowest(self) -> float:
-        """Seconds of a micro-batch's forward and whole backward in the slowest stage."""
-        return max(first + second for first, second in zip(self.forward, self.backward, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +137,6 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts, *, hides_sen
 
     Args:
         orders: the actions of every rank, in their order.
-        costs: seconds of the passes.
         hides_sends: whether the tensors that a pass needs travel while its rank computes
             (:attr:`~atorch_ns.pipeline.ScheduleInfo.hides_sends`); if not, a free rank waits for the whole
             transfer.
@@ -155,7 +144,9 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts, *, hides_sen
     Raises:
         InputError: if the costs are of another number of stages, or the actions wait for each other.
     """
-    num_stages = num_stages_of(orders)
+    num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
+    if not num_stages:
+        raise InputError("a pipeline without actions has no timeline: give the actions of every rank.")
     if num_stages != costs.num_stages:
         raise InputError(f"the actions are of {num_stages} stages, but the costs are of {costs.num_stages}.")
     passes = _passes(orders, costs)
@@ -247,15 +238,7 @@ def _name(action: Action) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStep:
-    """A schedule on a pipeline whose costs are known.
-
-    Attributes:
-        schedule: the schedule's name.
-        num_ranks: the number of ranks of the pipeline.
-        num_micro_batches: the number of micro-batches of a step.
-        stages_per_rank: the number of stages on each rank.
-        costs: the costs of the stages.
-    """
+    """A schedule, by name, on a pipeline whose costs are known."""
 
     schedule: str
     num_ranks: int

@@ -1,4 +1,4 @@
-"""Real steps, for models that do not run on fake tensors."""
+"""Steps of a copy of the model: on fake tensors, or a real one for models that do not run on them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.nests import map_tensors, resized_shape
-from atorch_ns.capture.real_values import RealValues, may_be_real
+from atorch_ns.capture.nests import map_tensors, resized, resized_shape
+from atorch_ns.capture.real_values import RealValues, fake_like, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.profile.record.steps import Precision, Step, Subject, record_step
 from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
@@ -22,7 +22,6 @@ class FakeSteps:
     """Records steps of one model on fake tensors; what one step learns of operators' shapes the next reuses.
 
     Args:
-        subject: what is traced.
         containers: those that are shortened, by path.
         device: that the fake tensors claim to be on.
     """
@@ -52,11 +51,8 @@ class FakeSteps:
 
     def _tensor(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the copy of the model."""
-        if kind != "parameter" and may_be_real(tensor, tensor.numel(), self._device):
-            with outside_fake_mode():
-                return tensor.detach().to(self._device, copy=True)
         dtype = precision.dtype_of(kind, tensor)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
+        return fake_like(tensor, self._device, dtype=dtype, is_parameter=kind == "parameter")
 
     def _resized(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the batch of B and T."""
@@ -64,15 +60,7 @@ class FakeSteps:
         if not may_be_real(tensor, math.prod(shape), self._device):
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
         with outside_fake_mode():
-            return _with_values(tensor.detach().to(self._device), shape)
-
-
-def _with_values(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` with each dim cut or repeated to the sizes of ``shape``; memory of its own."""
-    for dim, size in enumerate(shape):
-        if size != tensor.shape[dim]:
-            tensor = tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
-    return tensor.clone(memory_format=torch.contiguous_format)
+            return resized(tensor.detach().to(self._device), shape)
 
 
 def copied_paths(subject: Subject, containers: Mapping[str, Container]) -> tuple[str, ...]:
@@ -91,8 +79,6 @@ def record_real(subject: Subject, precision: Precision, num_samples: int) -> Ste
     """One step of a deep copy of the model, with its values, on its device.
 
     Args:
-        subject: what is traced.
-        precision: how the step runs.
         num_samples: rows of the batch; more than it has repeat them.
     """
     model, batch = real_copy(subject, precision, num_samples)
@@ -103,16 +89,12 @@ def record_real(subject: Subject, precision: Precision, num_samples: int) -> Ste
 def real_copy(subject: Subject, precision: Precision, num_samples: int) -> tuple[nn.Module, Any]:
     """A deep copy of the model and of so many rows of the batch, both on the model's device."""
     device = next((p.device for p in subject.model.parameters()), torch.device("cpu"))
-    whole = subject.sizes[0]
 
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(precision.dtype_of(kind, tensor), copy=True)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor.detach().to(device, copy=True)
-        if not moved.dim() or moved.shape[0] != whole:
-            return moved
-        repeated = moved if num_samples <= whole else torch.cat([moved] * -(-num_samples // whole))
-        return repeated[:num_samples].clone()
+        shape = resized_shape(tuple(tensor.shape), subject.sizes, (num_samples, subject.sizes[1]))
+        return resized(tensor.detach().to(device), shape)
 
     return copy_structure(subject.model, make, {}), map_tensors(rows, subject.batch)

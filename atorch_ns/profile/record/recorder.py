@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.capture.operators import count_flops, is_free, label, moved_bytes, workspace_bytes
 from atorch_ns.torch_compat import TorchDispatchMode
@@ -35,7 +37,7 @@ class Product(NamedTuple):
 
 
 class Event(IntEnum):
-    """What happened."""
+    """The kind of an event."""
 
     ALLOCATE = 0
     FREE = 1
@@ -48,7 +50,7 @@ class Recording:
     """The events of one step, as parallel lists.
 
     Attributes:
-        kinds: of each event.
+        kinds: the kind of each event.
         keys: the storage's number for memory, the phase for a change of phase, -1 for operators.
         labels: the operator's name, empty for other events.
         sizes: bytes for memory, floating point operations for operators.
@@ -85,6 +87,15 @@ class Recording:
         self.sizes.append(size)
         self.moved.append(moved)
 
+    def operators(self) -> Iterator[tuple[int, int]]:
+        """Each operator's event, with its phase."""
+        phase = 0
+        for event, (kind, key) in enumerate(zip(self.kinds, self.keys, strict=True)):
+            if kind == Event.PHASE:
+                phase = key
+            elif kind == Event.OPERATOR:
+                yield event, phase
+
     def settle(self) -> None:
         """Puts what is freed at one moment in the order of its making: the order at that moment is chance."""
         start = 0
@@ -113,7 +124,7 @@ class Recorder(TorchDispatchMode):
     Args:
         given: tensors whose memory is not to be counted, numbered in this order.
         parameters: those among them that are parameters: copies of them in another dtype are recorded as casts.
-        counts_workspaces: whether the kernels of the device that is traced are those of the device asked for.
+        counts_workspaces: whether the kernels of the device that is traced are those of the requested device.
     """
 
     def __init__(
@@ -227,7 +238,7 @@ class Recorder(TorchDispatchMode):
         if address in self._live or address in self._numbers:
             return
         number, self._count = self._count, self._count + 1
-        self._live[address] = (number, weakref.ref(storage, self._forget(address, number)))
+        self._live[address] = (number, weakref.ref(storage, partial(self._forget, address, number)))
         self.recording.add(Event.ALLOCATE, number, size=storage.nbytes())
 
     def _pass_through(self, sizes: tuple[int, ...]) -> None:
@@ -239,12 +250,9 @@ class Recorder(TorchDispatchMode):
         for number in range(first, self._count):
             self.recording.add(Event.FREE, number)
 
-    def _forget(self, address: int, number: int) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            if self._live.pop(address, None) is not None:
-                self.recording.add(Event.FREE, number)
-
-        return forget
+    def _forget(self, address: int, number: int, _: Any) -> None:
+        if self._live.pop(address, None) is not None:
+            self.recording.add(Event.FREE, number)
 
     def _note_use(self, tensor: torch.Tensor) -> None:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -275,11 +283,11 @@ _FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
     torch.ops.aten.mm.default: (0, 1, None),
     torch.ops.aten.addmm.default: (1, 2, 0),
 }
-"""Where the left factor, the right factor and the summand stand among an operator's arguments."""
+"""Positions of the left factor, the right factor and the summand among an operator's arguments."""
 
 
 def _described(func: Any, args: tuple[Any, ...]) -> Any:
-    """What a tensor says of itself. Two of three calls ask a fake tensor for its device, which it knows."""
+    """The metadata of a tensor. Two of three calls are for the device of a fake tensor, which holds it."""
     if func is torch.ops.prim.device.default:
         device = getattr(args[0], "fake_device", None)
         if device is not None:
@@ -328,13 +336,9 @@ def backward_of(occurrence: int) -> int:
 
 
 class Boundaries:
-    """Tells the recorder the phase, by hooks on blocks and on the tensors that pass between them.
+    """Sets the recorder's phase, by hooks on blocks and on the tensors that pass between them.
 
     The backward pass of a block begins when the gradient of one of its outputs is complete.
-
-    Args:
-        recorder: gets each phase.
-        blocks: the blocks, by path.
     """
 
     def __init__(self, recorder: Recorder, blocks: Mapping[str, nn.Module]) -> None:
@@ -344,54 +348,39 @@ class Boundaries:
         self._is_backward = False
         self._inside: str | None = None
         self._hooked: list[weakref.ref[torch.Tensor]] = []
-        self._handles: list[Any] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches the blocks; the first stretch begins at once."""
-        for path, block in self._blocks.items():
-            # Before hooks that cast inputs, whose work is the block's.
-            self._handles.append(
-                block.register_forward_pre_hook(self._entering(path), with_kwargs=True, prepend=True)
-            )
-            self._handles.append(block.register_forward_hook(self._leaving(path)))
-        self._recorder.enter_phase(forward_of(0))
-        try:
+        # Before hooks that cast inputs, whose work is the block's.
+        with call_hooks(self._blocks.items(), self._entering, self._leaving, prepend=True):
+            self._recorder.enter_phase(forward_of(0))
             yield
-        finally:
-            for handle in self._handles:
-                handle.remove()
 
     def start_backward(self) -> None:
         """The forward pass is over and all that it leaves behind is alive."""
         self._is_backward = True
         self._backward(len(self.occurrences) - 1)
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def entering(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._is_backward or self._inside is not None:
-                return  # recomputed, or a block inside a block
-            tensors = unique_tensors_of((args, kwargs))
-            self._hook(tensors, len(self.occurrences) - 1)
-            if not self.occurrences[-1].block:
-                self.occurrences[-1].outputs = _storage_bytes(tensors)
-            self._inside = path
-            shapes = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
-            self._begin(Occurrence(block=path, inputs=shapes))
-
-        return entering
-
-    def _leaving(self, path: str) -> Callable[..., None]:
-        def leaving(_: nn.Module, __: Any, output: Any) -> None:
-            if self._is_backward or self._inside != path:
-                return
-            tensors = unique_tensors_of(output)
+    def _entering(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_backward or self._inside is not None:
+            return  # recomputed, or a block inside a block
+        tensors = unique_tensors_of((args, kwargs))
+        self._hook(tensors, len(self.occurrences) - 1)
+        if not self.occurrences[-1].block:
             self.occurrences[-1].outputs = _storage_bytes(tensors)
-            self._hook(tensors, len(self.occurrences) - 1)
-            self._inside = None
-            self._begin(Occurrence())
+        self._inside = path
+        shapes = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
+        self._begin(Occurrence(block=path, inputs=shapes))
 
-        return leaving
+    def _leaving(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        if self._is_backward or self._inside != path:
+            return
+        tensors = unique_tensors_of(output)
+        self.occurrences[-1].outputs = _storage_bytes(tensors)
+        self._hook(tensors, len(self.occurrences) - 1)
+        self._inside = None
+        self._begin(Occurrence())
 
     def _begin(self, occurrence: Occurrence) -> None:
         self.occurrences.append(occurrence)

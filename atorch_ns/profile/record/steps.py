@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from atorch_ns.capture.blocks import vocabulary_size
 from atorch_ns.capture.nests import floats_to, samples_and_tokens, unique_tensors_of
 from atorch_ns.errors import InputError
-from atorch_ns.profile.record.recorder import Boundaries, Event, Occurrence, Recorder, Recording
+from atorch_ns.profile.record.recorder import Boundaries, Occurrence, Recorder, Recording
 from atorch_ns.profile.record.tensor_division import Division, find_division
 from atorch_ns.profile.trace import precision_key
 
@@ -62,7 +62,7 @@ class Precision:
         return tensor.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[Any]:
-        """What surrounds the forward pass and the loss."""
+        """The context of the forward pass and the loss."""
         return nullcontext() if self.autocast is None else torch.autocast(device_type, self.autocast)
 
     def install(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -90,39 +90,46 @@ ForwardLoss = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is traced, as the user gave it. Never changed.
+    """The model and batch that are traced, as the user gave them. Never changed.
 
     Attributes:
         model: the model, on any device.
         batch: one sample batch.
         forward_loss: its model call and loss.
-        blocks: the repeated blocks, by path.
-        prints: their fingerprints.
         sizes: B and T of the batch.
         at: B and T whose worst moments matter.
+        blocks: the repeated blocks, by path; none to follow the model as a whole.
+        prints: their fingerprints.
         keeps_output: whether the model's output is held through the backward pass, as the variable of a
             training loop holds it.
         counts_workspaces: whether memory that kernels take and return inside one call is counted: not where
-            another device's kernels stand for those of the device asked for.
+            another device's kernels stand for those of the requested device.
     """
 
     model: nn.Module
     batch: Any
     forward_loss: ForwardLoss
-    blocks: Mapping[str, nn.Module]
-    prints: Mapping[str, str]
     sizes: tuple[int, int]
     at: tuple[int, int]
+    blocks: Mapping[str, nn.Module] = field(default_factory=dict)
+    prints: Mapping[str, str] = field(default_factory=dict)
     keeps_output: bool = False
     counts_workspaces: bool = True
 
 
 @dataclass(frozen=True)
+class ModuleCall:
+    """The first call of a module: nests of fake or real tensors and plain values."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Step:
-    """What one step did.
+    """A recorded step.
 
     Attributes:
-        recording: the events.
         occurrences: the stretches of its forward pass, blocks and what runs between them.
         uses: for each parameter outside blocks, by its first name, the stretches that use it in the forward
             pass, in order.
@@ -141,12 +148,8 @@ class Step:
     def worked(self) -> list[bool]:
         """For each stretch whether it ran an operator, forward or backward."""
         found = [False] * len(self.occurrences)
-        stretch = 0
-        for kind, key in zip(self.recording.kinds, self.recording.keys, strict=True):
-            if kind == Event.PHASE:
-                stretch = key // 2
-            elif kind == Event.OPERATOR:
-                found[stretch] = True
+        for _, phase in self.recording.operators():
+            found[phase // 2] = True
         return found
 
     def used(self) -> list[bool]:
@@ -170,12 +173,10 @@ def record_step(
     """Runs forward and backward pass once and records it. ``model`` is changed: hooks stay.
 
     Args:
-        subject: what is traced.
         model: a copy of its model, with its weights in the dtype of ``precision``.
         batch: a batch on the device of the copy.
-        precision: how the step runs.
         block_paths: the repeated blocks of the copy.
-        device_type: of autocast.
+        device_type: the type of the device that autocast is for.
     """
     blocks = {path: model.get_submodule(path) for path in block_paths}
     parameters = dict(model.named_parameters())

@@ -33,7 +33,7 @@ _MEETING = frozenset(
 
 @dataclass
 class Division:
-    """What is divided.
+    """The tensors and operators that are divided.
 
     Attributes:
         storages: numbers of storages of which a rank holds a part.
@@ -69,10 +69,10 @@ def find_division(
     block_of: Callable[[int], str],
     vocabulary: Mapping[int, int],
 ) -> Division:
-    """What tensor parallelism would divide of a recorded step.
+    """The tensors and operators of a recorded step that tensor parallelism would divide.
 
     Args:
-        recording: of a forward and a backward pass.
+        recording: the recording of a forward and a backward pass.
         shapes: of the parameters, by their numbers among the given tensors.
         block_of: the block that a phase belongs to; empty outside blocks.
         vocabulary: parameters outside blocks that have a row for each word, with that dim.
@@ -149,7 +149,7 @@ class _Walk:
         self._divide(event, frozenset().union(*(self._sources[mark] for mark in divided)))
 
     def _follow_words(self, event: int, reads: Sequence[int]) -> None:
-        """What is made of values for words is for words too, if there is as much of it."""
+        """Marks results computed from values for words as values for words, if they are as large."""
         found = self._found.words
         least = 0.5 * min((self._made.get(mark, 0) for mark in reads if mark in found), default=0)
         made = [mark for mark in self._recording.writes[event] if self._made.get(mark, 0) >= least > 0]

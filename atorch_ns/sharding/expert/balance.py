@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class GlobalBalance:
         warnings.warn(f"expert_parallel: {reason}.", stacklevel=2)
 
 
-class _Seen:
+class _Seen(NamedTuple):
     """The terms of the loss, over this rank's tokens and all layers.
 
     Attributes:
@@ -102,10 +102,9 @@ class _Seen:
         rows: 0-d, tokens times layers.
     """
 
-    def __init__(self, counts: torch.Tensor, probabilities: torch.Tensor, rows: torch.Tensor) -> None:
-        self.counts = counts
-        self.probabilities = probabilities
-        self.rows = rows
+    counts: torch.Tensor
+    probabilities: torch.Tensor
+    rows: torch.Tensor
 
     @classmethod
     def of(cls, logits: Any, top_k: Any, mask: Any) -> _Seen | None:

@@ -17,18 +17,15 @@ from torch import nn
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.capture.random_states import buffers_and_generators_kept, modes_kept
 from atorch_ns.errors import StepError
-from atorch_ns.sharding.compare import gradients_of, largest, relative_error, weighted_sum
+from atorch_ns.sharding.compare import gradient_floor, gradients_of, relative_error, weighted_sum
 from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts
-from atorch_ns.sharding.expert.list import ExpertCalls, Rows, intercept, release
+from atorch_ns.sharding.expert.list import ExpertCalls, intercept, release
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 5e-2
-_FLOOR = 1e-2
-"""Gradients smaller than this share of the largest are compared on its scale."""
-
 _ROWS, _TOKENS = 2, 9
 
 
@@ -94,7 +91,7 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
             release(listed.experts)
     if found is None:
         return "its code does not call them on a few tokens"
-    floor = _FLOOR * max(map(largest, whole))
+    floor = gradient_floor(whole)
     off = max(relative_error(mine, theirs, floor=floor) for mine, theirs in zip(found, whole, strict=True))
     if off <= _TOLERANCE.get(tokens.dtype, _LOW_PRECISION_TOLERANCE):
         return None
@@ -203,23 +200,10 @@ def _twice(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> l
     rows = calls.rows()
     if rows is None:
         return None
-    calls.answer(_computed(listed, rows))
+    calls.answer(rows.results(listed.num_experts, lambda number, given: listed.experts[number](*given)))
     with _hidden(listed):
         output = listed.layer(tokens)
     return _results(targets, output)
-
-
-def _computed(listed: ListedExperts, rows: Rows) -> torch.Tensor:
-    """All experts on their rows, in the order of the rows."""
-    order = rows.experts.argsort(stable=True)
-    counts = torch.bincount(rows.experts, minlength=listed.num_experts).tolist()
-    pieces = rows.features[order].split(counts)
-    results = [
-        expert(*piece.split(rows.widths, -1))
-        for expert, piece in zip(listed.experts, pieces, strict=True)
-        if len(piece)
-    ]
-    return torch.cat(results)[order.argsort()]
 
 
 def _targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch.Tensor]:

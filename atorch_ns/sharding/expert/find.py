@@ -39,8 +39,6 @@ class FoundExperts:
 
     Attributes:
         name: its path in the model.
-        module: the module.
-        num_experts: the number of experts.
         divided: names of its parameters that hold one expert at each index of the first dimension.
         whole: names, below it, of its other parameters.
         counts: names of its attributes that hold the number of experts.
@@ -114,7 +112,6 @@ def find_experts(
     """The modules that hold experts, and those that cannot be divided.
 
     Args:
-        model: the model.
         selectors: classes or names of the modules; ``None`` for those that look like experts.
     """
     if selectors is None:

@@ -1,7 +1,8 @@
 """Fused experts divided over ranks, and the route of tokens to the ranks that hold their experts and back.
 
-Each rank holds a share of the experts and computes it for the tokens of all ranks. A token goes once to each rank that holds one of its experts, whatever number of them that rank holds. No token is
-dropped, so the numbers of rows that ranks exchange differ from step to step: they are exchanged first.
+Each rank holds a share of the experts and computes it for the tokens of all ranks. A token goes once to each rank that
+holds one of its experts, whatever number of them that rank holds. No token is dropped, so the numbers of rows that
+ranks exchange differ from step to step: they are exchanged first.
 
 Legend: N tokens of this rank, D model, K choices a token, E experts, S ranks, R rows (a token for one rank),
 P pairs (a token and one expert).
@@ -12,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,10 +50,8 @@ class Route:
         num_tokens: N.
         row_tokens: ``[R]``, the token of each row sent, sorted by the rank it goes to.
         choices: ``[P]``, the indices among the ``N * K`` choices of the weights sent, sorted likewise.
-        sent_rows: rows to each rank.
-        received_rows: rows from each rank.
-        sent_pairs: pairs to each rank.
-        received_pairs: pairs from each rank.
+        sent_rows, received_rows: rows to and from each rank.
+        sent_pairs, received_pairs: pairs to and from each rank.
         pair_rows: ``[P']``, for each pair that arrives the row that is its token.
         pair_experts: ``[P']``, for each pair that arrives this rank's expert.
     """
@@ -76,7 +75,6 @@ class Route:
         Args:
             index: ``[N, K]``, the choices; ``num_experts`` stands for none.
             num_experts: E; rank ``r`` of the group holds those from ``r * E / S`` on.
-            group: the ranks.
         """
         ranks, per_rank = group.size(), num_experts // group.size()
         num_tokens, num_choices = index.shape
@@ -180,6 +178,14 @@ def shard_parameter(parameter: torch.Tensor, mesh: DeviceMesh, dim: int, *, equa
     return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
+class _Place(NamedTuple):
+    """A parameter and where a module keeps it: a dictionary that, unlike assignment, takes any tensor."""
+
+    held: dict[str, Any]
+    key: str
+    parameter: torch.Tensor
+
+
 class _DividedForward:
     """Hooks that exchange tokens before and after the forward passes of a module."""
 
@@ -207,7 +213,7 @@ class _DividedForward:
         places = list(self._places(module))
         self._under_way.append((route, hidden.shape, places))
         for place in places:
-            place.put(scale_gradient(local_part(place.parameter), 1 / self._group.size()))
+            place.held[place.key] = scale_gradient(local_part(place.parameter), 1 / self._group.size())
         given = (arrived.tokens, arrived.index, arrived.weights)
         bound.arguments.update(zip(self._arguments, given, strict=True))
         return bound.args, bound.kwargs
@@ -217,25 +223,11 @@ class _DividedForward:
             return None
         route, shape, places = self._under_way.pop()
         for place in places:
-            place.put(place.parameter)
+            place.held[place.key] = place.parameter
         return None if output is None else route.bring_back(output).view(shape)
 
     def _places(self, module: nn.Module) -> Iterator[_Place]:
         for name in self._names:
             owner, _, key = name.rpartition(".")
-            yield _Place(module.get_submodule(owner), key)
-
-
-class _Place:
-    """Where a module keeps a parameter."""
-
-    def __init__(self, owner: nn.Module, key: str) -> None:
-        parameter = owner._parameters[key]
-        assert parameter is not None
-        self.parameter: torch.Tensor = parameter
-        self._owner = owner
-        self._key = key
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Shows the module ``tensor``, in its dictionary, which unlike assignment takes any tensor."""
-        self._owner._parameters[self._key] = tensor  # type: ignore[assignment]
+            held: dict[str, Any] = module.get_submodule(owner)._parameters
+            yield _Place(held, key, held[key])

@@ -16,9 +16,8 @@ Legend: E experts, n ranks, D features of a row, R rows of this rank, P rows tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -33,6 +32,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.sharding.collectives import all_to_all, scale_gradient
 from atorch_ns.sharding.expert.find import ListedExperts
 from atorch_ns.sharding.expert.fused import Arrived, Route, shard_parameter
+from atorch_ns.sharding.rank_context import divide_class
 
 _SETTING = "_expert_calls"
 """The attribute of an expert that holds its calls and its number."""
@@ -107,15 +107,12 @@ class _DividedLayer:
         per_rank = len(experts) // self._group.size()
         first = self._group.rank() * per_rank
         parameters = self._parameters(per_rank)
-        index = arrived.index[:, 0]
-        order = index.argsort(stable=True)
-        counts = torch.bincount(index, minlength=per_rank).tolist()
-        results = []
-        for place, piece in enumerate(arrived.tokens[order].split(counts)):
-            if len(piece):
-                given = piece.split(widths, -1)
-                results.append(functional_call(experts[first + place], parameters[place], given))
-        return torch.cat(results)[order.argsort()]
+
+        def compute(place: int, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            found: torch.Tensor = functional_call(experts[first + place], parameters[place], given)
+            return found
+
+        return Rows(arrived.tokens, arrived.index[:, 0], widths).results(per_rank, compute)
 
     def _parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
         """The parameters of this rank's experts, whole; collective."""
@@ -147,6 +144,16 @@ class Rows:
     features: torch.Tensor
     experts: torch.Tensor
     widths: tuple[int, ...]
+
+    def results(
+        self, num_experts: int, compute: Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
+    ) -> torch.Tensor:
+        """The results of ``compute(expert, arguments)`` on the rows of each expert, in the order of the rows."""
+        order = self.experts.argsort(stable=True)
+        counts = torch.bincount(self.experts, minlength=num_experts).tolist()
+        pieces = enumerate(self.features[order].split(counts))
+        found = [compute(expert, piece.split(self.widths, -1)) for expert, piece in pieces if len(piece)]
+        return torch.cat(found)[order.argsort()]
 
 
 class ExpertCalls:
@@ -231,8 +238,7 @@ def intercept(experts: Sequence[nn.Module], calls: ExpertCalls) -> None:
     """Makes ``calls`` record and answer the calls of ``experts``."""
     for number, expert in enumerate(experts):
         vars(expert)[_SETTING] = (calls, number)
-        whole: Any = type(expert)
-        expert.__class__ = _class(whole)
+        divide_class(expert, _Intercepted)
 
 
 def release(experts: Sequence[nn.Module]) -> None:
@@ -241,10 +247,3 @@ def release(experts: Sequence[nn.Module]) -> None:
         answered: Any = type(expert)
         expert.__class__ = answered.whole_class
         del vars(expert)[_SETTING]
-
-
-@cache
-def _class(whole: Any) -> Any:
-    """The subclass of ``whole``, shared by all experts, so that their classes are equal."""
-    body = {"whole_forward": whole.forward, "whole_class": whole, "__doc__": whole.__doc__}
-    return type(f"Intercepted{whole.__name__}", (_Intercepted, whole), body)

@@ -49,6 +49,21 @@ class AttentionCall:
     scale: float | None = None
     grouped: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> AttentionCall:
+        """The call with the arguments of ``F.scaled_dot_product_attention``."""
+        return cls(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
     @property
     def num_heads(self) -> int:
         """H; 1 where there is no such dimension."""
@@ -76,10 +91,6 @@ class AttentionCall:
             mask=mask,
         )
 
-    def with_mask(self, mask: torch.Tensor | None) -> AttentionCall:
-        """The same call with another mask."""
-        return replace(self, mask=mask)
-
     def run(self) -> torch.Tensor:
         """The ordinary result, [..., H, T, E']."""
         # A keyword that is not needed is left out: kernels differ in what they accept.
@@ -96,24 +107,6 @@ class AttentionCall:
         )
 
 
-def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionCall:
-    """The call with the arguments of ``F.scaled_dot_product_attention``."""
-    return _bind(*args, **kwargs)
-
-
-def _bind(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> AttentionCall:
-    return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
 Attend = Callable[[AttentionCall], torch.Tensor]
 Widen = Callable[[torch.Tensor, bool], torch.Tensor]
 
@@ -126,8 +119,7 @@ def multi_head_attention(
     Args:
         attend: computes an attention call.
         widen: ``(mask, whether the keys are another sequence's) -> mask of the whole sequence``.
-        args: arguments of ``F.multi_head_attention_forward``.
-        kwargs: its keyword arguments.
+        args, kwargs: the arguments of ``F.multi_head_attention_forward``.
 
     Raises:
         InputError: for key biases and static keys, which belong to no position.

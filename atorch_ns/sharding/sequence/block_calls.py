@@ -8,6 +8,7 @@ Legend: T positions of the whole sequence, L positions of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,6 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding.sequence.attention import (
     AttentionCall,
     multi_head_attention,
-    read_call,
     ulysses_attention,
     whole_mask,
 )
@@ -59,7 +59,7 @@ class SeenCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.attentions.append(read_call(args, kwargs))
+            self.attentions.append(AttentionCall.of(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             multi_head_attention(self._note, lambda mask, _: mask, *args, **kwargs)
         elif (count := position_count(func, args, kwargs)) is not None:
@@ -79,11 +79,6 @@ class DividedCalls(TorchFunctionMode):
     Attention sees the keys of all ranks. Numbers from 0 to L-1 become this rank's positions or those of all ranks,
     and the first L rows of a table become the rows of these, where the plan says that they mean the sequence.
 
-    Args:
-        plan: the block's plan.
-        layout: the positions of each rank.
-        group: the ranks.
-
     Attributes:
         crossed: indices of the attention calls so far whose keys are not those of the sequence.
     """
@@ -102,7 +97,7 @@ class DividedCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(read_call(args, kwargs))
+            return self._attention(AttentionCall.of(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             return multi_head_attention(self._attention, self._whole, *args, **kwargs)
         if self._plan.sites and (count := position_count(func, args, kwargs)) is not None:
@@ -145,7 +140,7 @@ class DividedCalls(TorchFunctionMode):
         mask = call.mask
         if mask is not None and mask.dim() > 1 and mask.size(-2) == self._layout.length:
             mask = self._layout.select(mask, -2)
-        return call.with_mask(mask).run()
+        return replace(call, mask=mask).run()
 
     def _whole(self, mask: torch.Tensor, crossed: bool) -> torch.Tensor:
         return mask if crossed else whole_mask(mask, self._layout, self._group)

@@ -7,7 +7,6 @@ a pass shows between which blocks that code does nothing, and there hidden state
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import Path, leaves, tensors_of
 from atorch_ns.capture.random_states import buffers_and_generators_kept, modes_kept
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.sequence.chain import BlockChain, SequenceSettings
-from atorch_ns.sharding.sequence.plan import find_hidden
+from atorch_ns.sharding.sequence.chain import BlockChain
+from atorch_ns.sharding.sequence.plan import SequenceSettings, find_hidden
 
 _METADATA = (
     "dtype",
@@ -60,16 +61,8 @@ def find_chains(
             ``shared_parameters``.
     """
     watch = _Watch(blocks, shared_parameters)
-    handles = []
-    for index, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(watch.enter(index), with_kwargs=True, prepend=True))
-        handles.append(block.register_forward_hook(watch.leave(index), always_call=True))
-    try:
-        with watch:
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with call_hooks(enumerate(blocks), watch.enter, watch.leave, prepend=True, always=True), watch:
+        forward()
     return watch.chains()
 
 
@@ -85,12 +78,12 @@ class _Watch(TorchFunctionMode):
             for index, block in enumerate(blocks)
             for name, parameter in block.named_parameters()
         }
-        self._kept = _Seen()
+        self._kept = WeakTensorKeyDictionary()  # the block that computed a tensor inside
         self._given: set[int] = set()
         self._depth = 0
         self._calls: list[int] = []
         self._continues: list[bool] = []
-        self._outputs = _Seen()
+        self._outputs = WeakTensorKeyDictionary()  # the call that returned a tensor
         self._last: set[int] = set()
         self._read: set[int] = set()
 
@@ -105,36 +98,26 @@ class _Watch(TorchFunctionMode):
             self._refuse((args, kwargs), result)
         return result
 
-    def enter(self, index: int) -> Callable[..., None]:
+    def enter(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The hook before a block: notes whether it takes the previous block's output, and who else has read that."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._given = {id(tensor) for tensor in tensors_of((args, kwargs))}
+        self._calls.append(index)
+        self._continues.append(bool(self._last & self._given))
+        self._note((args, kwargs), but=self._last)
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._depth += 1
-            if self._depth > 1:
-                return
-            given = {id(tensor) for tensor in tensors_of((args, kwargs))}
-            self._given = given
-            self._calls.append(index)
-            self._continues.append(bool(self._last & given))
-            self._note((args, kwargs), but=self._last)
-
-        return hook
-
-    def leave(self, index: int) -> Callable[..., None]:
+    def leave(self, _: int, __: nn.Module, args: Any, output: Any) -> None:
         """The hook after a block: its output is followed from here on."""
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._depth -= 1
-            if self._depth:
-                return
-            tensors = tensors_of(output)
-            self._last = {id(tensor) for tensor in tensors}
-            place = len(self._calls) - 1
-            for tensor in tensors:
-                self._outputs.add(tensor, place)
-                self._kept.drop(tensor)
-
-        return hook
+        self._depth -= 1
+        if self._depth:
+            return
+        tensors = tensors_of(output)
+        self._last = {id(tensor) for tensor in tensors}
+        for tensor in tensors:
+            self._outputs[tensor] = len(self._calls) - 1
+            self._kept.pop(tensor, None)
 
     def chains(self) -> list[list[int]]:
         """The calls, separated where hidden states are not handed on untouched, or a block is called again."""
@@ -159,7 +142,7 @@ class _Watch(TorchFunctionMode):
         """Remembers tensors that a block computes inside."""
         for leaf in tensors_of(result):
             if id(leaf) not in self._given | self._parameters.keys():
-                self._kept.add(leaf, self._calls[-1])
+                self._kept[leaf] = self._calls[-1]
 
     def _refuse(self, values: Any, result: Any) -> None:
         for leaf in tensors_of(values):
@@ -184,24 +167,6 @@ class _Watch(TorchFunctionMode):
         return f"block {index} ({type(self._blocks[index]).__qualname__})"
 
 
-class _Seen:
-    """Numbers of tensors, which it does not keep alive."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-
-    def add(self, tensor: torch.Tensor, number: int) -> None:
-        self._entries[id(tensor)] = (weakref.ref(tensor), number)
-
-    def drop(self, tensor: torch.Tensor) -> None:
-        self._entries.pop(id(tensor), None)
-
-    def get(self, value: Any) -> int | None:
-        """The number of a tensor; ``None`` for any other value, since ids are reused."""
-        tensor, number = self._entries.get(id(value), (None, 0))
-        return number if tensor is not None and tensor() is value else None
-
-
 def _reads_metadata(func: Any) -> bool:
     """Whether a call only reads a tensor's dtype, device and the like, which are the same for a part of it."""
     return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
@@ -221,9 +186,7 @@ def join_blocks(
     as before.
 
     Args:
-        module: the model that ``forward`` calls.
         chains: attached chains whose blocks are not joined.
-        settings: the settings of the chains.
         forward: runs the model on the same data on all ranks of the group.
     """
     blocks = [block.module for chain in chains for block in chain.blocks]
@@ -277,35 +240,20 @@ def _observe(
     handed: dict[Pair, Links] = {}
     last: tuple[int, list[tuple[Path, Any]]] = (-1, [])
 
-    def entering(index: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            hidden = find_hidden((args, kwargs), dim)
-            if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
-                given = [
-                    (path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-                ]
-                handed[last[0], index] = tuple(
-                    (source, path) for path, leaf in given for source, made in last[1] if made is leaf
-                )
+    def entering(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = find_hidden((args, kwargs), dim)
+        if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
+            given = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            handed[last[0], index] = tuple(
+                (source, path) for path, leaf in given for source, made in last[1] if made is leaf
+            )
 
-        return hook
+    def leaving(index: int, _: nn.Module, args: Any, output: Any) -> None:
+        nonlocal last
+        last = (index, list(leaves(output)))
 
-    def leaving(index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            nonlocal last
-            last = (index, list(leaves(output)))
-
-        return hook
-
-    handles = []
-    for index, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(entering(index), with_kwargs=True, prepend=True))
-        handles.append(block.register_forward_hook(leaving(index)))
-    try:
+    with call_hooks(enumerate(blocks), entering, leaving, prepend=True):
         return find_chains(blocks, forward, shared_parameters=True), handed
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _agreed(pairs: set[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:

@@ -8,17 +8,16 @@ needs in a recomputation is in its arguments, or was remembered in the forward p
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch_ns.capture.nests import Path, map_leaves
+from atorch_ns.capture.nests import Path, leaves
 from atorch_ns.errors import InputError
 from atorch_ns.profile import NamedModule
 from atorch_ns.sharding.rank_context import RankRandomness, isolated
@@ -26,36 +25,13 @@ from atorch_ns.sharding.sequence.block_calls import DividedCalls
 from atorch_ns.sharding.sequence.plan import (
     BlockPlan,
     SequenceLayout,
+    SequenceSettings,
     divide_arguments,
     find_hidden,
     gather_results,
 )
 from atorch_ns.sharding.sequence.selftest import Subject, find_block_plan
 from atorch_ns.torch_compat import in_backward
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceSettings:
-    """How sequences are divided.
-
-    Attributes:
-        group: the ranks of the sequence axis.
-        device: where the model computes.
-        dim: the hidden states' dimension of positions.
-        kind: how attention sees the keys of other ranks.
-        balanced: whether causal ring attention divides the sequence in zigzag.
-        head_share: the number of ranks that the heads of the blocks are still to be divided over.
-        restore_precision: makes all layers of a block's copy compute in the dtype of their weights, for tests; ``None``
-            where they already do.
-    """
-
-    group: dist.ProcessGroup
-    device: torch.device
-    dim: int = 1
-    kind: Literal["auto", "ulysses", "ring"] = "auto"
-    balanced: bool = True
-    head_share: int = 1
-    restore_precision: Callable[[nn.Module], None] | None = None
 
 
 @dataclass
@@ -80,12 +56,8 @@ class BlockChain:
     """Neighbouring blocks of a model; none is joined to the next at first.
 
     Args:
-        blocks: in the order of their calls.
+        blocks: the blocks, in the order of their calls.
         kinds: a text for each block that is equal for equal blocks.
-        settings: how sequences are divided.
-
-    Attributes:
-        blocks: the blocks.
     """
 
     def __init__(
@@ -98,7 +70,9 @@ class BlockChain:
         self._zigzag: bool | None = None
         self._joined: dict[int, frozenset[Path]] = {}
         self._due: int | None = None
-        self._lengths = _Lengths()
+        self._lengths = WeakTensorKeyDictionary()
+        """The length of the whole sequence by the parts of it that blocks handed on."""
+        self._last_length = 0
         self._running: list[_Call] = []
         self._randomness = RankRandomness(settings.group.rank(), settings.device)
 
@@ -172,7 +146,10 @@ class BlockChain:
                 return None
             plan, wanted = call.plan, self._joined.get(place)
             if wanted is not None:
-                self._lengths.remember_results(output, plan, call.layout.length)
+                self._last_length = call.layout.length
+                self._lengths.update(
+                    {leaf: self._last_length for path, leaf in leaves(output) if path in plan.outputs}
+                )
                 if wanted.isdisjoint(plan.outputs):
                     return None
                 plan = replace(
@@ -204,7 +181,7 @@ class BlockChain:
         hidden = found[1]
         if self._is_first(place):
             return hidden.size(self._settings.dim)
-        return self._lengths.of(hidden)
+        return int(self._lengths.get(hidden, self._last_length))
 
     def _is_first(self, place: int) -> bool:
         """Whether the block takes whole hidden states."""
@@ -219,20 +196,15 @@ class BlockChain:
         if known.plan is not None:
             return known.plan
         assert known.copy is not None
-        settings, copied = self._settings, known.copy
+        device, copied = self._settings.device, known.copy
         subject = Subject(
             name=self.blocks[place].name,
             # Outside of modes that follow the tensors of this pass: a tensor with references cannot be swapped.
-            block=isolated(lambda: copied.to(settings.device), settings.device),
+            block=isolated(lambda: copied.to(device), device),
             arguments=arguments,
             length=length,
-            dim=settings.dim,
-            kind=settings.kind,
-            balanced=settings.balanced,
             zigzag=self._zigzag,
-            group=settings.group,
-            device=settings.device,
-            head_share=settings.head_share,
+            settings=self._settings,
         )
         known.plan, self._zigzag = find_block_plan(subject)
         known.copy = None
@@ -241,31 +213,6 @@ class BlockChain:
 
 def _uncompiled(hook: Any) -> Any:
     return torch.compiler.disable(hook)
-
-
-class _Lengths:
-    """The lengths of the whole sequences that divided tensors are parts of."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._last = 0
-
-    def remember_results(self, output: Any, plan: BlockPlan, length: int) -> None:
-        """Records ``length`` for all parts in the result of a block."""
-        self._last = length
-        self._of = {key: entry for key, entry in self._of.items() if entry[0]() is not None}
-
-        def note(path: Any, leaf: Any) -> Any:
-            if path in plan.outputs:
-                self._of[id(leaf)] = (weakref.ref(leaf), length)
-            return leaf
-
-        map_leaves(note, output)
-
-    def of(self, tensor: torch.Tensor) -> int:
-        """The length recorded for ``tensor``; the last recorded one for any other tensor."""
-        reference, length = self._of.get(id(tensor), (None, self._last))
-        return length if reference is not None and reference() is tensor else self._last
 
 
 def _test_copy(block: nn.Module) -> nn.Module:

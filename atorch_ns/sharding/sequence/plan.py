@@ -9,13 +9,14 @@ Legend: T positions of the whole sequence, n ranks, L positions of one rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from atorch_ns.capture.nests import Path, leaves, map_leaves
 from atorch_ns.sharding.collectives import copy_to, gather_from, scale_gradient, scatter_to
@@ -130,6 +131,29 @@ class BlockPlan:
     sites: Mapping[int, Numbers] = field(default_factory=dict)
     crossed: frozenset[int] = frozenset()
     outputs: Mapping[Path, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSettings:
+    """Settings of sequence parallelism.
+
+    Attributes:
+        group: the ranks of the sequence axis.
+        dim: the hidden states' dimension of positions.
+        kind: how attention sees the keys of other ranks.
+        balanced: whether causal ring attention divides the sequence in zigzag.
+        head_share: the number of ranks that the heads of the blocks are still to be divided over.
+        restore_precision: makes all layers of a block's copy compute in the dtype of their weights, for tests; ``None``
+            where they already do.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    dim: int = 1
+    kind: Literal["auto", "ulysses", "ring"] = "auto"
+    balanced: bool = True
+    head_share: int = 1
+    restore_precision: Callable[[nn.Module], None] | None = None
 
 
 def divide_arguments(

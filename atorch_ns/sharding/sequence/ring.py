@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,35 +32,14 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding.rank_context import isolated
 from atorch_ns.sharding.sequence.attention import AttentionCall, own_rows
 from atorch_ns.sharding.sequence.plan import SequenceLayout
-from atorch_ns.torch_compat import CpuFlashAttention, CudaFlashAttention
+from atorch_ns.torch_compat import FlashAttention
 
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Rounding errors of values around 1; a wrong order of logarithms or a lost factor gives 1e-1 or more."""
 _LARGEST_WIDTH: Final = 256
 
 
-class Kernel(Protocol):
-    """Fused attention without dropout or mask, on [B, H, T, E] and [B, H, S, E]."""
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result [B, H, T, E] and the logarithm of the sum of exponentials, float32 [B, H, T]."""
-        ...
-
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        result: tuple[torch.Tensor, torch.Tensor],
-        causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of queries, keys and values, given those three, and result and logarithm."""
-        ...
-
-
-def find_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
+def find_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> FlashAttention | None:
     """A kernel that was verified for such tensors; ``None`` if there is none."""
     width = query.size(-1)
     alike = query.dtype == key.dtype == value.dtype and value.size(-1) == width
@@ -70,26 +49,21 @@ def find_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 @functools.cache
-def _proved(device: torch.device, dtype: torch.dtype, width: int) -> Kernel | None:
-    kernel: Kernel
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16):
-        kernel = CpuFlashAttention()
-    elif device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        kernel = CudaFlashAttention()
-    else:
+def _proved(device: torch.device, dtype: torch.dtype, width: int) -> FlashAttention | None:
+    dtypes = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16, torch.float16)}
+    if dtype not in dtypes.get(device.type, ()):
         return None
+    kernel = FlashAttention(device.type)
     try:
         errors = isolated(lambda: [_error(kernel, device, dtype, width, c) for c in (False, True)], device)
-    except (
-        RuntimeError,
-        TypeError,
-        AttributeError,
-    ):  # a build without it, a device too old, a changed signature
+    except (RuntimeError, TypeError, AttributeError):  # missing in this build or device, or another signature
         return None
     return kernel if max(errors) < _TOLERANCES[dtype] else None
 
 
-def _error(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, causal: bool) -> float:
+def _error(
+    kernel: FlashAttention, device: torch.device, dtype: torch.dtype, width: int, causal: bool
+) -> float:
     """The largest deviation of a kernel from the formula."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(1, 2, 8, width, generator=generator).to(device, dtype) for _ in range(4)]
@@ -150,7 +124,7 @@ class Part:
         target = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
         target += of_scores.sum_to_size(target.shape)
 
-    def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
+    def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> FlashAttention | None:
         """A fused kernel for this part, if there is one."""
         square = query.size(-2) == key.size(-2)
         return find_kernel(query, key, value) if self.mask is None and (square or not self.causal) else None
@@ -202,7 +176,6 @@ def attend_backward(
         gradient: of the merged result, float32 [..., H, T, E'].
         tensors: queries, and the part's keys and values.
         result: the merged result, float32 [..., H, T, E'], and its logarithm [..., H, T].
-        part: the part.
         trains_mask: whether the mask has a gradient.
 
     Returns:
@@ -283,9 +256,6 @@ class _Ring:
     """The settings of one ring attention call.
 
     Attributes:
-        layout: the positions of each rank.
-        group: the ranks.
-        scale: the factor of the scores.
         causal: whether queries see earlier positions only.
     """
 

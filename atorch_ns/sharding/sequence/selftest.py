@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import Path, leaves, map_leaves, path_text
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.compare import gradients_of, largest, relative_error, weighted_sum
+from atorch_ns.sharding.compare import (
+    gradient_floor,
+    gradients_of,
+    relative_error,
+    weighted_sum,
+    worst_of_ranks,
+)
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
 from atorch_ns.sharding.sequence.block_calls import DividedCalls, SeenCalls
@@ -29,6 +35,7 @@ from atorch_ns.sharding.sequence.plan import (
     BlockPlan,
     Numbers,
     SequenceLayout,
+    SequenceSettings,
     divide_arguments,
     find_hidden,
     gather_results,
@@ -40,9 +47,6 @@ T = TypeVar("T")
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TOLERANCE: Final = 1e-3
 """In units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1."""
-
-_FLOOR: Final = 1e-2
-"""Gradients smaller than this share of the largest are compared on its scale."""
 
 _LOCAL_LENGTHS: Final = (22, 26, 14, 10, 6, 34, 38, 4, 2, 8)
 """Numbers of positions of one rank in the test, preferred first: even, and unlike the sizes that models have."""
@@ -60,26 +64,15 @@ class Subject:
         block: a copy used for nothing else, with weights equal on all ranks of the group.
         arguments: ``(args, kwargs)`` of a real call, whole; the hidden states may have any length.
         length: the number of positions in the other arguments.
-        dim: the hidden states' dimension of positions.
-        kind: how attention may be computed.
-        balanced: whether zigzag may be chosen.
         zigzag: whether the sequence is in zigzag; ``None`` while undecided.
-        group: the ranks.
-        device: where they compute.
-        head_share: the number of ranks that the copy's heads will be divided over.
     """
 
     name: str
     block: nn.Module
     arguments: Any
     length: int
-    dim: int
-    kind: Literal["auto", "ulysses", "ring"]
-    balanced: bool
     zigzag: bool | None
-    group: dist.ProcessGroup
-    device: torch.device
-    head_share: int = 1
+    settings: SequenceSettings
 
 
 @dataclass(frozen=True)
@@ -96,14 +89,14 @@ def find_block_plan(subject: Subject) -> tuple[BlockPlan, bool]:
     Raises:
         InputError: if there is none; the message says what was tried and what to change.
     """
-    return isolated(lambda: _try_all(subject), subject.device)
+    return isolated(lambda: _try_all(subject), subject.settings.device)
 
 
 def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
     whole, seen, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")
     for plan, zigzag in candidates(subject, seen, arguments, length):
-        layout = SequenceLayout(length, subject.group.size(), subject.group.rank(), zigzag)
+        layout = SequenceLayout(length, subject.settings.group.size(), subject.settings.group.rank(), zigzag)
         error, found, why = _error_of(subject, plan, layout, arguments, whole)
         if error <= _TOLERANCE:
             return found, zigzag
@@ -160,15 +153,14 @@ def _error_of(
         error, why = _compare(whole, outcome)
     except Exception as failure:  # a wrong guess fails in whatever way the block's code does
         why = f"it raises {type(failure).__name__}: {failure}"
-    worst = torch.tensor(error, device=subject.device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=subject.group)
-    return float(worst), plan, why
+    (worst,) = worst_of_ranks([error], subject.settings.group, subject.settings.device)
+    return worst, plan, why
 
 
 def _run_divided(
     subject: Subject, plan: BlockPlan, layout: SequenceLayout, arguments: Any, whole: _Outcome
 ) -> tuple[BlockPlan, _Outcome]:
-    group = subject.group
+    group = subject.settings.group
     args, kwargs = divide_arguments(arguments, plan, layout, group)
     with DividedCalls(plan, layout, group) as calls:
         output = subject.block(*args, **kwargs)
@@ -201,25 +193,23 @@ def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Pa
 
 def _compare(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
     """The largest error, relative to the largest value, and a clause that says where."""
-    worst, where = 0.0, ""
     outputs = dict(leaves(found.output))
-    for path, leaf in leaves(whole.output):
-        if _is_tensor(leaf) and leaf.is_floating_point():
-            error = relative_error(outputs.get(path), leaf)
-            if error > worst:
-                worst, where = error, f"result {path or ''} is off by {error:.1e}"
-    floor = _FLOOR * max(map(largest, whole.gradients.values()), default=0.0)
+    errors = {
+        f"result {path or ''}": relative_error(outputs.get(path), leaf)
+        for path, leaf in leaves(whole.output)
+        if _is_tensor(leaf) and leaf.is_floating_point()
+    }
+    floor = gradient_floor(whole.gradients.values())
     for name, gradient in whole.gradients.items():
-        error = relative_error(found.gradients.get(name), gradient, floor=floor)
-        if error > worst:
-            worst, where = error, f"the gradient of {name} is off by {error:.1e}"
-    return worst, where
+        errors[f"the gradient of {name}"] = relative_error(found.gradients.get(name), gradient, floor=floor)
+    where = max(errors, key=errors.__getitem__)
+    return errors[where], f"{where} is off by {errors[where]:.1e}"
 
 
 def _refusal(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
     kind = type(subject.block).__name__
     head = (
-        f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.group.size()} ranks: on a small "
+        f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.settings.group.size()} ranks: on a small "
         f"input it does not give on parts what it gives on the whole; {why}."
     )
     if not seen.attentions and any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules()):
@@ -251,13 +241,15 @@ def candidates(
     subject: Subject, seen: SeenCalls, arguments: Any, length: int
 ) -> Iterator[tuple[BlockPlan, bool]]:
     """Plans to try for a block, likeliest first, each with whether the sequence is in zigzag."""
-    hidden = find_hidden(arguments, subject.dim)
+    hidden = find_hidden(arguments, subject.settings.dim)
     assert hidden is not None
-    divisions = _divisions(arguments, hidden, length, subject.dim, squares=True)
-    divisions += _divisions(arguments, hidden, length, subject.dim, squares=False)
+    divisions = _divisions(arguments, hidden, length, subject.settings.dim, squares=True)
+    divisions += _divisions(arguments, hidden, length, subject.settings.dim, squares=False)
     for kind in _kinds(subject, seen):
-        wants = kind == "ring" and subject.balanced and any(call.causal for call in seen.attentions)
-        zigzag = wants if subject.zigzag is None else subject.zigzag
+        preferred = (
+            kind == "ring" and subject.settings.balanced and any(call.causal for call in seen.attentions)
+        )
+        zigzag = preferred if subject.zigzag is None else subject.zigzag
         for sites, divided in itertools.product(_numberings(seen), _distinct(divisions)):
             yield BlockPlan(kind=kind, divided=divided, sites=sites), zigzag
 
@@ -282,11 +274,15 @@ def _numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
 
 
 def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
-    if subject.kind != "auto":
-        return (subject.kind,)
-    ranks = subject.group.size()
+    if subject.settings.kind != "auto":
+        return (subject.settings.kind,)
+    ranks = subject.settings.group.size()
     own = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
-    return ("ulysses",) if all(heads_divide(call, ranks * subject.head_share) for call in own) else ("ring",)
+    return (
+        ("ulysses",)
+        if all(heads_divide(call, ranks * subject.settings.head_share) for call in own)
+        else ("ring",)
+    )
 
 
 def _divisions(
@@ -323,12 +319,12 @@ def _divisions(
 
 def lengths_to_test(subject: Subject) -> list[int]:
     """Lengths to test with: some whose parts differ from all sizes in the block, and the real one."""
-    ranks = subject.group.size()
+    ranks = subject.settings.group.size()
     sizes = {size for tensor in subject.block.parameters() for size in tensor.shape}
     others = [
         leaf
         for path, leaf in leaves(subject.arguments)
-        if isinstance(leaf, torch.Tensor) and sequence_dims(leaf, subject.length, subject.dim)
+        if isinstance(leaf, torch.Tensor) and sequence_dims(leaf, subject.length, subject.settings.dim)
     ]
     fixed = len(others) > 1  # besides the hidden states something has the length, and can only be shortened
     chosen = [
@@ -345,10 +341,10 @@ def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
 
     ``squares``: whether a tensor with the sequence's length twice is a mask.
     """
-    found = find_hidden(subject.arguments, subject.dim)
+    found = find_hidden(subject.arguments, subject.settings.dim)
     assert found is not None
     hidden_path, hidden = found
-    rows = hidden.size(0) if subject.dim > 0 else 0
+    rows = hidden.size(0) if subject.settings.dim > 0 else 0
     generator = torch.Generator().manual_seed(0)
 
     def make(path: Path, leaf: Any) -> Any:
@@ -356,17 +352,17 @@ def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
             return unshared(leaf)
         if path == hidden_path:
             shape = list(hidden.shape)
-            shape[subject.dim] = length
+            shape[subject.settings.dim] = length
             if rows:
                 shape[0] = min(rows, _ROWS)
             random = torch.randn(shape, generator=generator)
-            return random.to(subject.device).requires_grad_()
+            return random.to(subject.settings.device).requires_grad_()
         small = leaf.detach()
-        for dim in sequence_dims(leaf, subject.length, subject.dim, squares=squares):
+        for dim in sequence_dims(leaf, subject.length, subject.settings.dim, squares=squares):
             small = small.narrow(dim, 0, length)
         if rows > _ROWS and small.dim() > 0 and small.size(0) == rows:
             small = small.narrow(0, 0, _ROWS)
-        small = small.to(subject.device, copy=True)
+        small = small.to(subject.settings.device, copy=True)
         if not small.is_floating_point():
             return small
         return small.float().requires_grad_(leaf.requires_grad)

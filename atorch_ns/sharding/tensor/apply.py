@@ -53,10 +53,7 @@ def divide(
     Tied parameters stay tied.
 
     Args:
-        model: the whole model.
         layout: must have no :func:`misfits`.
-        group: the ranks that share the layers.
-        regions: the regions that the layers form.
         stream: the blocks between which the sequence is divided.
     """
     done = Divided()

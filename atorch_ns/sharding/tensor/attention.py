@@ -18,7 +18,7 @@ Dims = dict[str, tuple[int, tuple[int, ...] | None]]
 
 
 def why_not_by_heads(module: nn.Module, degree: int) -> str | None:
-    """Why a module cannot be divided by heads; ``None`` if it can."""
+    """The reason why a module cannot be divided by heads; ``None`` if it can."""
     if not isinstance(module, nn.MultiheadAttention):
         return f"{type(module).__name__} is no nn.MultiheadAttention"
     if type(module).forward is not nn.MultiheadAttention.forward:

@@ -37,9 +37,7 @@ class ChosenPlan:
     """A tested plan with all that is needed to apply it.
 
     Attributes:
-        plan: the plan.
         layout: the plan resolved for the model.
-        regions: the regions that its layers form.
         stream: where the sequence is divided; ``None`` where it is not.
         partial: names of whole parameters whose gradients are summed over the tensor group.
         notes: decisions, as sentences for the report.
@@ -68,7 +66,6 @@ def choose_plan(
 
     Args:
         model: the whole model, on any device; not changed.
-        group: the ranks to divide layers over.
         graph: how the model's layers are connected.
         plan: the user's plan; ``None`` without one.
         source: where a plan comes from if the user gives none.
@@ -99,16 +96,16 @@ def choose_plan(
     layout = plan.resolve(model)
     if not users and undivided == "error":
         check_heads(model, layout, graph, group.size)
-    regions = regions_in(graph, layout)
-    failure, partial = test.plan(layout, regions)
-    while failure is not None and not users:
-        plan = _without(model, plan, layout, failure, group.size)
-        layout = plan.resolve(model)
+    while True:
         regions = regions_in(graph, layout)
         failure, partial = test.plan(layout, regions)
+        if failure is None or users:
+            break
+        plan = _without(model, plan, layout, failure, group.size)
+        layout = plan.resolve(model)
     plan = replace(plan, left=grouped(plan.left))
     if not layout.layers:
-        raise _all_whole(model) if users else _nothing(model, group.size, plan, graph)
+        raise _nothing_divided(model, group.size, plan, graph)
     if failure is not None:
         raise _failed(model, group, graph, test, plan, failure)
     stream = None
@@ -173,15 +170,14 @@ def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGr
         )
 
 
-def _all_whole(model: nn.Module) -> InputError:
-    return InputError(
-        f"the plan of tensor_parallel divides no layer of {type(model).__name__}: all that it names is replicate or "
-        "sequence, which stay whole. Make pairs of layers colwise and rowwise, or leave the plan out to have one "
-        "found."
-    )
-
-
-def _nothing(model: nn.Module, degree: int, plan: TensorPlan, graph: LayerGraph) -> InputError:
+def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: LayerGraph) -> InputError:
+    """The error for a plan that leaves every layer whole."""
+    if plan.where == "user":
+        return InputError(
+            f"the plan of tensor_parallel divides no layer of {type(model).__name__}: all that it names is replicate or "
+            "sequence, which stay whole. Make pairs of layers colwise and rowwise, or leave the plan out to have one "
+            "found."
+        )
     works = [n for n in _degrees_by_size(model, graph) if n != degree]
     return no_layer_divides(model, degree, plan.left, works)
 
@@ -198,15 +194,15 @@ def _failed(
     found = find_tensor_plan(model, group.size, graph, test)
     right = found.resolve(model)
     mine = plan.resolve(model)
-    here = right.filtered(lambda path: is_inside(path, failure.path))
+    local = right.filtered(lambda path: is_inside(path, failure.path))
     advice = (
         "Give the attributes that its code divides by, or the sizes of fused parts, or set it to replicate."
     )
-    if here.layers:
+    if local.layers:
         advice = f"This plan passes: {found.as_config()}."
-    missing = [name for name in here.attributes if name not in mine.attributes]
-    inputs = [name for name in here.narrow_inputs if name not in mine.narrow_inputs]
-    parts = [path for path, layer in here.layers.items() if layer.parts]
+    missing = [name for name in local.attributes if name not in mine.attributes]
+    inputs = [name for name in local.narrow_inputs if name not in mine.narrow_inputs]
+    parts = [path for path, layer in local.layers.items() if layer.parts]
     ends = open_ends(mine, graph)
     if ends:
         advice = f"{ends}. {advice}"
@@ -225,14 +221,13 @@ def _failed(
 def _without(model: nn.Module, plan: TensorPlan, layout: Layout, failure: Failure, degree: int) -> TensorPlan:
     """The plan that leaves the failed unit whole, with those of its kind and the layers that share their weights."""
 
+    def failed(path: str) -> bool:
+        return any(is_inside(path, unit) for unit in failure.alike)
+
     why = f"each of its unit's layers passes the test alone, and together {failure.reason}"
-    unfit = {path: why for path in layout.layers if any(is_inside(path, unit) for unit in failure.alike)}
-
-    def kept(path: str) -> bool:
-        return path not in unfit and not any(is_inside(path, unit) for unit in failure.alike)
-
+    unfit = {path: why for path in layout.layers if failed(path)}
     while unfit.keys() & layout.layers.keys():
-        layout = layout.filtered(kept)
+        layout = layout.filtered(lambda path: path not in unfit and not failed(path))
         unfit.update(misfits(model, layout, degree))
     return replace(plan_from(model, layout, left={**plan.left, **unfit}), where=plan.where)
 
@@ -251,7 +246,7 @@ def _choose_stream(
     regions: Sequence[RegionSpec],
     dim: int,
 ) -> tuple[StreamSpec, set[str]]:
-    """Where the sequence can be divided, and the parameters that then have partial gradients; collective.
+    """The blocks between which the sequence can be divided, and the parameters that then have partial gradients; collective.
 
     Hidden states are in pieces only inside a chain of blocks that hand them on untouched: code between two chains,
     such as a mean over the sequence or a learned scale, sees them whole.

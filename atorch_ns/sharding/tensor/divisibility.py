@@ -16,7 +16,7 @@ from atorch_ns.sharding.tensor.plan import (
     RegionSpec,
     common_parent,
     divided_dims,
-    is_settings,
+    integers,
     kind_of,
     layer_sizes,
 )
@@ -124,8 +124,6 @@ def no_layer_divides(
     """The error for a model in which nothing can be divided.
 
     Args:
-        model: the model.
-        degree: the degree asked for.
         left: the reasons why layers stay whole, by path.
         works: degrees that divide some of its layers.
     """
@@ -213,10 +211,9 @@ def _head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int
     for module in home.modules():
         if kind_of(module) is not None:
             continue
-        for name, value in vars(module).items():
-            inner = vars(value) if is_settings(value) else {name: value}
-            for own, number in inner.items():
-                if type(number) is int and number > 0 and not own.startswith("_") and counts_heads(own):
-                    found.setdefault(own, number)
+        for name, number, _ in integers(module):
+            own = name.rpartition(".")[2]
+            if number > 0 and not own.startswith("_") and counts_heads(own):
+                found.setdefault(own, number)
     # A count that does not divide the width is that of something else.
     return {name: number for name, number in found.items() if inputs % number == 0}

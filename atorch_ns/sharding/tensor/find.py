@@ -213,7 +213,6 @@ def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) 
     Args:
         refusals: error messages of views, one for each layout.
         widths: numbers of features of the undivided layers.
-        degree: the number of ranks.
 
     Returns:
         A clause; ``None`` if the errors say something else.

@@ -9,13 +9,13 @@ Legend: B batch, T tokens, I input features, O output features, V vocabulary, D 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from atorch_ns.sharding.rank_context import Region, TensorGroup, local_part
+from atorch_ns.sharding.rank_context import Region, TensorGroup, divide_class, local_part
 from atorch_ns.sharding.tensor.attention import DividedAttention
 from atorch_ns.sharding.tensor.plan import Kind
 from atorch_ns.sharding.vocabulary.logits import DividedLogits
@@ -29,21 +29,20 @@ def _not_compiled(forward: F) -> F:
     return torch.compiler.disable(forward)  # type: ignore[no-any-return]
 
 
+@dataclass
 class _Setting:
     """The settings of a divided layer.
 
     Attributes:
         kind: the kind of the layer when it was whole.
-        group: the ranks that share it.
         region: the region that it begins or ends; ``None`` for embeddings and heads.
         keeps_divided: whether a head leaves its outputs divided.
     """
 
-    def __init__(self, kind: Kind, group: TensorGroup, region: Region | None) -> None:
-        self.kind = kind
-        self.group = group
-        self.region = region
-        self.keeps_divided = False
+    kind: Kind
+    group: TensorGroup
+    region: Region | None
+    keeps_divided: bool = False
 
 
 class _Column:
@@ -108,25 +107,14 @@ class _VocabularyRows:
         local = ids - setting.group.rank * rows
         foreign = (local < 0) | (local >= rows)
         padding = self.padding_idx
-        if padding is not None:
-            padding -= setting.group.rank * rows
-            padding = padding if 0 <= padding < rows else None
-        with _padding(self, padding):
+        try:
+            if padding is not None:
+                mine = padding - setting.group.rank * rows
+                self.padding_idx = mine if 0 <= mine < rows else None
             out = setting.kind.compute(self, local.masked_fill(foreign, 0), weight, None)
+        finally:
+            self.padding_idx = padding
         return setting.group.leave(out.masked_fill(foreign.unsqueeze(-1), 0))
-
-
-class _padding:
-    """Sets ``padding_idx`` of an embedding inside the block."""
-
-    def __init__(self, module: Any, value: int | None) -> None:
-        self._module, self._value, self._before = module, value, module.padding_idx
-
-    def __enter__(self) -> None:
-        self._module.padding_idx = self._value
-
-    def __exit__(self, *_: object) -> None:
-        self._module.padding_idx = self._before
 
 
 _CLASSES = {
@@ -144,8 +132,7 @@ def as_divided(module: nn.Module, kind: Kind, style: str, group: TensorGroup, re
     name = count.get(style)
     if name and isinstance(getattr(module, name, None), int):
         setattr(module, name, getattr(module, name) // group.size)
-    whole: Any = type(module)
-    module.__class__ = _class(_CLASSES[style], whole)
+    divide_class(module, _CLASSES[style])
 
 
 def keep_divided(module: nn.Module) -> None:
@@ -160,16 +147,7 @@ def attention_by_heads(module: nn.Module, group: TensorGroup) -> None:
     region = Region(group, num_rows=1, random=module.dropout > 0)
     region.watch(module)
     vars(module)["_tensor_group"], vars(module)["_region"] = group, region
-    whole: Any = type(module)
-    module.__class__ = _class(DividedAttention, whole)
-
-
-@cache
-def _class(style: Any, whole: Any) -> Any:
-    """The subclass of ``whole`` that computes in ``style``, shared by all layers, so that their classes are equal."""
-    name = f"{style.__name__.removeprefix('_')}{whole.__name__}"
-    body = {"whole_forward": whole.forward, "__doc__": f"{whole.__name__}: {style.__doc__}"}
-    return type(name, (style, whole), body)
+    divide_class(module, DividedAttention)
 
 
 def _local_or_none(parameter: Any) -> torch.Tensor | None:

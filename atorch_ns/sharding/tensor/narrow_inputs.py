@@ -31,8 +31,6 @@ def narrowable(
     """Sets of arguments that a module's columns could get whole while its code sees a share, the largest first.
 
     Args:
-        model: the whole model.
-        graph: how its layers are connected.
         path: the module's path; the graph has a call of it.
         columns: paths of column-parallel layers in it.
         degree: n.

@@ -130,7 +130,7 @@ STYLES: Mapping[str, str] = {
     "replicate": "whole on every rank",
     "sequence": "whole on every rank, on a part of the sequence where sequence=True divides it, else like replicate",
 }
-"""What each style does; the names are those of transformers' plans where it has them."""
+"""The effect of each style; the names are those of transformers' plans where it has them."""
 
 _ALIASES = {
     "column": "colwise",
@@ -162,7 +162,7 @@ def style_named(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How a model's layers are divided, for every degree that divides their sizes.
+    """The division of a model's layers, for every degree that divides their sizes.
 
     Patterns are dotted paths, which may hold ``*`` (``"model.layers.*.mlp.up_proj"``), or the ends of paths
     (``"attn.c_proj"``).
@@ -200,28 +200,21 @@ class TensorPlan:
                 layers[path] = LayerStyle(layers[path].style, tuple(sizes))
         divided = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
         order = {path: place for place, path in enumerate(modules)}
-        numbers = _integers(model) if self.attributes else []
-        arguments = _arguments(model) if self.narrow_inputs else []
         return Layout(
             dict(sorted(divided.items(), key=lambda item: order[item[0]])),
-            _all_matching(self.attributes, numbers),
-            _all_matching(self.narrow_inputs, arguments),
+            _all_matching(self.attributes, _integers(model) if self.attributes else []),
+            _all_matching(self.narrow_inputs, _arguments(model) if self.narrow_inputs else []),
         )
 
     def unmatched(self, model: nn.Module) -> list[str]:
         """The patterns that match nothing in ``model``."""
         paths = [path for path, _ in model.named_modules() if path]
-        numbers = _integers(model) if self.attributes else []
-        arguments = _arguments(model) if self.narrow_inputs else []
-        return [
-            *(
-                pattern
-                for pattern in dict.fromkeys((*self.styles, *self.parts))
-                if not matching(pattern, paths)
-            ),
-            *(pattern for pattern in self.attributes if not matching(pattern, numbers)),
-            *(pattern for pattern in self.narrow_inputs if not matching(pattern, arguments)),
-        ]
+        named = (
+            (dict.fromkeys((*self.styles, *self.parts)), paths),
+            (self.attributes, _integers(model)),
+            (self.narrow_inputs, _arguments(model)),
+        )
+        return [pattern for patterns, known in named for pattern in patterns if not matching(pattern, known)]
 
     def as_config(self) -> dict[str, Any]:
         """The plan as keys of ``tensor_parallel``'s config: JSON values."""
@@ -249,7 +242,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class LayerStyle:
-    """How one layer is divided.
+    """The division of one layer.
 
     Attributes:
         style: a key of :data:`STYLES`.
@@ -274,14 +267,6 @@ class Layout:
     attributes: tuple[str, ...] = ()
     narrow_inputs: tuple[str, ...] = ()
 
-    def within(self, prefix: str) -> Layout:
-        """The layout as the module at the path ``prefix`` sees it."""
-        head = f"{prefix}." if prefix else ""
-        layers = {
-            path.removeprefix(head): layer for path, layer in self.layers.items() if path.startswith(head)
-        }
-        return Layout(layers, _below(self.attributes, head), _below(self.narrow_inputs, head))
-
     def filtered(self, keep: Callable[[str], bool]) -> Layout:
         """The layout of the paths for which ``keep`` is true."""
         layers = {path: layer for path, layer in self.layers.items() if keep(path)}
@@ -293,14 +278,19 @@ class Layout:
         inputs = tuple(dict.fromkeys((*self.narrow_inputs, *other.narrow_inputs)))
         return Layout({**self.layers, **other.layers}, names, inputs)
 
+    def within(self, prefix: str) -> Layout:
+        """The layout as the module at the path ``prefix`` sees it."""
+        return self.filtered(lambda path: is_inside(path, prefix))._renamed(
+            lambda path: relative(path, prefix)
+        )
+
     def placed(self, parent: str) -> Layout:
         """The inverse of :meth:`within`: the layout as the model that holds this one at ``parent`` sees it."""
-        head = f"{parent}." if parent else ""
-        return Layout(
-            {f"{head}{path}": layer for path, layer in self.layers.items()},
-            tuple(f"{head}{path}" for path in self.attributes),
-            tuple(f"{head}{path}" for path in self.narrow_inputs),
-        )
+        return self._renamed(lambda path: f"{parent}.{path}" if parent else path)
+
+    def _renamed(self, name: Callable[[str], str]) -> Layout:
+        layers = {name(path): layer for path, layer in self.layers.items()}
+        return Layout(layers, tuple(map(name, self.attributes)), tuple(map(name, self.narrow_inputs)))
 
 
 @dataclass(frozen=True)
@@ -428,10 +418,6 @@ def _all_matching(patterns: Iterable[str], paths: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found for pattern in patterns for found in matching(pattern, paths)))
 
 
-def _below(paths: Iterable[str], head: str) -> tuple[str, ...]:
-    return tuple(path.removeprefix(head) for path in paths if path.startswith(head))
-
-
 def forward_arguments(module: nn.Module) -> list[str]:
     """The names of the arguments of the module's forward, without ``*args`` and ``**kwargs``."""
     try:
@@ -451,19 +437,26 @@ def _arguments(model: nn.Module) -> list[str]:
     ]
 
 
+def integers(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    """Path and value of integer attributes of a module and of the settings objects that it holds, and whether it is one
+    of those."""
+    for name, value in vars(module).items():
+        if type(value) is int:
+            yield name, value, False
+        elif is_settings(value):
+            yield from (
+                (f"{name}.{own}", number, True) for own, number in vars(value).items() if type(number) is int
+            )
+
+
 def _integers(model: nn.Module) -> list[str]:
-    """The paths of integer attributes of modules and of the settings objects that they hold."""
-    found = []
-    for path, module in model.named_modules():
-        head = f"{path}." if path else ""
-        for name, value in vars(module).items():
-            if name.startswith("_"):
-                continue
-            if type(value) is int:
-                found.append(f"{head}{name}")
-            elif is_settings(value):
-                found += [f"{head}{name}.{n}" for n, number in vars(value).items() if type(number) is int]
-    return found
+    """The paths of integer attributes of all modules, private ones left out."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, _, _ in integers(module)
+        if not name.startswith("_")
+    ]
 
 
 def is_settings(value: Any) -> bool:

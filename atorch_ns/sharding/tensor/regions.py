@@ -13,7 +13,7 @@ from atorch_ns.sharding.tensor.plan import (
     Layout,
     RegionSpec,
     common_parent,
-    is_settings,
+    integers,
     kind_of,
     layer_sizes,
     relative,
@@ -238,18 +238,13 @@ def _size_candidates(
 ) -> list[tuple[str, int]]:
     """Path and value of numbers that the degree divides, in the modules around the layers of the region."""
     parent = common_parent(spec.layers)
-    home = model.get_submodule(parent)
-    found = []
-    for inner, module in home.named_modules():
-        path = ".".join(part for part in (parent, inner) if part)
-        if kind_of(module) is not None:
-            continue
-        for name, value in vars(module).items():
-            where = f"{path}.{name}" if path else name
-            if type(value) is int and not of_settings:
-                found.append((where, value))
-            elif of_settings and is_settings(value):
-                found += [(f"{where}.{n}", v) for n, v in vars(value).items() if type(v) is int]
+    found = [
+        (".".join(filter(None, (parent, inner, name))), value)
+        for inner, module in model.get_submodule(parent).named_modules()
+        if kind_of(module) is None
+        for name, value, in_settings in integers(module)
+        if in_settings is of_settings
+    ]
     return [
         (path, value)
         for path, value in found

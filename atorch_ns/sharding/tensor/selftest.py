@@ -20,22 +20,19 @@ from atorch_ns.capture.nests import map_tensors, unique_tensors_of
 from atorch_ns.capture.real_values import RealValues
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile import repeated_blocks
-from atorch_ns.sharding.compare import largest, relative_error, weighted_sum
+from atorch_ns.profile.record.steps import ModuleCall
+from atorch_ns.sharding.compare import gradient_floor, largest, relative_error, weighted_sum, worst_of_ranks
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, is_inside
 from atorch_ns.sharding.tensor.sequence import StreamSpec
-from atorch_ns.sharding.tensor.trace import LayerGraph, ModuleCall
+from atorch_ns.sharding.tensor.trace import LayerGraph
+from atorch_ns.text import error_line
 from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
 
 TOLERANCE = 1e-3
 """The largest error that counts as rounding, in units of the largest value of the tensor compared. In fp32 a
 right layout shows about 1e-6; a head too few or a wrong order of parts shows about 1."""
-
-_FLOOR = 1e-2
-"""Gradients smaller than this share of the largest are compared on its scale: that of attention's key bias is zero
-but for rounding."""
-
 
 _OWN = ("embedding_rowwise", "colwise_gather_output")
 """Styles whose results are whole: such a layer is right whatever stands around it."""
@@ -78,20 +75,11 @@ class Failure:
     alike: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A unit's path, and those of all modules of its kind."""
-
-    path: str
-    alike: tuple[str, ...]
-
-
 class SelfTest:
     """Tests layouts of one model on one tensor group; collective where it compares numbers.
 
     Args:
         model: the whole model; not changed.
-        graph: how its layers are connected.
         group: the ranks that share its layers; without a mesh shapes alone are tested.
         run_numerics: whether to compare numbers; else shapes alone, which a wrong order of heads passes.
     """
@@ -143,7 +131,7 @@ class SelfTest:
         except Exception as error:  # all ranks run the same code on the same values
             if not reason:
                 raise
-            return Verdict(_first_line(error), runs=False)
+            return Verdict(error_line(error), runs=False)
 
     def plan(
         self, layout: Layout, regions: Iterable[RegionSpec], stream: StreamSpec | None = None
@@ -155,20 +143,20 @@ class SelfTest:
         """
         specs = list(regions)
         partial: set[str] = set()
-        for place in self._places(layout, calls=stream is not None):
-            inside = stream is not None and stream.holds(place.path)
+        for alike in self._places(layout, calls=stream is not None):
+            path = alike[0]
+            inside = stream is not None and stream.holds(path)
             its_stream = replace(stream, chains=(("",),)) if stream is not None and inside else None
-            verdict = self.unit(place.path, layout, specs, its_stream, may_read_values=True)
+            verdict = self.unit(path, layout, specs, its_stream, may_read_values=True)
             if not verdict.passed:
                 reason = verdict.reason if verdict.runs else f"it fails with {verdict.reason}"
-                return Failure(place.path, reason, place.alike), partial
-            partial |= {
-                ".".join(filter(None, (path, name))) for path in place.alike for name in verdict.partial
-            }
+                return Failure(path, reason, alike), partial
+            partial |= {".".join(filter(None, (each, name))) for each in alike for name in verdict.partial}
         return None, partial
 
-    def _places(self, layout: Layout, *, calls: bool) -> list[_Place]:
-        """The distinct blocks that hold divided layers, and the module that holds the layers outside blocks.
+    def _places(self, layout: Layout, *, calls: bool) -> list[tuple[str, ...]]:
+        """Paths of the blocks that hold divided layers, those of one kind together, and of the module that holds the
+        layers outside blocks.
 
         With ``calls``, blocks with other arguments are distinct too: the first may get one tensor twice.
         """
@@ -186,14 +174,14 @@ class SelfTest:
             numbers = (inner.attributes, inner.narrow_inputs)
             key = (type(block.module), tuple(inner.layers.items()), numbers, shapes, given)
             found.setdefault(key, []).append(block.name)
-        places = [_Place(paths[0], tuple(paths)) for paths in found.values()]
+        places = [tuple(paths) for paths in found.values()]
         rest = [path for path in layers if path not in covered]
         if rest:
-            path = unit_for(self._model, self._graph, common_parent(rest)).path
-            places.append(_Place(path, (path,)))
+            places.append((unit_for(self._model, self._graph, common_parent(rest)).path,))
         return places
 
 
+@dataclass(frozen=True)
 class Unit:
     """A module with the call that it is tested with.
 
@@ -203,19 +191,15 @@ class Unit:
         call: the first traced call of it.
     """
 
-    def __init__(self, path: str, module: nn.Module, call: ModuleCall) -> None:
-        self.path = path
-        self.module = module
-        self._call = call
+    path: str
+    module: nn.Module
+    call: ModuleCall
 
     @contextmanager
     def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
         """Gives a copy and its inputs on fake tensors, inside the modes that they run in."""
-        with (
-            fake_tensor_mode(),
-            torch.enable_grad(),
-            quiet_fake_kernels(),
-        ):  # without gradients torch takes fused paths
+        # Without gradients torch takes fused paths.
+        with fake_tensor_mode(), torch.enable_grad(), quiet_fake_kernels():
             copy = copy_structure(self.module, lambda _, tensor: _empty(tensor), {})
             args, kwargs = self._inputs(_empty)
             with RealValues():
@@ -250,8 +234,8 @@ class Unit:
                 made[id(tensor)] = make(tensor)
             return made[id(tensor)]
 
-        args = tuple(map_tensors(once, _fresh(value)) for value in self._call.args)
-        kwargs = {name: map_tensors(once, _fresh(value)) for name, value in self._call.kwargs.items()}
+        args = tuple(map_tensors(once, _fresh(value)) for value in self.call.args)
+        kwargs = {name: map_tensors(once, _fresh(value)) for name, value in self.call.kwargs.items()}
         return args, kwargs
 
 
@@ -260,10 +244,6 @@ def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
     while path not in graph.calls and path:
         path = path.rpartition(".")[0]
     return Unit(path, model.get_submodule(path), graph.calls[path])
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _shape_failure(
@@ -275,7 +255,7 @@ def _shape_failure(
     *,
     training: bool,
 ) -> str:
-    """Why the divided unit does not run or gives results of other shapes, without memory; empty if it is right."""
+    """The reason why the divided unit does not run, or gives other shapes, without memory; empty if it is right."""
     try:
         with unit.without_memory() as (whole, args, kwargs):
             wanted = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
@@ -284,7 +264,7 @@ def _shape_failure(
             if training:
                 whole.train()(*args, **kwargs)
     except Exception as error:
-        return _first_line(error)
+        return error_line(error)
     return "" if wanted == found else f"it gives {found} in place of {wanted}"
 
 
@@ -316,7 +296,7 @@ def _compare(
         f"output {place}": relative_error(mine, whole)
         for place, (mine, whole) in enumerate(zip(found.outputs, reference.outputs, strict=True))
     }
-    floor = _FLOOR * max((largest(t) for t in reference.inputs), default=0.0)
+    floor = gradient_floor(reference.inputs)
     errors |= {
         f"the gradient of input {place}": relative_error(mine, whole, floor=floor)
         for place, (mine, whole) in enumerate(zip(found.inputs, reference.inputs, strict=True))
@@ -370,7 +350,7 @@ def _compare_parameters(
 ) -> tuple[str, ...]:
     """Adds the errors of all gradients; returns the names of those whose sum over ranks is the right one."""
     partial = []
-    floor = _FLOOR * max((largest(whole) for whole in reference.parameters.values()), default=0.0)
+    floor = gradient_floor(reference.parameters.values())
     for name, whole in reference.parameters.items():
         mine, what = found.parameters[name], f"the gradient of {name}"
         if isinstance(mine, DTensor):
@@ -392,11 +372,8 @@ def _compare_parameters(
 
 
 def _everywhere(errors: list[float], group: TensorGroup) -> list[float]:
-    """The largest error on any rank, by place; collective."""
     assert group.mesh is not None
-    values = torch.tensor(errors, dtype=torch.float64, device=group.mesh.device_type)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group.process_group)
-    return [float(value) for value in values]
+    return worst_of_ranks(errors, group.process_group, group.mesh.device_type)
 
 
 def _worst(errors: dict[str, float], partial: tuple[str, ...], group: TensorGroup) -> Verdict:

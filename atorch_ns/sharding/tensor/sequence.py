@@ -70,19 +70,19 @@ def gather_into(module: nn.Module, region: Region, group: TensorGroup, spec: Str
     module.register_forward_pre_hook(gather, with_kwargs=True)
 
 
+@dataclass(eq=False)
 class _BlockHooks:
     """The hooks of a block whose stream is divided.
 
     Each rank draws random numbers of its own in a block, since it works on other tokens.
     """
 
-    def __init__(self, path: str, group: TensorGroup, dim: int, *, first: bool, last: bool) -> None:
-        self._path = path
-        self._group = group
-        self._dim = dim
-        self._first = first
-        self._last = last
-        self._random: RankRandomness | None = None
+    path: str
+    group: TensorGroup
+    dim: int
+    first: bool
+    last: bool
+    random: RankRandomness | None = None
 
     def attach(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -90,37 +90,37 @@ class _BlockHooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._first:
-            args, kwargs = _on_stream(self._piece, args, kwargs, self._dim)
+        if self.first:
+            args, kwargs = _on_stream(self._piece, args, kwargs, self.dim)
         if block.training:
-            stream = stream_of(args, kwargs, self._dim)
+            stream = stream_of(args, kwargs, self.dim)
             device = torch.device("cpu") if stream is None else stream.device
-            self._random = RankRandomness(self._group.rank, device)
-            self._random.enter()
+            self.random = RankRandomness(self.group.rank, device)
+            self.random.enter()
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, block: nn.Module, inputs: Any, output: Any) -> Any:
-        if self._random is not None:
-            self._random.leave()
-            self._random = None
-        if not self._last or output is None:
+        if self.random is not None:
+            self.random.leave()
+            self.random = None
+        if not self.last or output is None:
             return None
         if isinstance(output, torch.Tensor):
-            return self._group.gather(output, self._dim)
+            return self.group.gather(output, self.dim)
         outputs = list(output)
-        outputs[0] = self._group.gather(outputs[0], self._dim)
+        outputs[0] = self.group.gather(outputs[0], self.dim)
         return type(output)(outputs)
 
     def _piece(self, x: torch.Tensor) -> torch.Tensor:
-        size, degree = x.size(self._dim), self._group.size
+        size, degree = x.size(self.dim), self.group.size
         if size % degree:
             raise InputError(
-                f"tensor_parallel with sequence=True divides the sequence that enters {self._path} over {degree} "
-                f"ranks, and its length {size} (dimension {self._dim} of {tuple(x.shape)}) is no multiple of "
+                f"tensor_parallel with sequence=True divides the sequence that enters {self.path} over {degree} "
+                f"ranks, and its length {size} (dimension {self.dim} of {tuple(x.shape)}) is no multiple of "
                 f"{degree}. Pad to {size + degree - size % degree}, or set sequence=False."
             )
-        return self._group.scatter(x, self._dim)
+        return self.group.scatter(x, self.dim)
 
 
 def _is_stream(value: Any, dim: int) -> bool:

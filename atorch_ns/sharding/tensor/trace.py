@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -12,19 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.nests import (
-    map_tensors,
-    resized_shape,
-    samples_and_tokens,
-    tensors_of,
-    unique_tensors_of,
-)
+from atorch_ns.capture.blocks import call_hooks
+from atorch_ns.capture.nests import resized_batch, samples_and_tokens, tensors_of, unique_tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.profile import repeated_blocks
 from atorch_ns.profile.record.fake_steps import FakeSteps
-from atorch_ns.profile.record.steps import Precision, Subject
+from atorch_ns.profile.record.steps import ModuleCall, Precision, Subject
 from atorch_ns.sharding.sequence.block_chains import find_chains
 from atorch_ns.sharding.tensor.plan import kind_of
 from atorch_ns.sharding.tensor.sequence import stream_of
@@ -68,7 +62,7 @@ def follow_blocks(
         blocks.setdefault(id(block.module), (plain_name(block.name), block.module))
     paths = [path for path, _ in blocks.values()]
     watch = _BlockWatch((model,) if original is None else (model, original))
-    with watch.hooks(dict(blocks.values())), watch:
+    with call_hooks(blocks.values(), watch.enter, watch.leave, always=True), watch:
         found: list[list[int]] = []
         if chains:
             found = find_chains([module for _, module in blocks.values()], forward)
@@ -125,19 +119,6 @@ class _BlockWatch(TorchDispatchMode):
                 where = f"in {self._block}" if self._block else "outside it"
                 self.trace.kept.setdefault(maker, f"code {where} uses what it makes and does not return")
 
-    @contextmanager
-    def hooks(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Follows the calls of ``blocks``."""
-        handles = []
-        for path, block in blocks.items():
-            handles.append(block.register_forward_pre_hook(self._enter(path), with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave(path), always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def look_at_buffers(self, model: nn.Module) -> None:
         """Notes buffers that hold hidden states of blocks after the pass."""
         for name, buffer in model.named_buffers():
@@ -145,28 +126,23 @@ class _BlockWatch(TorchDispatchMode):
             if block is not None:
                 self.trace.kept.setdefault(block, f"it updates {plain_name(name)} from them")
 
-    def _enter(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._block:
-                return
+    def enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The hook before a block."""
+        if not self._block:
             self._block = path
             stream = stream_of(args, kwargs, 0)
             self._given = set() if stream is None else {_memory(stream)}
 
-        return hook
-
-    def _leave(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._block != path:
-                return
-            self._block, self._given = "", set()
-            tensors = unique_tensors_of(output)
-            for tensor in tensors:
-                self._made.pop(_memory(tensor), None)
-            if tensors:
-                self.trace.results.setdefault(path, tensors[0])
-
-        return hook
+    def leave(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        """The hook after a block."""
+        if self._block != path:
+            return
+        self._block, self._given = "", set()
+        tensors = unique_tensors_of(output)
+        for tensor in tensors:
+            self._made.pop(_memory(tensor), None)
+        if tensors:
+            self.trace.results.setdefault(path, tensors[0])
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -199,19 +175,6 @@ _NUM_SAMPLES, _NUM_TOKENS = 2, 16
 """Sizes of the batch that is traced, where the model runs with so few tokens."""
 
 _SEED = 7
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """The first call of a module: nests of fake or real tensors and plain values.
-
-    Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 @dataclass
@@ -264,7 +227,6 @@ def trace_layers(
     Args:
         model: on any device, meta too.
         batch: a sample batch on the CPU, as ``run`` takes it.
-        run: ``(model, batch) -> output``.
         multiple_of: a divisor of the number of tokens, where that is chosen here.
         chains: whether to look for chains of blocks, between which the sequence can stay divided.
         loss: followed for what it uses of blocks; a loss that fails here is ignored.
@@ -276,9 +238,7 @@ def trace_layers(
     sizes = samples_and_tokens(batch)
     failure: Exception | None = None
     for how, size in ways_to_run(sizes, multiple_of):
-        subject = Subject(
-            model=model, batch=batch, forward_loss=run, blocks={}, prints={}, sizes=sizes, at=sizes
-        )
+        subject = Subject(model, batch, run, sizes, sizes)
         try:
             with how(subject, size) as (copy, small), torch.enable_grad():
                 return _followed(model, copy, small, run, loss if chains else None, chains=chains)
@@ -331,7 +291,7 @@ def _without_memory(
     return FakeSteps(subject, {}, "cpu").prepared(Precision.parse("float32"), sizes)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _with_memory(subject: Subject, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
     """A copy with random weights, for a model whose code looks at values."""
 
@@ -341,15 +301,9 @@ def _with_memory(subject: Subject, sizes: tuple[int, int]) -> Iterator[tuple[nn.
         filled = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return filled.normal_(std=0.02) if filled.is_floating_point() else filled
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        shape = resized_shape(tuple(tensor.shape), subject.sizes, sizes)
-        for dim, size in enumerate(shape):
-            tensor = tensor.narrow(dim, 0, size)
-        return tensor.clone()
-
     with random_states_kept():
         torch.manual_seed(_SEED)  # all ranks look at the same values
-        yield copy_structure(subject.model, make, {}), map_tensors(resized, subject.batch)
+        yield copy_structure(subject.model, make, {}), resized_batch(subject.batch, subject.sizes, sizes)
 
 
 class _Flow(TorchDispatchMode):
@@ -400,36 +354,28 @@ class _Flow(TorchDispatchMode):
         if owners and not owners & set(self._active):
             self._used_elsewhere |= owners
 
-    @contextlib.contextmanager
+    @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Notes every call of every module."""
-        for path, module in model.named_modules():
-            module.register_forward_pre_hook(self._before(path), with_kwargs=True)
-            module.register_forward_hook(self._after(path))
-        yield
+        with call_hooks(model.named_modules(), self._before, self._after):
+            yield
         for owner in self._used_elsewhere & self._graph.nodes.keys():
             self._graph.nodes[owner].used_elsewhere = True
 
-    def _before(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))
-            if kind_of(module) is not None:
-                found = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
-                self._graph.nodes.setdefault(path, Node(path)).sources |= found
-                self._active.append(path)
+    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))
+        if kind_of(module) is not None:
+            found = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
+            self._graph.nodes.setdefault(path, Node(path)).sources |= found
+            self._active.append(path)
 
-        return hook
-
-    def _after(self, path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if kind_of(module) is None:
-                return
-            self._active.remove(path)
-            own = set() if isinstance(module, nn.Embedding) else {path}
-            for tensor in unique_tensors_of(output):
-                self._set(tensor, own)
-
-        return hook
+    def _after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if kind_of(module) is None:
+            return
+        self._active.remove(path)
+        own = set() if isinstance(module, nn.Embedding) else {path}
+        for tensor in unique_tensors_of(output):
+            self._set(tensor, own)
 
     def _set(self, tensor: torch.Tensor, sources: set[str]) -> None:
         self._sources[_memory(tensor)] = sources

@@ -103,8 +103,7 @@ def apply_to_part(
         part: this rank's part.
         dim: the dimension of the vocabulary.
         degree: n.
-        args: the arguments after the logits.
-        kwargs: keyword arguments.
+        args, kwargs: the arguments after the logits, and the keyword arguments.
     """
     given = (*args, *kwargs.values())
     if func is Tensor.__getitem__:

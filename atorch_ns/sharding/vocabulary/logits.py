@@ -1,7 +1,7 @@
 """Divided logits, of which each rank holds a part of the vocabulary, and cross-entropy computed on the parts.
 
 For cross-entropy each row needs three numbers of all ranks: the largest logit, the sum of exponentials, and the target's logit.
-``torch.distributed.tensor.parallel.loss_parallel`` computes the same on DTensors. It is not used, because it wants the
+``torch.distributed.tensor.parallel.loss_parallel`` computes the same on DTensors. It is not used, because it needs the
 backward pass, which belongs to the user's loop, inside its context; holds four tensors of the size of a part in the
 backward pass where two will do; and fails with class weights and ignored targets (torch 2.13).
 
@@ -62,7 +62,6 @@ def cross_entropy_on_parts(
         part: this rank's [N, V / n], [V / n] or [N, V / n, …].
         target: class indices of the whole vocabulary, the same on every rank.
         weight: weights of the classes, [V].
-        call: the other arguments.
         group: the ranks, in the order of their parts.
 
     Raises:
@@ -247,15 +246,16 @@ class DividedLogits(torch.Tensor):
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
         """As ``torch.nn.functional.cross_entropy``."""
+        options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+        }
         legacy = size_average is not None or reduce is not None
         why = _needs_whole(self, target, weight, legacy, label_smoothing)
         if why is not None:
-            options: dict[str, Any] = {"size_average": size_average, "reduce": reduce} if legacy else {}
-            options |= {
-                "ignore_index": ignore_index,
-                "reduction": reduction,
-                "label_smoothing": label_smoothing,
-            }
+            if legacy:
+                options |= {"size_average": size_average, "reduce": reduce}
             gathered: torch.Tensor = _on_whole(F.cross_entropy, (self, target, weight), options, why)
             return gathered
         call = LossCall(
@@ -264,14 +264,7 @@ class DividedLogits(torch.Tensor):
         if self._uses is not None:
             self._uses.losses.append(call)
         if self._group.process_group is None:
-            whole: torch.Tensor = F.cross_entropy(
-                self.whole(),
-                target,
-                weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
+            whole: torch.Tensor = F.cross_entropy(self.whole(), target, weight, **options)
             return whole
         return cross_entropy_on_parts(self._part, target, weight, call, self._group.process_group)
 
@@ -331,7 +324,7 @@ def _refuse_gradient(inputs: Any) -> None:
         if logits._uses is not None:
             logits._uses.gathered.setdefault("grad", "torch.autograd.grad with regard to the logits")
         raise StepError(
-            "torch.autograd.grad was asked for the gradient of logits of which each rank holds a part of the vocabulary. "
+            "torch.autograd.grad cannot give the gradient of logits of which each rank holds a part of the vocabulary. "
             "Set parallel_loss=False in the config of tensor_parallel."
         )
 
@@ -347,7 +340,7 @@ def _on_whole(
     name = getattr(func, "__name__", str(func))
     changes = dispatch.changes_in_place(func, args, kwargs)
 
-    def gathered(value: Any) -> Any:
+    def gathered(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, DividedLogits):
             return value
         if value._uses is not None:
@@ -361,13 +354,4 @@ def _on_whole(
             )
         return value.whole()
 
-    return func(*_each(gathered, args), **_each(gathered, dict(kwargs)))
-
-
-def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """A nest of arguments with ``function`` applied to what it holds."""
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_each(function, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _each(function, item) for key, item in value.items()}
-    return function(value)
+    return func(*map_tensors(gathered, args), **map_tensors(gathered, dict(kwargs)))

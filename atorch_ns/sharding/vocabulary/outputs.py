@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,18 +16,19 @@ from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import (
     map_tensors,
-    resized_shape,
+    resized_batch,
     samples_and_tokens,
     tensors_of,
     unique_tensors_of,
 )
 from atorch_ns.errors import StepError
 from atorch_ns.profile.record.steps import Subject
-from atorch_ns.sharding.compare import gradients_of, largest, relative_error
+from atorch_ns.sharding.compare import gradients_of, largest, relative_error, worst_of_ranks
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.layers import keep_divided
 from atorch_ns.sharding.tensor.trace import ways_to_run
 from atorch_ns.sharding.vocabulary.logits import DividedLogits, LogitUses, LossCall, whole_logits
+from atorch_ns.text import error_line
 from atorch_ns.torch_compat import plain_name
 
 LOSS_TOLERANCE = 1e-4
@@ -45,10 +45,6 @@ def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
     """A loss that names the weights when it fails for mixing divided weights with plain tensors.
 
     Every rank computes the same loss, so all of them raise.
-
-    Args:
-        loss: ``(batch, output) -> loss``.
-        model: divided.
     """
 
     def guarded(batch: Any, output: Any) -> Any:
@@ -160,23 +156,21 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], d
 
     Args:
         model: the whole model; not changed.
-        batch: a sample batch on the CPU.
-        run: runs one forward pass.
         heads: paths of the layers that give the logits.
         degree: the number of ranks that they are divided over.
     """
     sizes = samples_and_tokens(batch)
-    subject = Subject(model=model, batch=batch, forward_loss=run, blocks={}, prints={}, sizes=sizes, at=sizes)
+    subject = Subject(model, batch, run, sizes, sizes)
     study = LossStudy()
     for prepare, at in ways_to_run(sizes, degree):
-        study = LossStudy(batch=map_tensors(lambda tensor: _resized(tensor, sizes, at), batch))  # noqa: B023
+        study = LossStudy(batch=resized_batch(batch, sizes, at))
         try:
             with prepare(subject, at) as (copy, small), torch.enable_grad():
                 _divide_outputs(copy, heads, degree, study.uses)
                 study.output = run(copy.train(), small)
             return study
         except Exception as error:
-            study.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            study.failure = error_line(error)
             if study.uses.changed:
                 return study
     return study
@@ -192,13 +186,6 @@ def _divide_outputs(model: nn.Module, heads: Sequence[str], degree: int, uses: L
         model.get_submodule(path).register_forward_hook(divided)
 
 
-def _resized(tensor: torch.Tensor, sizes: tuple[int, int], at: tuple[int, int]) -> torch.Tensor:
-    for dim, size in enumerate(resized_shape(tuple(tensor.shape), sizes, at)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
-    return tensor.clone()
-
-
 def compare_losses(study: LossStudy, loss: Loss | None, group: TensorGroup, uses: LogitUses) -> float:
     """The largest error of a loss on parts and its gradients against the whole one; collective over the group.
 
@@ -206,9 +193,7 @@ def compare_losses(study: LossStudy, loss: Loss | None, group: TensorGroup, uses
     run again on random logits.
 
     Args:
-        study: the result of :func:`study_logits`.
         loss: the user's loss; ``None`` without one.
-        group: the ranks that hold the parts.
         uses: receives the loss's operations on the logits.
 
     Returns:
@@ -222,9 +207,7 @@ def compare_losses(study: LossStudy, loss: Loss | None, group: TensorGroup, uses
     error = max((_replayed(call, group, device) for call in study.uses.losses), default=0.0)
     if loss is not None and any(isinstance(one, DividedLogits) for one in unique_tensors_of(study.output)):
         error = max(error, _compared(study, loss, group, device, uses))
-    worst = torch.tensor([error], dtype=torch.float64, device=device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group.process_group)
-    return float(worst)
+    return worst_of_ranks([error], group.process_group, device)[0]
 
 
 def _compared(
@@ -234,7 +217,7 @@ def _compared(
     found = []
     for divides in (False, True):
         leaves: list[torch.Tensor] = []
-        output = map_tensors(_Values(leaves, group, device, uses if divides else None), study.output)
+        output = map_tensors(_random_values(leaves, group, device, uses if divides else None), study.output)
         with torch.enable_grad():
             value = loss(batch, output)
             first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -247,31 +230,25 @@ def _compared(
     return max(errors)
 
 
-class _Values:
-    """Gives random values to the tensors of an output, the same on every rank; floating ones become leaves."""
+def _random_values(
+    leaves: list[torch.Tensor], group: TensorGroup, device: torch.device, uses: LogitUses | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gives random values to the tensors of an output, the same on every rank; floating ones are added to ``leaves``."""
+    generator = torch.Generator().manual_seed(13)
 
-    def __init__(
-        self, leaves: list[torch.Tensor], group: TensorGroup, device: torch.device, uses: LogitUses | None
-    ) -> None:
-        self._leaves = leaves
-        self._group = group
-        self._device = device
-        self._uses = uses
-        self._generator = torch.Generator().manual_seed(13)
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+    def make(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
-        values = torch.randn(tensor.shape, generator=self._generator).to(self._device, torch.float32)
-        divides = isinstance(tensor, DividedLogits) and self._uses is not None
-        if divides:
-            values = values.chunk(self._group.size, tensor._dim)[self._group.rank].contiguous()  # type: ignore[attr-defined]
-        self._leaves.append(values.requires_grad_())
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        values = torch.randn(tensor.shape, generator=generator).to(device, torch.float32)
+        dim = tensor._dim if isinstance(tensor, DividedLogits) and uses is not None else None
+        if dim is not None:
+            values = values.chunk(group.size, dim)[group.rank].contiguous()
+        leaves.append(values.requires_grad_())
         with torch.enable_grad():
             values = values.clone()  # a loss may change what is no leaf
-        if divides:
-            return DividedLogits.of(values, self._group, dim=tensor._dim, uses=self._uses)  # type: ignore[attr-defined]
-        return values
+        return values if dim is None else DividedLogits.of(values, group, dim=dim, uses=uses)
+
+    return make
 
 
 def _replayed(call: LossCall, group: TensorGroup, device: torch.device) -> float:

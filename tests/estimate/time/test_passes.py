@@ -9,7 +9,7 @@ import pytest
 
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.estimate import PlanTable, Workload
-from atorch_ns.estimate.time.passes import narrow_share
+from atorch_ns.estimate.time.passes import low_bit_share
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import (
     Growth,
@@ -86,7 +86,7 @@ PLAN = Plan().changed(precision={"compute_dtype": "bfloat16", "narrow": NARROW})
     ],
 )
 def test_the_share_of_products_is_that_of_the_layers(segment: Segment, narrow: Any, share: float) -> None:
-    found = narrow_share(PLAN.changed(precision={"narrow": narrow}), segment, 4, 1)
+    found = low_bit_share(PLAN.changed(precision={"narrow": narrow}), segment, 4, 1)
     assert found.flops == pytest.approx(share)
     # 1 GB of operands, moved twice, for 4 TFLOP of which products are 3.
     assert found.bytes_per_flop == pytest.approx(2 * GB * share / 0.75 / (4 * TFLOP))

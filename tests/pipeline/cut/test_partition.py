@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline import (
-    StageMemory,
     custom_cuts,
-    parameter_cuts,
     partition,
     stage_ranges,
     uniform_cuts,
     uniform_floor_cuts,
 )
+from atorch_ns.pipeline.cut.partition import StageMemory
 
 MIB = 2.0**20
 
@@ -162,7 +161,7 @@ def test_uniform_cuts_keep_to_places_that_can_be_cut() -> None:
 
 
 def test_parameters_are_cut_evenly() -> None:
-    assert parameter_cuts([50, 1, 1, 1, 1, 50], 3) in {(1, 5)}
+    assert partition([50, 1, 1, 1, 1, 50], 3) in {(1, 5)}
 
 
 def test_custom_cuts_come_with_or_without_their_ends() -> None:

@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline import (
-    BlockCosts,
-    ScheduleCandidate,
-    choose_schedule,
-    get_schedule,
-    split_backward,
-    stage_ranges,
-)
+from atorch_ns.pipeline import BlockCosts, get_schedule, split_backward, stage_ranges
+from atorch_ns.pipeline.schedule.choose import ScheduleCandidate, choose_schedule
 
 GIB = 2.0**30
 EVEN = BlockCosts(

@@ -124,7 +124,7 @@ def test_a_transformer_of_torch_is_divided_whole() -> None:
     ("settings", "why"), [({"add_bias_kv": True}, "adds keys of its own"), ({}, "4 heads do not divide by 3")]
 )
 def test_what_cannot_be_divided_says_why(settings: dict[str, Any], why: str) -> None:
-    from atorch_ns.sharding import misfits
+    from atorch_ns.sharding.tensor.divisibility import misfits
 
     holder = nn.Sequential(_layer(**settings))
     assert why in misfits(holder, _layout(holder), 3)["0"]

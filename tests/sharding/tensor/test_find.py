@@ -11,16 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding import (
-    LayerGraph,
-    SelfTest,
-    TensorGroup,
-    TensorPlan,
-    check_degree,
-    choose_plan,
-    find_tensor_plan,
-    trace_layers,
-)
+from atorch_ns.sharding import LayerGraph, TensorGroup, TensorPlan, choose_plan, trace_layers
+from atorch_ns.sharding.tensor.divisibility import check_degree
+from atorch_ns.sharding.tensor.find import find_tensor_plan
+from atorch_ns.sharding.tensor.selftest import SelfTest
 from atorch_ns.testing.workers import run_ranks
 from tests.sharding.tensor_models import (
     ATTENTIONS,

@@ -85,7 +85,7 @@ def priced(model: nn.Module, batch: Any, loss: Run) -> Dims:
     """The dims by recorded operators."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
     sizes = samples_and_tokens(batch)
-    subject = Subject(model, batch, loss, blocks, dict.fromkeys(blocks, ""), sizes, sizes)
+    subject = Subject(model, batch, loss, sizes, sizes, blocks, dict.fromkeys(blocks, ""))
     return dict(FakeSteps(subject, {}, "cpu").record(Precision.parse("float32"), sizes).dims)
 
 

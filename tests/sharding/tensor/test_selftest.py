@@ -7,14 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from atorch_ns.sharding import (
-    LayerGraph,
-    SelfTest,
-    TensorGroup,
-    TensorPlan,
-    regions_in,
-    trace_layers,
-)
+from atorch_ns.sharding import LayerGraph, TensorGroup, TensorPlan, trace_layers
+from atorch_ns.sharding.tensor.regions import regions_in
+from atorch_ns.sharding.tensor.selftest import SelfTest
 from atorch_ns.testing.workers import run_ranks
 from tests.sharding.tensor_models import (
     WIDTH,
