@@ -92,7 +92,7 @@ def _costs(context: PricingContext) -> BlockCosts:
             output,
             send.latency_s + output / send.bytes_per_s,
         )
-        columns += [tuple(_rounded(value) for value in column)] * segment.count
+        columns += [tuple(float(f"{value:.{_DIGITS - 1}e}") for value in column)] * segment.count
     forward, backward, again, states, saved, outputs, sends = zip(*columns, strict=True)
     for_input, for_weight = split_backward(backward, again)
     return BlockCosts(
@@ -123,7 +123,3 @@ def _state_bytes(context: PricingContext, s: int) -> float:
 
 def _first(value: np.ndarray | float) -> float:
     return float(np.asarray(value).reshape(-1)[0])
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS - 1}e}")

@@ -38,14 +38,12 @@ class Prices:
     @property
     def peak_bytes(self) -> np.ndarray:
         """[N] bytes per rank."""
-        total: np.ndarray = self.memory.sum(axis=1)
-        return total
+        return np.asarray(self.memory.sum(axis=1))
 
     @property
     def step_seconds(self) -> np.ndarray:
         """[N] seconds per step."""
-        total: np.ndarray = self.time.sum(axis=1)
-        return total
+        return np.asarray(self.time.sum(axis=1))
 
     def estimate(self, row: int) -> Estimate:
         """The figures of one plan, without its collectives."""

@@ -40,8 +40,7 @@ class Stages:
     @property
     def on_rank(self) -> np.ndarray:
         """[p, S] blocks of each segment on each rank."""
-        total: np.ndarray = self.counts.sum(axis=1)
-        return total
+        return np.asarray(self.counts.sum(axis=1))
 
     def live(self, num_micro_batches: int) -> np.ndarray:
         """[p] micro-batches whose activations live on a rank at one time, in units of all its stages'."""

@@ -27,7 +27,6 @@ class Profile:
         block_class: bare class name of the repeated blocks, empty if there are none or several.
         num_parameters: number of parameter elements, tied ones once.
         num_trainable: the number of those that require gradients.
-        parameter_dtypes: names of the parameters' dtypes.
         on_meta: whether any parameter or buffer is on the meta device.
         fingerprint: equal for models of equal structure, shapes and settings, whatever their weights.
         trace: what one step costs; ``None`` where only the structure was read.

@@ -133,7 +133,6 @@ def captured_calls(
     """The first call of each block.
 
     Args:
-        precision: the precision in which it runs.
         wanted: paths of blocks, by fingerprint.
         how: ``"fake"`` or ``"real"``, as the trace was made.
 

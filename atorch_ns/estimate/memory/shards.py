@@ -69,11 +69,6 @@ class Parameters:
             copies=np.where(tied, lent, copies),
         )
 
-    @property
-    def num_units(self) -> int:
-        """U, equal blocks as one."""
-        return int(self.unit.max()) + 1 if len(self.unit) else 0
-
 
 @dataclass(frozen=True)
 class Share:
@@ -141,10 +136,8 @@ def _pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndar
     """[degree, P] elements of each parameter on each rank, and padding, with the last one of each unit."""
     held = np.zeros((degree, len(parameters.elements)))
     padding = np.zeros_like(held)
-    for unit in range(parameters.num_units):
+    for unit in np.unique(parameters.unit):
         own = np.flatnonzero(parameters.unit == unit)
-        if not own.size:
-            continue
         ends = np.cumsum(parameters.elements[own])
         starts = ends - parameters.elements[own]
         piece = -(-int(ends[-1]) // (degree * multiple)) * multiple

@@ -21,9 +21,9 @@ from atorch_ns.estimate.model_shard import (
     reduced_bytes,
     stored_dtype,
 )
-from atorch_ns.estimate.time.context import PricingContext, collective_seconds
+from atorch_ns.estimate.time.context import Groups, PricingContext, collective_seconds
 from atorch_ns.estimate.time.passes import Passes, recomputed_shares
-from atorch_ns.profile import ParameterSpec, Segment, Trace
+from atorch_ns.profile import ParameterSpec, Trace
 from atorch_ns.strategy import Plan
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -189,12 +189,12 @@ def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
         return (Exchange(0.0, 0.0),) * len(segments)
     again = recomputed_shares(context.plan, segments)
     found = []
-    for s, segment in enumerate(segments):
+    for s in range(len(segments)):
         seconds, calls = np.zeros(len(context.sizes)), np.zeros(len(context.sizes))
         for axis, of in (("tensor", _tensor), ("sequence", _sequence), ("expert", _expert)):
             size = getattr(context.sizes, axis)
             if (size > 1).any():
-                more, count = of(context, s, segment, again[s])
+                more, count = of(context, context.groups((axis,)), s, again[s])
                 seconds = seconds + np.where(size > 1, more, 0.0)
                 calls = calls + np.where(size > 1, count, 0.0)
         found.append(Exchange(seconds, _OPERATORS * calls))
@@ -213,7 +213,7 @@ def partial_sums(context: PricingContext) -> np.ndarray:
 
 
 def _tensor(
-    context: PricingContext, s: int, segment: Segment, again: float
+    context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """Megatron's exchanges: one sum for each row layer forward, one for each group of column layers backward.
 
@@ -221,7 +221,7 @@ def _tensor(
     bytes. Around the blocks the embedding's rows are summed, and the logits gathered; a loss on parts of the logits
     sums three numbers for each token instead.
     """
-    groups = context.groups(("tensor",))
+    segment = context.trace.segments[s]
     output = _output(context, s) / context.sizes.sequence
     if segment.is_block:
         # Recomputation stops before its last sum.
@@ -244,14 +244,13 @@ def _tensor(
 
 
 def _sequence(
-    context: PricingContext, s: int, segment: Segment, again: float
+    context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """Ulysses: queries, keys, values and results change between tokens and heads in each attention; a ring: keys
     and values pass every rank, forward, and with their gradients backward. Keys and values have fewer heads."""
-    groups = context.groups(("sequence",))
+    trace, segment = context.trace, context.trace.segments[s]
     if not segment.is_block:
         return np.zeros(len(context.sizes)), 0.0
-    trace = context.trace
     heads = trace.num_key_value_heads / trace.num_heads if trace.num_heads else 1.0
     width = _output(context, s) / context.sizes.tensor
     passes = segment.num_attentions * (2 + again)
@@ -266,11 +265,10 @@ def _sequence(
     return np.where(is_ring, around, seconds), np.where(is_ring, turns, count)
 
 
-def _expert(context: PricingContext, s: int, segment: Segment, again: float) -> tuple[np.ndarray, float]:
+def _expert(context: PricingContext, groups: Groups, s: int, again: float) -> tuple[np.ndarray, float]:
     """Tokens go to the ranks that hold their experts, and results come back, in both passes."""
-    count = 2 * segment.num_routed * (2 + again)
+    count = 2 * context.trace.segments[s].num_routed * (2 + again)
     routed = _output(context, s) * max(1, context.trace.experts_per_token)
-    groups = context.groups(("expert",))
     return collective_seconds("all_to_all", routed * count, groups, context.hardware, count), count
 
 

@@ -50,11 +50,6 @@ class Crossing:
     carried: tuple[Carried, ...]
 
     @property
-    def has_arguments(self) -> bool:
-        """Whether a received tensor is copied into one that was computed from stand-ins."""
-        return any(one.is_argument for one in self.carried)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes sent in a forward pass of one micro-batch."""
         return sum(one.spec.num_bytes for one in self.carried)
@@ -130,14 +125,14 @@ def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
     outputs = set(forced)
     for value in alive:
         if value not in first:
-            sources = graph.sources(value)
+            sources = graph.sources[value]
             if sources is None:
                 raise InputError(_unfollowed(graph, value))
             outputs |= sources
     arguments = []
     for value in alive:
         if value in first:
-            sources = graph.sources(value)
+            sources = graph.sources[value]
             if sources is None and _hidden(graph, value):
                 raise InputError(_unfollowed(graph, value))
             if sources is not None and _num_bytes(graph, sources - outputs) <= _num_bytes(graph, [value]):

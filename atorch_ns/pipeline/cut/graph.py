@@ -208,7 +208,8 @@ class CallGraph:
         return tuple(last)
 
     @cached_property
-    def _sources(self) -> tuple[frozenset[int] | None, ...]:
+    def sources(self) -> tuple[frozenset[int] | None, ...]:
+        """The outputs of calls that the code between calls computes each value from; ``None`` if it cannot be followed."""
         found: list[frozenset[int] | None] = []
         for number, value in enumerate(self.values):
             if value.last_call < 0:
@@ -221,10 +222,6 @@ class CallGraph:
                 parts = [found[source] for source in value.inputs]
                 found.append(None if None in parts else frozenset().union(*(p for p in parts if p)))
         return tuple(found)
-
-    def sources(self, value: int) -> frozenset[int] | None:
-        """The outputs of calls that the code between calls computes ``value`` from; ``None`` if it cannot be followed."""
-        return self._sources[value]
 
     def alive_at(self, cut: int) -> list[int]:
         """The values that depend on calls before ``cut`` and are used after it."""

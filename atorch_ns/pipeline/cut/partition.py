@@ -56,7 +56,6 @@ def custom_cuts(
     Args:
         positions: the first block of every stage and the number of blocks, ``[0, 6, 12, 18, 26]``, as Merak's
             ``custom_partition``; or only the cuts between, ``[6, 12, 18]``.
-        num_blocks: the number of blocks of the model.
         refused: positions that cannot be cut, each with the reason.
 
     Raises:

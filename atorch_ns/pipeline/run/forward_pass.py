@@ -57,6 +57,7 @@ class StagePass:
 
     Attributes:
         sent: once the stage has ended, the tensors that cross the cut after it.
+        num_calls: the number of calls made so far.
     """
 
     def __init__(
@@ -73,19 +74,14 @@ class StagePass:
         self._graph = graph
         self._stage = stage
         self._device = device
-        self._position = 0
+        self.num_calls = 0
         self._is_inside = False
         carried = stage.received.carried if stage.received else ()
         self._arrived = dict(zip(((c.is_argument, c.call, c.leaf) for c in carried), received, strict=True))
         # Memory of its own, where the code between units may write into a stand-in.
-        self._is_dense = graph.mutates or (stage.received is not None and stage.received.has_arguments)
+        self._is_dense = graph.mutates or any(one.is_argument for one in carried)
         self._wanted = {(c.call, c.leaf) for c in _outputs(stage.sent)}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
-
-    @property
-    def num_calls(self) -> int:
-        """The number of calls made so far."""
-        return self._position
 
     def call(self, path: str, unit: nn.Module | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The output of the unit at ``path`` in this pass.
@@ -117,7 +113,7 @@ class StagePass:
         return output
 
     def _next(self, path: str) -> int:
-        number = self._position
+        number = self.num_calls
         traced = self._graph.paths
         if number >= len(traced) or traced[number] != path:
             expected = traced[number] if number < len(traced) else "its end"
@@ -125,7 +121,7 @@ class StagePass:
                 f"the model's forward pass called {path} where it called {expected} when it was cut into stages. "
                 "In a pipeline the calls must be the same for every batch."
             )
-        self._position += 1
+        self.num_calls += 1
         return number
 
     @contextmanager

@@ -11,11 +11,8 @@ from atorch_ns.text import counted, near_matches
 
 
 def train_step_only(method: str) -> str:
-    """The sentence that says that a pipeline is run as a whole, and that a user's training loop cannot call the model.
-
-    Args:
-        method: the name of the method that cuts the model.
-    """
+    """The sentence that says that a pipeline, cut by ``method``, is run as a whole, and that a user's training loop cannot
+    call the model."""
     return (
         "a pipeline is run by result.train_step(batch) and result.train_step.evaluate(batch) alone, and "
         f"result.model cannot be called; for a training loop of your own, search with excluded=[{method!r}]"
@@ -84,13 +81,7 @@ class ScheduleInfo:
         return tuple(stage for stage in range(num_stages) if self.rank_of(stage, num_ranks) == rank)
 
     def problem(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> str:
-        """The reason why this pipeline cannot be run, with the choices that can; empty if it can.
-
-        Args:
-            num_ranks: ``p``.
-            num_micro_batches: ``m``.
-            stages_per_rank: ``v``; ``None`` for the usual.
-        """
+        """The reason why this pipeline cannot be run, with the choices that can; empty if it can."""
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         if num_ranks < 1 or num_micro_batches < 1 or on_rank < 1:
             return (
@@ -129,9 +120,8 @@ class ScheduleInfo:
 
     def dividing(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> list[int]:
         """The numbers of micro-batches that divide a batch of so many rows and can be run."""
-        on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         parts = (part for part in range(1, rows + 1) if rows % part == 0)
-        return [part for part in parts if not self.problem(num_ranks, part, on_rank)]
+        return [part for part in parts if not self.problem(num_ranks, part, stages_per_rank)]
 
     def usual_micro_batches(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> int | None:
         """The default number of micro-batches for a batch of so many rows; ``None`` if none can be run.

@@ -97,11 +97,6 @@ class Timeline:
     ends: tuple[NDArray[np.float64], ...] = field(repr=False)
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks of the pipeline."""
-        return len(self.orders)
-
-    @property
     def step_seconds(self) -> float:
         """From the first pass to the last."""
         return max(float(ends[-1]) for ends in self.ends if len(ends))
@@ -122,7 +117,7 @@ class Timeline:
     @property
     def bubble_share(self) -> float:
         """The mean of the idle shares."""
-        return sum(self.idle_shares) / self.num_ranks
+        return sum(self.idle_shares) / len(self.orders)
 
     @property
     def live_micro_batches(self) -> tuple[int, ...]:

@@ -50,7 +50,6 @@ class Recording:
     """The events of one step, as parallel lists.
 
     Attributes:
-        kinds: the kind of each event.
         keys: the storage's number for memory, the phase for a change of phase, -1 for operators.
         labels: the operator's name, empty for other events.
         sizes: bytes for memory, floating point operations for operators.

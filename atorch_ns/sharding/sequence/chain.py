@@ -95,13 +95,11 @@ class BlockChain:
                 same tensors in its result and in the next one's arguments. What is a part in the one and whole in
                 the other is gathered.
         """
-        self._joined = {place: self._whole_after(place, links) for place, links in places.items()}
-        self._due = None
-
-    def _whole_after(self, place: int, links: Iterable[tuple[Path, Path]]) -> frozenset[Path]:
-        following = self._known[self._kinds[place + 1]].plan
-        divided: Container[Path] = () if following is None else following.divided
-        return frozenset(source for source, path in links if path not in divided)
+        self._joined, self._due = {}, None
+        for place, links in places.items():
+            following = self._known[self._kinds[place + 1]].plan
+            divided: Container[Path] = () if following is None else following.divided
+            self._joined[place] = frozenset(source for source, path in links if path not in divided)
 
     @property
     def num_joined(self) -> int:
@@ -132,7 +130,7 @@ class BlockChain:
             self._running.append(_Call(calls, plan, layout, module.training))
             return arguments
 
-        return _uncompiled(entering)
+        return torch.compiler.disable(entering)
 
     def _leaving(self, place: int) -> Any:
         def leaving(module: nn.Module, args: Any, output: Any) -> Any:
@@ -157,7 +155,7 @@ class BlockChain:
                 )
             return gather_results(output, plan, call.layout, self._settings.group)
 
-        return _uncompiled(leaving)
+        return torch.compiler.disable(leaving)
 
     def _length_of(self, place: int, arguments: Any) -> int:
         """The whole sequence's length, and a check that the blocks are called in their order."""
@@ -209,10 +207,6 @@ class BlockChain:
         known.plan, self._zigzag = find_block_plan(subject)
         known.copy = None
         return known.plan
-
-
-def _uncompiled(hook: Any) -> Any:
-    return torch.compiler.disable(hook)
 
 
 def _test_copy(block: nn.Module) -> nn.Module:

@@ -39,15 +39,6 @@ _TOLERANCES: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 
 _LARGEST_WIDTH: Final = 256
 
 
-def find_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> FlashAttention | None:
-    """A kernel that was verified for such tensors; ``None`` if there is none."""
-    width = query.size(-1)
-    alike = query.dtype == key.dtype == value.dtype and value.size(-1) == width
-    if not alike or query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:
-        return None
-    return _proved(query.device, query.dtype, width)
-
-
 @functools.cache
 def _proved(device: torch.device, dtype: torch.dtype, width: int) -> FlashAttention | None:
     dtypes = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16, torch.float16)}
@@ -125,9 +116,15 @@ class Part:
         target += of_scores.sum_to_size(target.shape)
 
     def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> FlashAttention | None:
-        """A fused kernel for this part, if there is one."""
+        """A fused kernel that was verified for such tensors and this part; ``None`` if there is none."""
+        width = query.size(-1)
         square = query.size(-2) == key.size(-2)
-        return find_kernel(query, key, value) if self.mask is None and (square or not self.causal) else None
+        alike = query.dtype == key.dtype == value.dtype and value.size(-1) == width
+        if self.mask is not None or (self.causal and not square) or not alike:
+            return None
+        if query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:
+            return None
+        return _proved(query.device, query.dtype, width)
 
 
 def attend(

@@ -71,7 +71,8 @@ class DividedAttention:
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            weights = torch.softmax(_scores(q, k, mask), -1)
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
             mixed = F.dropout(weights, dropout) @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
@@ -103,11 +104,6 @@ def _heads(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         biases = local_part(module.in_proj_bias).chunk(3)
     flat = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
     return [x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in flat]
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    scores: torch.Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    return scores if mask is None else scores + mask
 
 
 def _mask(

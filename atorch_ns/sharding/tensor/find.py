@@ -275,17 +275,12 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
         for places, members in alike.items():
             where = parent
             if len(places) == 1:
-                where = _placed(parent, next(iter(places)))
+                placed = iter(next(iter(places)).split("."))
+                where = ".".join(next(placed) if part == "*" else part for part in parent.split("."))
             last = members[0] if len(members) == 1 else "{" + ",".join(members) + "}"
             key = ".".join(filter(None, (where, last)))
             found[key] = f"{found[key]}; {reason}" if key in found else reason
     return found
-
-
-def _placed(starred: str, digits: str) -> str:
-    """A starred path with its numbers put back."""
-    numbers = iter(digits.split("."))
-    return ".".join(next(numbers) if part == "*" else part for part in starred.split("."))
 
 
 def _without_path(why: str, path: str) -> str:

@@ -154,7 +154,7 @@ def test_64_ranks_and_256_micro_batches_take_about_a_second() -> None:
     began = time.process_time()
     for name in ("1F1B", "InterleavedZeroBubble"):
         timeline = _simulated(name, 64, 256)
-        assert timeline.num_ranks == 64
+        assert len(timeline.orders) == 64
     assert time.process_time() - began < 3.0  # both take about 0.6 s on an idle core
 
 
