@@ -2,9 +2,12 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
+# A file's tests stay together: they share what its fixtures have trained.
+PYTEST := $(VENV)/bin/python -m pytest tests -n $(TEST_WORKERS) --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 STAMP := $(VENV)/.installed
@@ -48,13 +51,13 @@ demo: $(STAMP)  ## find a strategy for a small Llama on two processes, train wit
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/demo.py
 
 test: $(STAMP)  ## run the tests (a quarter of an hour on two cores)
-	$(BIN)/python -m pytest tests -m "not slow" --durations=15 $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" --durations=15 $(PYTEST_ARGS)
 
 test-quick: $(STAMP)  ## run the tests that start no process (three minutes)
-	$(BIN)/python -m pytest tests -m "not processes and not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not processes and not slow" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run every test, before a release or a large change
-	$(BIN)/python -m pytest tests --durations=50 $(PYTEST_ARGS)
+	$(PYTEST) --durations=50 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests -m gpu -rs $(PYTEST_ARGS)
