@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from atorch_ns._version import __version__
 from atorch_ns.apply import apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
-from atorch_ns.engine import Asked
+from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atorch_ns")
 
 _ACTUAL_STEPS = 5
-"""Steps of training after which the report tells what they took."""
+"""Steps of training after which the report shows measured times."""
 
 
 def auto_accelerate(
@@ -94,15 +93,15 @@ def auto_accelerate(
         optim_param_func: ``model -> parameters or groups`` for options per parameter.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is global.
         distributed_sampler_cls: a class with the interface of ``DistributedSampler``.
-        excluded: what the fully automatic mode may not use: names of methods, ``(name, config)`` pairs, or
+        excluded: methods that the fully automatic mode may not use: names, ``(name, config)`` pairs, or
             groups such as ``"precision"``.
-        included: what it must use, in the same forms.
-        load_strategy: ``None`` to search for one; else the strategy: a list of names and ``(name, config)`` pairs, a ``Strategy``, a path or
-            the bytes of a strategy file.
+        included: methods that it must use, in the same forms.
+        load_strategy: ``None`` to search for one; else the strategy: a list of names and ``(name, config)`` pairs,
+            a ``Strategy``, a path or the bytes of a strategy file.
         lr_scheduler_cls: ``(optimizer, **lr_scheduler_args) -> scheduler``; stepping it is the caller's.
         lr_scheduler_args: its keyword arguments.
         finetune_strategy: keep the methods of ``load_strategy`` and search for their configs.
-        save_strategy_to_file: where rank 0 writes the strategy as applied, JSON or YAML by suffix.
+        save_strategy_to_file: file that rank 0 writes the strategy as applied to, JSON or YAML by suffix.
         ignore_dryrun_on_load_strategy: ``False`` runs one forward and backward pass before returning.
         verbose: log what was applied and why, on rank 0.
         time_limit: seconds for the search; as ``search={"time_limit_s": ...}``.
@@ -151,7 +150,7 @@ def auto_accelerate(
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
-        asked = Asked(
+        request = SearchRequest(
             load_strategy=load_strategy,
             finetune_strategy=finetune_strategy,
             save_strategy_to_file=save_strategy_to_file,
@@ -168,7 +167,7 @@ def auto_accelerate(
             ignore_dryrun_on_load_strategy=ignore_dryrun_on_load_strategy,
             verbose=verbose,
         )
-        resolved, outcome = _strategy(inputs, cluster, asked)
+        resolved, outcome = _strategy(inputs, cluster, request)
         result = apply_strategy(inputs, cluster, resolved)
         if not ignore_dryrun_on_load_strategy:
             dry_run(result)
@@ -179,52 +178,36 @@ def auto_accelerate(
             raise
         log.error("auto_accelerate failed: %s: %s", type(error).__name__, error)
         return False, None, None
-    _tell(result, cluster, resolved, verbose)
+    _log_applied(result, cluster, resolved, verbose)
     return True, result, strategy
 
 
-def _strategy(inputs: Inputs, cluster: Cluster, asked: Asked) -> tuple[Resolved, SearchOutcome | None]:
+def _strategy(
+    inputs: Inputs, cluster: Cluster, request: SearchRequest
+) -> tuple[Resolved, SearchOutcome | None]:
     """The strategy to apply: the given one, or the one that a search finds."""
     registry = load_registry()
 
     def read() -> tuple[Strategy | None, SearchSettings]:
         inputs.check()
-        asked.check(registry, cluster)
-        given = None if asked.load_strategy is None else Strategy.load(asked.load_strategy)
-        return given, asked.settings()
+        request.check(registry, cluster)
+        return request.base, request.settings
 
     given, settings = agree(read, what="checking the arguments", distributed=cluster.distributed)
-    if not asked.searches:
+    if not request.searches:
         assert given is not None
         return _resolved(inputs, cluster, registry, given), None
     same_everywhere(
-        {"excluded": repr(asked.excluded), "included": repr(asked.included), **inputs.digest()},
+        {"excluded": repr(request.excluded), "included": repr(request.included), **inputs.digest()},
         distributed=cluster.distributed,
     )
-    # The engine loads gRPC, which a job with a given strategy does without.
-    from atorch_ns.engine import EngineAddress, SearchRequest, find_strategy
+    agree(lambda: request.engine, what="reading the engine's address", distributed=cluster.distributed)
+    # It loads gRPC, which a job with a given strategy does without.
+    from atorch_ns.engine import find_strategy
 
-    engine = agree(
-        lambda: None if asked.search_engine is None else EngineAddress.read(asked.search_engine),
-        what="reading the engine's address",
-        distributed=cluster.distributed,
-    )
-    view = observer_for(verbose=asked.verbose, time_limit_s=settings.time_limit_s)
-    request = SearchRequest(
-        settings=settings,
-        excluded=asked.excluded,
-        included=asked.included,
-        base=given,
-        sample_batch=asked.sample_batch,
-        batch_size=asked.batch_size,
-        history=None if asked.search_history is None else Path(asked.search_history),
-        calibration=None if asked.search_calibration is None else Path(asked.search_calibration),
-        log_dir=asked.log_dir,
-        engine=engine,
-        observer=view,
-    )
+    view = observer_for(verbose=request.verbose, time_limit_s=settings.time_limit_s)
     with view if cluster.rank == 0 else nullcontext():
-        outcome = find_strategy(inputs, cluster, registry, request)
+        outcome = find_strategy(inputs, cluster, registry, replace(request, observer=view))
     assert outcome.winner is not None
     return _resolved(inputs, cluster, registry, outcome.winner.candidate.strategy), outcome
 
@@ -242,7 +225,7 @@ def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: St
 
 
 def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
-    """What is known by now."""
+    """The report so far, with measured steps once there are a few."""
     applied = result.applied
     advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
     if advice is not None:
@@ -270,7 +253,7 @@ def _save(
             "made_by": f"atorch_ns {__version__}",
             "model": result.job.original.model_class,
             "num_parameters": result.applied.num_parameters,
-            **({} if outcome is None else _found(outcome)),
+            **({} if outcome is None else _search_provenance(outcome)),
         },
     )
 
@@ -282,7 +265,7 @@ def _save(
     return strategy
 
 
-def _found(outcome: SearchOutcome) -> dict[str, Any]:
+def _search_provenance(outcome: SearchOutcome) -> dict[str, Any]:
     """What the strategy's file says about the search that found it."""
     row = outcome.winner
     assert row is not None
@@ -295,7 +278,7 @@ def _found(outcome: SearchOutcome) -> dict[str, Any]:
         found["measured"] = {
             "step_seconds": row.trial.median_seconds,
             "num_steps": len(row.trial.step_seconds),
-            "peak_bytes": max(row.trial.peak_bytes, default=0),
+            "peak_bytes": row.trial.max_peak_bytes,
         }
     if row.candidate.estimate is not None:
         found["predicted"] = {
@@ -305,7 +288,7 @@ def _found(outcome: SearchOutcome) -> dict[str, Any]:
     return found
 
 
-def _tell(result: Result, cluster: Cluster, resolved: Resolved, verbose: bool) -> None:
+def _log_applied(result: Result, cluster: Cluster, resolved: Resolved, verbose: bool) -> None:
     if cluster.rank != 0:
         return
     left_out = [note.text for note in resolved.notes if note.kind == "left out"]

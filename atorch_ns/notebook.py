@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from atorch_ns.errors import InputError, RankError
 from atorch_ns.launch import RankEnd, Ranks, scratch_folder
 from atorch_ns.launch.calls import ADVICE, CALL_MODULE, read_outcome, send_call
-from atorch_ns.text import error_text
+from atorch_ns.text import error_text, signal_text
 
 __all__ = ["run"]
 
@@ -126,8 +126,8 @@ def _raise_failure(folder: Path, ends: Sequence[RankEnd], timeout_s: float | Non
 
 def _death(end: RankEnd) -> str:
     if end.code < 0:
-        name = signal.Signals(-end.code).name if -end.code in set(signal.Signals) else str(-end.code)
-        how = f"it was ended by the signal {name}"
+        name = signal_text(-end.code)
+        how = f"it was ended by {name}"
         if name == "SIGKILL":
             how += ", as the system does when memory runs out"
     elif end.code == 0:

@@ -1,9 +1,10 @@
-"""Texts for messages: figures, counts, errors, types, near names. Light to import, as ``--help`` needs it."""
+"""Texts for messages: figures, counts, errors, signals, types, near names. Light to import, as ``--help`` needs it."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import signal
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -62,9 +63,16 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def error_text(error: BaseException) -> str:
-    """An exception with its message, if it has one: ``"ValueError: no corpus"``, ``"SystemExit"``."""
-    name, text = type(error).__name__, str(error)
+def error_text(error: BaseException, max_characters: int | None = None) -> str:
+    """An exception with its message, if it has one: ``"ValueError: no corpus"``, ``"SystemExit"``.
+
+    Args:
+        error: the exception.
+        max_characters: length from which on the message is cut.
+    """
+    name, text = type(error).__name__, str(error).strip()
+    if max_characters is not None:
+        text = clipped(text, max_characters)
     return f"{name}: {text}" if text else name
 
 
@@ -72,6 +80,11 @@ def error_line(error: BaseException) -> str:
     """An exception with the first line of its message, without a full stop, to stand inside a sentence."""
     first = str(error).strip().partition("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def signal_text(number: int) -> str:
+    """A signal by its name: ``"SIGKILL"``; ``"signal 40"`` for one without a name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def with_article(value: object) -> str:

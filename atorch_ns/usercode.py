@@ -140,7 +140,7 @@ def load_object(name: str, *, option: str) -> Any:
     All names in one file are looked up in one module, which is executed once.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
         option: the option's name, for messages.
 
     Raises:
@@ -164,7 +164,7 @@ def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
     """The model, and a sentence on how it was built.
 
     Args:
-        name: as the user wrote it.
+        name: the name as the user wrote it.
         on_meta: build on the meta device where the model's code allows it.
 
     Raises:
@@ -318,7 +318,7 @@ def check_format(text: str) -> InputFormat:
     raise InputError(f"--input-format={text!r} is not one of {', '.join(formats)}.")
 
 
-def chosen_format(asked: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
+def chosen_format(given: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
     """The input format of a batch, ``auto`` resolved by the signature of ``forward``, and a line on it if it is not obvious.
 
     Dictionaries and sequences are unpacked, a dictionary with the keys that ``forward`` names. Of a sequence that it
@@ -331,9 +331,9 @@ def chosen_format(asked: InputFormat, model: nn.Module, sample: Any) -> tuple[In
     from atorch_ns.data import forward_signature
     from atorch_ns.engine.offline import assumed_format
 
-    if asked != "auto":
-        _check_fit(asked, sample)
-        return asked, ""
+    if given != "auto":
+        _check_fit(given, sample)
+        return given, ""
     unpacked = assumed_format(sample)
     signature = forward_signature(model)
     if unpacked == "unpack_dict":
@@ -348,14 +348,14 @@ def chosen_format(asked: InputFormat, model: nn.Module, sample: Any) -> tuple[In
     raise InputError(f"{what}. {_REMEDY}")
 
 
-def _check_fit(asked: InputFormat, sample: Any) -> None:
+def _check_fit(given: InputFormat, sample: Any) -> None:
     """Checks that a batch can be passed in this format at all, before anything is computed."""
     from atorch_ns.data import call_model
 
     try:
-        call_model(lambda *_, **__: None, sample, None if asked == "none" else asked)
+        call_model(lambda *_, **__: None, sample, None if given == "none" else given)
     except InputError as error:
-        raise InputError(f"--sample does not fit --input-format={asked}: {error}") from None
+        raise InputError(f"--sample does not fit --input-format={given}: {error}") from None
 
 
 def _of_dictionary(

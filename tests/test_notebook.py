@@ -51,7 +51,7 @@ def test_a_killed_rank_is_named() -> None:
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RankError, match="rank 1 of 2 failed:\nit was ended by the signal SIGKILL"):
+    with pytest.raises(RankError, match="rank 1 of 2 failed:\nit was ended by SIGKILL"):
         notebook.run(dies)
 
 

@@ -7,7 +7,16 @@ import doctest
 import pytest
 
 from atorch_ns import text as text_module
-from atorch_ns.text import bytes_text, clipped, count_text, factor_text, first_few, seconds_text
+from atorch_ns.text import (
+    bytes_text,
+    clipped,
+    count_text,
+    error_text,
+    factor_text,
+    first_few,
+    seconds_text,
+    signal_text,
+)
 
 
 def test_examples() -> None:
@@ -69,3 +78,12 @@ def test_long_texts_and_lists_are_shortened() -> None:
     assert clipped("123456789", 8) == "12345..."
     assert first_few(["a", "b"], 2) == "a, b"
     assert first_few(["a", "b", "c"], 2) == "a, b, …"
+
+
+def test_errors_and_signals() -> None:
+    assert error_text(ValueError("no corpus")) == "ValueError: no corpus"
+    assert error_text(SystemExit()) == "SystemExit"
+    assert error_text(ValueError(" \n")) == "ValueError"
+    assert error_text(ValueError("0123456789"), 8) == "ValueError: 01234..."
+    assert error_text(ValueError("01234567"), 8) == "ValueError: 01234567"
+    assert (signal_text(9), signal_text(500)) == ("SIGKILL", "signal 500")

@@ -61,16 +61,20 @@ def cpu_hardware(num_ranks: int, memory_bytes: int | None = None) -> Hardware:
 def machine_memory_bytes() -> int:
     """Memory that all processes here may use: the machine's, or less where a cgroup limits it."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read_limit(path) for path in _limit_files()]
+    limits = [_read_limit(path) for path in cgroup_files("memory.max", "memory.limit_in_bytes")]
     return min([machine, *(limit for limit in limits if limit is not None)])
 
 
-def _limit_files() -> list[Path]:
-    """Where the memory limits of this process's cgroups may stand, in version 2 and version 1.
+def cgroup_files(name: str, name_v1: str) -> list[Path]:
+    """Candidates of the files of this process's memory cgroups, in version 2 and version 1.
 
     Inside a container the own group is usually mounted as the root.
+
+    Args:
+        name: name of the file in version 2.
+        name_v1: its name in version 1.
     """
-    files = [_CGROUPS / "memory.max", _CGROUPS / "memory" / "memory.limit_in_bytes"]
+    files = [_CGROUPS / name, _CGROUPS / "memory" / name_v1]
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -78,9 +82,9 @@ def _limit_files() -> list[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            files.append(_CGROUPS / path.strip("/") / "memory.max")
+            files.append(_CGROUPS / path.strip("/") / name)
         elif "memory" in controllers.split(","):
-            files.append(_CGROUPS / "memory" / path.strip("/") / "memory.limit_in_bytes")
+            files.append(_CGROUPS / "memory" / path.strip("/") / name_v1)
     return files
 
 

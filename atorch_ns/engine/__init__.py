@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atorch_ns.engine.find import find_strategy
-    from atorch_ns.engine.request import Asked, EngineAddress, SearchRequest
+    from atorch_ns.engine.request import EngineAddress, SearchRequest
     from atorch_ns.engine.rpc.auth import Tls
     from atorch_ns.engine.trial.report import RankReport, Worker
 
-__all__ = ["Asked", "EngineAddress", "RankReport", "SearchRequest", "Tls", "Worker", "find_strategy"]
+__all__ = ["EngineAddress", "RankReport", "SearchRequest", "Tls", "Worker", "find_strategy"]
 
 _HOMES = {
-    "Asked": "request",
     "EngineAddress": "request",
     "RankReport": "trial.report",
     "SearchRequest": "request",

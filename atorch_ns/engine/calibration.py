@@ -18,38 +18,40 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from atorch_ns.cluster import Hardware, Link, Rate
 from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.estimate import Estimate
 from atorch_ns.method import Chosen, Registry, fold_plan, load_registry
-from atorch_ns.search import Candidate, SearchOutcome, TrialOutcome
+from atorch_ns.search import Candidate, SearchOutcome, TrialOutcome, from_json
+from atorch_ns.strategy.file import write_whole
 
 _SCHEMA: Final = 1
 _COMMUNICATED: Final = ("gather", "reduce", "offload")
+_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Measured over predicted, on one kind of device.
+    """Factors of measured over predicted, on one kind of device.
 
     Attributes:
-        compute: of computation, by the precision it is done in (``"float32"``, ``"bfloat16"``, …).
-        communication: of communication and transfers.
-        memory: of the peak, by precision.
-        num_trials, num_steps: trials and steps of training that they come from.
+        compute: factors of computation, by its precision (``"float32"``, ``"bfloat16"``, …).
+        communication: factor of communication and transfers.
+        memory: factors of the peak, by precision.
+        num_trials, num_steps: trials and steps of training that the factors come from.
         error_before, error_after: median relative error of the step time, without and with the factors.
     """
 
-    compute: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    communication: float = 1.0
-    memory: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    compute: Mapping[str, _Factor] = field(default_factory=dict)
+    communication: _Factor = 1.0
+    memory: Mapping[str, _Factor] = field(default_factory=dict)
     num_trials: int = 0
     num_steps: int = 0
     error_before: float = 0.0
@@ -94,10 +96,12 @@ class Calibration:
     """Factors by device, as a small JSON file.
 
     Attributes:
-        devices: by the device's name and the number of processes, as ``"H100-80GB x 16"``.
+        devices: factors by the device's name and the number of processes, as ``"H100-80GB x 16"``.
+        schema: version of the file's form.
     """
 
-    devices: Mapping[str, Factors] = field(default_factory=lambda: MappingProxyType({}))
+    devices: Mapping[str, Factors]
+    schema: int = _SCHEMA
 
     @staticmethod
     def key(device: str, world_size: int) -> str:
@@ -105,12 +109,12 @@ class Calibration:
         return f"{device} x {world_size}"
 
     def factors(self, device: str, world_size: int) -> Factors:
-        """What is known of a device; factors of 1 where nothing is."""
+        """The factors of a device; all 1 where none are known."""
         return self.devices.get(self.key(device, world_size), Factors())
 
     def merged(self, other: Calibration) -> Calibration:
-        """Both; of a device in both, what ``other`` says."""
-        return Calibration(devices=MappingProxyType({**self.devices, **other.devices}))
+        """The factors of both; for a device in both, those of ``other``."""
+        return Calibration(devices={**self.devices, **other.devices})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, or adds to the one that is there; replaced in one step.
@@ -120,13 +124,10 @@ class Calibration:
         """
         target = Path(path)
         whole = Calibration.load(target).merged(self) if target.exists() else self
-        text = json.dumps({"schema": _SCHEMA, "devices": _plain(whole.devices)}, indent=2, sort_keys=True)
-        fresh = target.with_name(f".{target.name}.{os.getpid()}")
+        text = json.dumps(asdict(whole), indent=2, sort_keys=True)
         try:
-            fresh.write_text(text + "\n", encoding="utf-8")
-            fresh.replace(target)
+            write_whole(target, f"{text}\n".encode())
         except OSError as error:
-            fresh.unlink(missing_ok=True)
             raise InputError(f"the calibration was not written: {error}") from error
 
     @classmethod
@@ -137,15 +138,12 @@ class Calibration:
             InputError: if it is missing, is none, or was written by a later version.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            if data["schema"] != _SCHEMA:
-                raise InputError(f"{path} has schema {data['schema']!r}; this version reads {_SCHEMA}.")
-            devices = {str(name): _factors(values) for name, values in data["devices"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{path} is no calibration: {type(error).__name__}: {error}") from error
-        return cls(devices=MappingProxyType(devices))
+            found = from_json(cls, Path(path).read_bytes())
+        except (OSError, InputError) as error:
+            raise InputError(f"{path} is no calibration: {error}") from error
+        if found.schema != _SCHEMA:
+            raise InputError(f"{path} has schema {found.schema!r}; this version reads {_SCHEMA}.")
+        return found
 
 
 def computed_and_communicated(predicted: Estimate) -> tuple[float, float]:
@@ -167,34 +165,6 @@ def _slower(link: Link, factor: float) -> Link:
         link,
         rate=slower(link.rate),
         collectives={name: slower(rate) for name, rate in link.collectives.items()},
-    )
-
-
-def _plain(devices: Mapping[str, Factors]) -> dict[str, Any]:
-    return {
-        name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(one).items()}
-        for name, one in devices.items()
-    }
-
-
-def _factors(values: Mapping[str, Any]) -> Factors:
-    def positive(value: Any) -> float:
-        number = float(value)
-        if not 0 < number < math.inf:
-            raise InputError(f"a factor of {number} in a calibration: factors are positive.")
-        return number
-
-    def by_precision(found: Mapping[str, Any]) -> Mapping[str, float]:
-        return MappingProxyType({str(name): positive(value) for name, value in found.items()})
-
-    return Factors(
-        compute=by_precision(values["compute"]),
-        communication=positive(values["communication"]),
-        memory=by_precision(values["memory"]),
-        num_trials=int(values["num_trials"]),
-        num_steps=int(values["num_steps"]),
-        error_before=float(values["error_before"]),
-        error_after=float(values["error_after"]),
     )
 
 
@@ -254,16 +224,16 @@ def refit(
         )
     compute, communication = _fit(times)
     factors = Factors(
-        compute=MappingProxyType(compute),
+        compute=compute,
         communication=communication,
-        memory=MappingProxyType({name: _clamped(statistics.median(found)) for name, found in peaks.items()}),
+        memory={name: _clamped(statistics.median(found)) for name, found in peaks.items()},
         num_trials=num_trials,
         num_steps=0 if actual is None else len(actual.step_seconds),
         error_before=_error(times, {}, 1.0),
         error_after=_error(times, compute, communication),
     )
     key = Calibration.key(outcome.setting.device, outcome.setting.world_size)
-    return Calibration(devices=MappingProxyType({key: factors}))
+    return Calibration(devices={key: factors})
 
 
 def _precision(candidate: Candidate, registry: Registry) -> str:
@@ -303,13 +273,10 @@ def _fit(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
 
 
 def _error(observed: Sequence[_Observation], compute: Mapping[str, float], communication: float) -> float:
-    errors = [
-        abs(
-            (compute.get(one.precision, 1.0) * one.computed + communication * one.communicated) / one.measured
-            - 1
-        )
-        for one in observed
-    ]
+    errors = []
+    for one in observed:
+        corrected = compute.get(one.precision, 1.0) * one.computed + communication * one.communicated
+        errors.append(abs(corrected / one.measured - 1))
     return statistics.median(errors) if errors else 0.0
 
 

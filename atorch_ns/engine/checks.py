@@ -13,7 +13,7 @@ from atorch_ns.estimate import Collective, Estimate, Workload, estimate
 from atorch_ns.method import Registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.search import Candidate
-from atorch_ns.text import bytes_text
+from atorch_ns.text import bytes_text, error_text
 
 PRICE_TOLERANCE: Final = 1e-9
 """Relative: the same plan priced alone or in a table of many differs by the order of sums only."""
@@ -29,10 +29,10 @@ MEMORY_SLACK_BYTES: Final = 256 * 2**10
 
 @dataclass(frozen=True)
 class Check:
-    """What a self-check found.
+    """Result of a self-check.
 
     Attributes:
-        name: what was checked.
+        name: name of the check.
         passed: whether it holds.
         text: the numbers.
     """
@@ -60,8 +60,8 @@ def check_collectives(
 
     Args:
         predicted: :attr:`~atorch_ns.estimate.Estimate.collectives`.
-        executed: by kind, calls and bytes in one step, as a trial counts them; ``None`` if it did not.
-        unpredicted: why they cannot be predicted, as a clause; then nothing is compared.
+        executed: calls and bytes in one step by kind, as a trial counts them; ``None`` if it did not.
+        unpredicted: reason why they cannot be predicted, as a clause; then nothing is compared.
     """
     name = "collectives as predicted"
     if unpredicted:
@@ -87,12 +87,7 @@ def check_collectives(
 def check_price(
     candidate: Candidate, profile: Profile, cluster: Cluster, workload: Workload, registry: Registry
 ) -> Check:
-    """Whether the candidate, resolved and priced from scratch, costs what it cost in the search.
-
-    Args:
-        candidate: with its estimate.
-        profile, cluster, workload, registry: what the search priced it with.
-    """
+    """Whether the candidate, resolved and priced from scratch, costs what it cost in the search."""
     name = "price from scratch"
     if candidate.estimate is None:
         return Check(name, False, "the candidate was never priced")
@@ -100,7 +95,7 @@ def check_price(
         plan = resolve(candidate.strategy, cluster, registry, profile=profile).plan
         again = estimate(plan, profile, cluster, workload)
     except AtorchError as error:
-        return Check(name, False, f"{type(error).__name__}: {error}")
+        return Check(name, False, error_text(error))
     pairs = {
         "step": (candidate.estimate.step_seconds * 1e3, again.step_seconds * 1e3, "ms"),
         "memory": (candidate.estimate.peak_bytes / 2**20, again.peak_bytes / 2**20, "MiB"),
@@ -118,9 +113,7 @@ def check_price(
 def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     """Whether the peak over ranks is within 8% of the prediction, or within 256 KiB.
 
-    Args:
-        predicted: the estimate; what the framework reserves whatever the model is left out.
-        measured: peak bytes by rank, as a trial gives them.
+    The framework's own reserve, which no trial measures, is left out of the prediction.
     """
     name = "memory as predicted"
     if not measured:

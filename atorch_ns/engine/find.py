@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, agree, calibrate, from_first, gathered
 from atorch_ns.engine.calibration import Calibration
-from atorch_ns.engine.problem import pose
+from atorch_ns.engine.problem import build_problem
 from atorch_ns.engine.request import SearchRequest
 from atorch_ns.engine.rpc.channel import UnreachableError
 from atorch_ns.engine.rpc.meeting import Client, Meeting, join, run_agent
@@ -46,7 +46,8 @@ def find_strategy(
         SearchError: if no candidate could be run; it carries the outcome.
         RankError: if a rank failed or vanished.
     """
-    sample = agree(
+    sample = _on_all(
+        cluster,
         lambda: sample_inputs(
             inputs,
             num_data_ranks=cluster.world_size,
@@ -54,7 +55,6 @@ def find_strategy(
             batch_size=request.batch_size,
         ),
         what="sampling the data",
-        distributed=cluster.distributed,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept_environment())
@@ -70,12 +70,8 @@ def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster
     known = cluster.with_hardware()
     group = dist.group.WORLD if cluster.distributed else None
     hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
-    if request.calibration is not None:
-        learned = agree(
-            lambda: Calibration.load(request.calibration),  # type: ignore[arg-type]  # not None, see above
-            what="reading the calibration",
-            distributed=cluster.distributed,
-        )
+    if (path := request.search_calibration) is not None:
+        learned = _on_all(cluster, lambda: Calibration.load(path), what="reading the calibration")
         hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
     return replace(known, hardware=hardware)
 
@@ -93,7 +89,8 @@ def _search(
     obstacle = next(filter(None, obstacles), None)
     logs = _logs(stack, cluster, request)
     # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
-    worker = agree(
+    worker = _on_all(
+        cluster,
         lambda: make_worker(
             stack,
             sample.inputs,
@@ -105,9 +102,10 @@ def _search(
             carried=carried,
         ),
         what="starting the trial workers",
-        distributed=cluster.distributed,
     )
-    problem = _on_first(cluster, lambda: pose(sample, cluster, registry, request), what="profiling the model")
+    problem = _on_first(
+        cluster, lambda: build_problem(sample, cluster, registry, request), what="profiling the model"
+    )
     meeting = _on_first(
         cluster,
         lambda: Meeting(cluster, request, problem) if problem is not None else None,
@@ -116,8 +114,10 @@ def _search(
     if meeting is not None:
         stack.callback(meeting.close)
     address = from_first(None if meeting is None else meeting.address, distributed=cluster.distributed)
-    here = meeting is not None and not address.address
-    client = meeting.client() if meeting is not None and here else join(address, cluster, request)
+    if meeting is not None and not address.address:
+        client = meeting.client()
+    else:
+        client = join(address, cluster, request)
     outcome = _take_part(client, worker, cluster, request)
     if meeting is not None and problem is not None:
         meeting.conclude()
@@ -164,16 +164,17 @@ def _logs(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest)
     shared, problem = from_first(made, distributed=cluster.distributed)
     if problem and cluster.rank == 0:
         request.observer(Note(problem))
-    return agree(
-        lambda: stack.enter_context(log_folder(shared)),
-        what="making a folder for logs",
-        distributed=cluster.distributed,
-    )
+    return _on_all(cluster, lambda: stack.enter_context(log_folder(shared)), what="making a folder for logs")
+
+
+def _on_all(cluster: Cluster, action: Callable[[], T], *, what: str) -> T:
+    """Runs ``action`` on every rank; the failure of one is raised on all of them."""
+    return agree(action, what=what, distributed=cluster.distributed)
 
 
 def _on_first(cluster: Cluster, action: Callable[[], T], *, what: str) -> T | None:
     """Runs ``action`` on rank 0 while the others wait; a failure is raised on all of them."""
-    return agree(lambda: action() if cluster.rank == 0 else None, what=what, distributed=cluster.distributed)
+    return _on_all(cluster, lambda: action() if cluster.rank == 0 else None, what=what)
 
 
 def _why_nothing(outcome: SearchOutcome) -> str:

@@ -1,30 +1,31 @@
 """Planning without the cluster: from a model and a sample to ranked strategies. Nothing is run but the profile.
 
-The parts are pure: a profile is plain values, so what planned once plans again from its file, without the
-model.
+A profile is plain values, so one that was saved is planned with again, without the model.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model
+from atorch_ns.engine.problem import optimizer_maker
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, Workload, estimate
-from atorch_ns.job import first_loss, optimizer_arguments
+from atorch_ns.job import first_loss
 from atorch_ns.method import Registry, load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
+from atorch_ns.search.conclude import pareto
 from atorch_ns.strategy import Strategy
 
 
@@ -59,44 +60,28 @@ def _find(output: Any) -> tuple[torch.Tensor, str]:
     first = output[0] if isinstance(output, Sequence) and len(output) else output
     if isinstance(first, torch.Tensor) and first.numel() == 1:
         return first, "the output's first item" if first is not output else "the output itself"
-    for tensor in _floats(output):
-        # Not its shape: the trace runs batches of other sizes than the user's.
-        return tensor.mean(), "the mean of the output" + (
-            "" if tensor is output else "'s first tensor of floats"
-        )
+    for tensor in tensors_of(output):
+        if tensor.is_floating_point():
+            # Not its shape: the trace runs batches of other sizes than the user's.
+            part = "" if tensor is output else "'s first tensor of floats"
+            return tensor.mean(), f"the mean of the output{part}"
     raise InputError(
         f"the model returned {type(output).__name__} without a tensor of floats, so there is nothing to "
         "differentiate. Give a loss function."
     )
 
 
-def _floats(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _floats(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _floats(value)
-
-
 def offline_rows(candidates: Sequence[Candidate], settings: SearchSettings) -> tuple[Row, ...]:
     """The candidates in their order, those that can be used first."""
     usable = [candidate for candidate in candidates if candidate.pruned is None]
-    pruned = [candidate for candidate in candidates if candidate.pruned is not None]
     rows = [
-        Row(
-            candidate=candidate,
-            fate="won" if position == 0 else "untried",
-            reason=_reason(candidate, usable[0], settings),
-        )
-        for position, candidate in enumerate(usable)
+        Row(candidate=one, fate="untried" if position else "won", reason=_reason(one, usable[0], settings))
+        for position, one in enumerate(usable)
     ]
     rows += [
-        Row(candidate=candidate, fate="pruned", reason=candidate.pruned.reason if candidate.pruned else "")
-        for candidate in pruned
+        Row(candidate=one, fate="pruned", reason=one.pruned.reason)
+        for one in candidates
+        if one.pruned is not None
     ]
     return tuple(rows)
 
@@ -120,29 +105,14 @@ def _reason(candidate: Candidate, best: Candidate, settings: SearchSettings) -> 
     return f"predicted {time_part}{memory_part}"
 
 
-def pareto_front(rows: Iterable[Row]) -> tuple[str, ...]:
-    """Keys of the candidates that no other beats in both time and memory, the fastest first."""
-    priced = [(row.candidate.estimate, row.candidate.key) for row in rows if row.fate != "pruned"]
-    known = sorted(
-        (figures.step_seconds, figures.peak_bytes, key) for figures, key in priced if figures is not None
-    )
-    front: list[str] = []
-    least = float("inf")
-    for _, num_bytes, key in known:
-        if num_bytes < least:
-            least = num_bytes
-            front.append(key)
-    return tuple(front)
-
-
 def nearest_miss(rows: Iterable[Row]) -> str:
-    """The candidate that is over the limit by least, with its reason."""
-    over = [row for row in rows if row.candidate.estimate and row.candidate.pruned and row.fate == "pruned"]
-    over = [row for row in over if row.candidate.pruned and row.candidate.pruned.kind == "memory"]
-    if not over:
-        return ""
-    nearest = min(over, key=lambda row: row.candidate.estimate.peak_bytes if row.candidate.estimate else 0.0)
-    return f"{nearest.candidate.label} {nearest.reason}"
+    """The candidate that is over the memory limit by least, with its reason."""
+    over = [
+        (row.candidate.predicted_bytes or 0.0, f"{row.candidate.label} {row.reason}")
+        for row in rows
+        if row.candidate.pruned is not None and row.candidate.pruned.kind == "memory"
+    ]
+    return min(over, default=(0.0, ""))[1]
 
 
 InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first"]
@@ -152,10 +122,10 @@ class PricedStrategy(NamedTuple):
     """One strategy on one cluster.
 
     Attributes:
-        strategy: as resolved: with what was added.
-        estimate: what it is predicted to cost, with its collectives.
-        limit_bytes: what one rank may use; 0 where unknown.
-        notes: what was added, left out and fitted, as sentences.
+        strategy: the strategy as resolved, with the methods that were added.
+        estimate: its predicted cost, with its collectives.
+        limit_bytes: bytes that one rank may use; 0 where unknown.
+        notes: changes that resolving made, as sentences.
     """
 
     strategy: Strategy
@@ -165,7 +135,7 @@ class PricedStrategy(NamedTuple):
 
     @property
     def over_bytes(self) -> float:
-        """By how much it is over the limit; negative if it fits, and 0 where the limit is unknown."""
+        """Bytes over the limit; negative if it fits, and 0 where the limit is unknown."""
         return self.estimate.peak_bytes - self.limit_bytes if self.limit_bytes else 0.0
 
 
@@ -178,14 +148,14 @@ def profile_offline(
     input_format: InputFormat = "auto",
     device: str = "cpu",
 ) -> Profile:
-    """The profile of one training step; what was assumed stands in the trace's notes.
+    """The profile of one training step, with assumptions as notes of its trace.
 
     Args:
-        model: on any device; on meta it takes no memory.
+        model: a model on any device; on meta it takes no memory.
         sample: one batch.
         loss: ``(batch, output) -> loss``; ``None`` for the loss in the output, else the output's mean.
-        optimizer: makes the optimizer; ``None`` for none.
-        input_format: how the batch is passed; ``auto`` unpacks dictionaries and sequences.
+        optimizer: factory of the optimizer; ``None`` for none.
+        input_format: form in which the batch is passed; ``auto`` unpacks dictionaries and sequences.
         device: type of the device that is planned for.
 
     Raises:
@@ -200,35 +170,20 @@ def profile_offline(
         return first_loss(loss_func(batch, call_model(module, batch, passed)))
 
     # Fake tensors of a device that torch was built without abort the interpreter.
-    here = device if device == "cpu" or torch.cuda.is_available() else "cpu"
+    traced_on = device if device == "cpu" or torch.cuda.is_available() else "cpu"
     profile = profile_model(
-        model, sample, forward_loss, make_optimizer=_as_in_training(optimizer), device=here
+        model,
+        sample,
+        forward_loss,
+        make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
+        device=traced_on,
     )
-    elsewhere = (
-        ""
-        if here == device
-        else f"The step was traced with the operators of {here}: this machine has no {device}."
-    )
-    notes = tuple(note for note in (assumed.assumed, elsewhere) if note)
+    notes = [assumed.assumed] if assumed.assumed else []
+    if traced_on != device:
+        notes.append(f"The step was traced with the operators of {traced_on}: this machine has no {device}.")
     if profile.trace is None or not notes:
         return profile
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, *notes)))
-
-
-def _as_in_training(
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
-    """Makes the optimizer as a training job does, fused where it can be."""
-    if optimizer is None:
-        return None
-
-    @functools.wraps(optimizer)
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        parameters = list(parameters)
-        arguments, _ = optimizer_arguments(optimizer, None, [{"params": parameters}])
-        return optimizer(parameters, **arguments)
-
-    return make
 
 
 def workload_of(profile: Profile, cluster: Cluster, global_batch: int | None) -> Workload:
@@ -261,13 +216,13 @@ def plan_offline(
     """Every candidate priced and ranked, in the form of a search without trials. All figures are predictions.
 
     Args:
-        profile: with a trace.
-        cluster: detected or from a description; its hardware is looked up if it has none.
+        profile: a profile with a trace.
+        cluster: cluster, detected or from a description; its hardware is looked up if it has none.
         global_batch: samples in a step; ``None`` for the sample's on every rank.
         settings: objective and limits.
-        excluded, included: methods that may not, or must, be there.
+        excluded, included: methods that a strategy may not, or must, contain.
         registry: the methods; ``None`` for all that are installed.
-        profile_seconds: what the profile took, for the report.
+        profile_seconds: time of the profile, for the report.
 
     Raises:
         InputError: if an argument cannot be used.
@@ -288,11 +243,10 @@ def plan_offline(
     rows = offline_rows(space.candidates, settings)
     best = rows[0].candidate.key if rows and rows[0].fate == "won" else None
     took = time.perf_counter() - began
-    notes = (
-        *(profile.trace.notes if profile.trace else ()),
-        *space.notes,
-        *_batch_note(workload, global_batch),
-    )
+    notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)
+    if global_batch is None:
+        batch = workload.global_batch
+        notes += (f"No batch size was given: the sample's on every rank, {batch} samples in all.",)
     return SearchOutcome(
         setting=_setting(profile, cluster, workload, settings, (profile_seconds, took), notes),
         settings=settings,
@@ -301,7 +255,7 @@ def plan_offline(
         stop_reason=f"planned offline: {_listed(space.num_priced, len(rows))}",
         num_trials=0,
         seconds=profile_seconds + took,
-        pareto=pareto_front(rows),
+        pareto=pareto(rows),
         nearest_miss="" if best else nearest_miss(rows),
     )
 
@@ -363,9 +317,3 @@ def _listed(num_priced: int, num_rows: int) -> str:
     return (
         f"{num_priced} strategies were priced, and the best are listed with the baseline, {num_rows} in all"
     )
-
-
-def _batch_note(workload: Workload, global_batch: int | None) -> tuple[str, ...]:
-    if global_batch is not None:
-        return ()
-    return (f"No batch size was given: the sample's on every rank, {workload.global_batch} samples in all.",)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.engine.checks import check_collectives, check_memory, check_price
 from atorch_ns.engine.request import SearchRequest
 from atorch_ns.estimate import Workload, estimate, unpredicted
-from atorch_ns.job import Inputs, optimizer_arguments
+from atorch_ns.job import optimizer_arguments
 from atorch_ns.job.sampling import Sample, forward_loss
 from atorch_ns.method import Registry, ReplacesModules, resolve
 from atorch_ns.profile import (
@@ -41,6 +42,7 @@ from atorch_ns.search import (
     memory_limit,
 )
 from atorch_ns.strategy import Plan
+from atorch_ns.text import error_text
 
 
 def with_replaced_costs(
@@ -52,15 +54,8 @@ def with_replaced_costs(
 ) -> Profile:
     """The profile with the costs of plans with ``replaced``, where a method in the search sets it.
 
-    A model that cannot be profiled with its modules replaced, or whose stretches are then others, keeps its own costs
-    for such plans, and a note says so.
-
-    Args:
-        profile: of the model as it is, traced.
-        model: the model; it is not changed.
-        cluster: where it is to run.
-        registry: the methods.
-        trace_of: profiles a model.
+    A model that cannot be profiled with its modules replaced, or has other segments then, keeps its own costs for
+    such plans, and a note says so. ``trace_of`` profiles a model; ``model`` itself is not changed.
     """
     trace = profile.trace
     assert trace is not None
@@ -70,7 +65,8 @@ def with_replaced_costs(
             return profile
         other = trace_of(rewritten).trace
     except Exception as error:  # a replacement is the user's code
-        return _noted(profile, f"With modules replaced the model could not be profiled ({_said(error)})")
+        reason = " ".join(error_text(error, 160).split())
+        return _noted(profile, f"With modules replaced the model could not be profiled ({reason})")
     if other is None or not _alike(trace, other):
         return _noted(profile, "With modules replaced the model is divided otherwise")
     segments = tuple(
@@ -103,22 +99,17 @@ def _noted(profile: Profile, what: str) -> Profile:
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, note)))
 
 
-def _said(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """What is known before the first trial.
+    """The search as it stands before the first trial.
 
     Attributes:
-        profile: of the model, traced.
-        cluster: with hardware figures.
-        workload: of one step.
+        profile: profile of the model, with a trace.
+        cluster: cluster with hardware figures.
+        workload: samples and tokens of one step.
         registry: the methods.
-        setting: the same in words and figures, for reports.
-        candidates: priced, best first.
+        setting: summary of these for reports.
+        candidates: the priced candidates, best first.
     """
 
     profile: Profile
@@ -129,7 +120,7 @@ class SearchProblem:
     candidates: tuple[Candidate, ...]
 
     def checks(self, outcome: SearchOutcome) -> tuple[str, ...]:
-        """What can be checked of the winner without another trial, as sentences."""
+        """The self-checks of the winner that need no further trial, as sentences."""
         row = outcome.winner
         if row is None:
             return ()
@@ -144,18 +135,20 @@ class SearchProblem:
         return tuple(str(check) for check in done)
 
 
-def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest) -> SearchProblem:
+def build_problem(
+    sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
+) -> SearchProblem:
     """Profiles the model and prices the candidates.
 
     Raises:
-        InputError: if the model cannot be profiled, or the caller's wishes leave no candidate.
+        InputError: if the model cannot be profiled, or the caller's constraints leave no candidate.
     """
     inputs = sample.inputs
     request.observer(Profiling(type(inputs.model).__name__))
     begun = time.monotonic()
-    profile = profile_model(
-        inputs.model, sample.batch, forward_loss(inputs), make_optimizer=_optimizer_maker(inputs)
-    )
+    assert inputs.optim_func is not None
+    make_optimizer = optimizer_maker(inputs.optim_func, inputs.optim_args, [inputs.model])
+    profile = profile_model(inputs.model, sample.batch, forward_loss(inputs), make_optimizer=make_optimizer)
     profile = with_replaced_costs(
         profile,
         inputs.model,
@@ -180,7 +173,6 @@ def pose(sample: Sample, cluster: Cluster, registry: Registry, request: SearchRe
             *_given_micro_batches(registry, inputs.gradient_accumulation_steps),
         ],
         base=request.base,
-        finetune=request.base is not None,
     )
     setting = Setting(
         model=profile.model_class.rpartition(".")[2],
@@ -240,13 +232,18 @@ def _timed(profile: Profile, sample: Sample, cluster: Cluster, settings: SearchS
     return timed
 
 
-def _optimizer_maker(inputs: Inputs) -> Callable[[Any], torch.optim.Optimizer]:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        assert inputs.optim_func is not None
+def optimizer_maker(
+    optim_func: Callable[..., torch.optim.Optimizer],
+    optim_args: Mapping[str, Any] | None = None,
+    models: Sequence[nn.Module] = (),
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """A function that makes the optimizer of parameters as a training job does, fused where it can be."""
+
+    @functools.wraps(optim_func)
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        groups = [{"params": parameters}]
-        arguments, _ = optimizer_arguments(inputs.optim_func, inputs.optim_args, groups, [inputs.model])
-        return inputs.optim_func(parameters, **arguments)
+        arguments, _ = optimizer_arguments(optim_func, optim_args, [{"params": parameters}], models)
+        return optim_func(parameters, **arguments)
 
     return make
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,31 +20,96 @@ from atorch_ns.search import Observer, SearchSettings, read_constraints
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import with_article
 
+TOKEN_VARIABLE = "ATORCH_NS_ENGINE_TOKEN"
+"""The environment variable that holds the token of a standalone engine."""
+
+
+def _silent(event: object) -> None:
+    """Nobody watches."""
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """A standalone engine that runs this job's search.
+
+    Attributes:
+        address: ``host:port``.
+        token: the engine's token.
+        tls: the certificates to trust; without it nothing is encrypted.
+    """
+
+    address: str
+    token: str = field(repr=False)
+    tls: Tls | None = None
+
+    @classmethod
+    def read(cls, given: EngineAddress | str) -> EngineAddress:
+        """An address as it is, or ``"host:port"`` with the token of the environment.
+
+        Raises:
+            InputError: if the text is no address, or there is no token.
+        """
+        if isinstance(given, EngineAddress):
+            return given
+        host, _, port = str(given).rpartition(":")
+        if not host or not port.isdigit():
+            raise InputError(f"search_engine={given!r} is no address; write host:port.")
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise InputError(
+                f"the engine at {given} asks for a token: put it into the environment variable "
+                f"{TOKEN_VARIABLE} on every rank, or give EngineAddress(address, token)."
+            )
+        return cls(address=given, token=token)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The arguments of ``auto_accelerate`` that choose or search a strategy, as they were given."""
+class SearchRequest:
+    """The arguments of ``auto_accelerate`` that choose or search a strategy, as they were given.
 
-    load_strategy: Any
-    finetune_strategy: bool
-    save_strategy_to_file: str | PathLike[str] | None
-    excluded: Sequence[Any] | None
-    included: Sequence[Any] | None
-    search: SearchSettings | Mapping[str, Any] | None
-    time_limit: float | None
-    search_history: str | PathLike[str] | None
-    search_calibration: str | PathLike[str] | None
-    search_logs: str | PathLike[str] | None
-    search_engine: EngineAddress | str | None
-    sample_batch: Any
-    batch_size: int | None
-    ignore_dryrun_on_load_strategy: bool
-    verbose: bool
+    Attributes:
+        observer: observer of the search's events, on rank 0.
+    """
+
+    load_strategy: Any = None
+    finetune_strategy: bool = False
+    save_strategy_to_file: str | PathLike[str] | None = None
+    excluded: Sequence[Any] | None = None
+    included: Sequence[Any] | None = None
+    search: SearchSettings | Mapping[str, Any] | None = None
+    time_limit: float | None = None
+    search_history: str | PathLike[str] | None = None
+    search_calibration: str | PathLike[str] | None = None
+    search_logs: str | PathLike[str] | None = None
+    search_engine: EngineAddress | str | None = None
+    sample_batch: Any = None
+    batch_size: int | None = None
+    ignore_dryrun_on_load_strategy: bool = True
+    verbose: bool = False
+    observer: Observer = _silent
 
     @property
     def searches(self) -> bool:
         """Whether there is anything to search for."""
         return self.load_strategy is None or self.finetune_strategy
+
+    @cached_property
+    def base(self) -> Strategy | None:
+        """The given strategy, to be used or searched around; ``None`` to search over everything.
+
+        Raises:
+            StrategyError: if it cannot be read.
+        """
+        return None if self.load_strategy is None else Strategy.load(self.load_strategy)
+
+    @cached_property
+    def engine(self) -> EngineAddress | None:
+        """The standalone engine that runs the search; ``None`` for a coordinator in rank 0's process.
+
+        Raises:
+            InputError: if its address or token is missing.
+        """
+        return None if self.search_engine is None else EngineAddress.read(self.search_engine)
 
     def check(self, registry: Registry, cluster: Cluster) -> None:
         """Checks every argument and reports all that is wrong at once.
@@ -66,6 +132,7 @@ class Asked:
                 raise StrategyFileError(f"the folder of {name}={str(path)!r} does not exist")
         read_constraints(registry, included=self.included, excluded=self.excluded, cluster=cluster)
 
+    @cached_property
     def settings(self) -> SearchSettings:
         """The settings of the search, the time limit among them.
 
@@ -84,11 +151,15 @@ class Asked:
 
     @property
     def log_dir(self) -> Path | None:
-        """Folder for the logs of trials that fail: as given, or beside a file that the search leaves."""
+        """Folder for the logs of trials that fail: as given, or next to a file that the search writes.
+
+        The search makes it, with a number behind its name where it is there already, and removes it if it stays
+        empty. ``None`` for a temporary one.
+        """
         if self.search_logs is not None:
             return Path(self.search_logs).absolute()
-        left = self.save_strategy_to_file or self.search_history
-        return None if left is None else Path(left).absolute().with_suffix(".logs")
+        written = self.save_strategy_to_file or self.search_history
+        return None if written is None else Path(written).absolute().with_suffix(".logs")
 
     def _type_problems(self) -> list[str]:
         problems = [
@@ -128,77 +199,3 @@ def _is_positive(value: Any, *kinds: type) -> bool:
     """Whether it is left out, or a number above 0."""
     number = isinstance(value, kinds) and not isinstance(value, bool)
     return value is None or (number and float(value) > 0)
-
-
-TOKEN_VARIABLE = "ATORCH_NS_ENGINE_TOKEN"
-"""The environment variable that holds the token of a standalone engine."""
-
-
-def _silent(event: object) -> None:
-    """Nobody watches."""
-
-
-@dataclass(frozen=True)
-class EngineAddress:
-    """A standalone engine that runs this job's search.
-
-    Attributes:
-        address: ``host:port``.
-        token: that it asks for.
-        tls: the certificates to trust; without it nothing is encrypted.
-    """
-
-    address: str
-    token: str = field(repr=False)
-    tls: Tls | None = None
-
-    @classmethod
-    def read(cls, given: EngineAddress | str) -> EngineAddress:
-        """An address as it is, or ``"host:port"`` with the token of the environment.
-
-        Raises:
-            InputError: if the text is no address, or there is no token.
-        """
-        if isinstance(given, EngineAddress):
-            return given
-        host, _, port = str(given).rpartition(":")
-        if not host or not port.isdigit():
-            raise InputError(f"search_engine={given!r} is no address; write host:port.")
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        if not token:
-            raise InputError(
-                f"the engine at {given} asks for a token: put it into the environment variable "
-                f"{TOKEN_VARIABLE} on every rank, or give EngineAddress(address, token)."
-            )
-        return cls(address=given, token=token)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchRequest:
-    """What the caller asks of the fully automatic mode.
-
-    Attributes:
-        settings: what the search looks for, and when it ends.
-        excluded, included: methods, configs or groups that may not, or must, be in the strategy.
-        base: a strategy whose configs are reopened; ``None`` to search over everything.
-        sample_batch: a collated batch in place of the dataset's samples.
-        batch_size: samples in a step, where ``dataloader_args`` does not say.
-        history: file that every trial is appended to, and that an interrupted search resumes from.
-        calibration: file of factors from earlier trials and training that correct the hardware's figures.
-        log_dir: folder for the logs of trials that fail, made by the search with a number behind its name where
-            it is there already; ``None`` for a temporary one. It is removed if it stays empty.
-        engine: a standalone engine; ``None`` for a coordinator in rank 0's process.
-        observer: is told what happens, on rank 0.
-    """
-
-    settings: SearchSettings = field(default_factory=SearchSettings)
-    excluded: Sequence[Any] | None = None
-    included: Sequence[Any] | None = None
-    base: Strategy | None = None
-    sample_batch: Any = None
-    batch_size: int | None = None
-    history: Path | None = None
-    calibration: Path | None = None
-    log_dir: Path | None = None
-    engine: EngineAddress | None = None
-    observer: Observer = _silent

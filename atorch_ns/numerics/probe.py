@@ -34,11 +34,12 @@ from atorch_ns.numerics.run import StrategyRun, run_strategy
 from atorch_ns.numerics.setup import prepare
 from atorch_ns.numerics.verdict import TOLERANCE, judge
 from atorch_ns.strategy import Strategy
+from atorch_ns.text import error_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What a probe found; the same on every rank, but for the time.
+    """Result of a probe; the same on every rank, but for the time.
 
     Attributes:
         passed: whether the strategy trains as one process does. False also where the probe could not run.
@@ -48,7 +49,7 @@ class ProbeResult:
         worst_error: its error, in units of its update.
         tolerance: its tolerance.
         num_judged, num_parameters: parameters that were compared, and all.
-        seconds: of wall time.
+        seconds: wall time.
         reason: why it failed or did not run; empty if it passed.
     """
 
@@ -65,7 +66,7 @@ class ProbeResult:
 
     @property
     def text(self) -> str:
-        """What was found, in a few words with its numbers."""
+        """The result in a few words with its numbers."""
         if not self.ran:
             return self.reason
         worst = (
@@ -93,17 +94,18 @@ def probe(
 
     Args:
         inputs: the user's model, data and loss; the model may be on meta.
-        cluster: what the job runs on. The process group must be up if it is distributed.
-        strategy: what to check.
+        cluster: the cluster, with its process group up if it is distributed.
+        strategy: the strategy to check.
         registry: the methods.
         max_blocks: ``None`` keeps all blocks; else two of the first kind and one of each other kind are
             kept, or all of them where the model does not run with fewer.
-        num_samples: of each step, over all ranks (eight at most have samples of their own); two for each
+        num_samples: samples of each step over all ranks (eight at most have samples of their own); two for each
             micro-batch if ``None``.
     """
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        found = _probe(inputs, cluster, strategy, registry, max_blocks, num_samples)
+        own = _probe(inputs, cluster, strategy, registry, max_blocks, num_samples)
+        found = from_first(own, distributed=cluster.distributed)
     return replace(found, seconds=time.perf_counter() - begin)
 
 
@@ -114,19 +116,18 @@ def _probe(
     registry: Registry,
     max_blocks: int | None,
     num_samples: int | None,
-) -> ProbeResult:
+) -> ProbeResult | None:
+    """What this rank finds; ``None`` where another one holds the reference."""
     refused: list[str] = []
     for shallow in (True, False) if max_blocks is not None else (False,):
         try:
             prepared = prepare(inputs, cluster, strategy, registry, shallow=shallow, num_samples=num_samples)
             break
         except Exception as error:  # a model that does not run without all its blocks is tried with them
-            refused.append(f"{type(error).__name__}: {error}")
+            refused.append(error_text(error))
     else:
         reason = "; with all blocks: ".join(dict.fromkeys(refused))
-        return from_first(
-            ProbeResult(passed=False, ran=False, reason=reason), distributed=cluster.distributed
-        )
+        return ProbeResult(passed=False, ran=False, reason=reason)
 
     def act() -> StrategyRun:
         return run_strategy(
@@ -141,16 +142,12 @@ def _probe(
     try:
         run = agree(act, what="the numerics probe", distributed=cluster.distributed)
     except StepError as error:  # no step with finite gradients
-        return from_first(ProbeResult(passed=False, reason=str(error)), distributed=cluster.distributed)
+        return ProbeResult(passed=False, reason=str(error))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return from_first(
-            ProbeResult(passed=False, ran=False, reason=reason), distributed=cluster.distributed
-        )
-    found = None
-    if prepared.reference is not None:
-        found = _judge(prepared.reference, prepared.noise, run)
-    return from_first(found, distributed=cluster.distributed)
+        return ProbeResult(passed=False, ran=False, reason=error_text(error))
+    if prepared.reference is None:
+        return None
+    return _judge(prepared.reference, prepared.noise, run)
 
 
 def _judge(reference: Reference, noise: Deviation | None, run: StrategyRun) -> ProbeResult:

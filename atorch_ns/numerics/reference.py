@@ -31,7 +31,7 @@ Batches = Sequence[Sequence[Any]]
 
 
 def part_of_ranks(num_ranks: int) -> tuple[int, ...]:
-    """For each data rank which part of a batch it computes.
+    """The part of a batch that each data rank computes.
 
     Up to eight ranks have a part of their own. More share eight parts, or one process would compute for
     hours; they are dealt irregularly, so that no group of ranks has the average of all.
@@ -48,7 +48,7 @@ class Reference:
     Attributes:
         initial, final: every parameter before and after, on the CPU, by its first name.
         losses: the mean loss of each step.
-        learning_rate: of SGD.
+        learning_rate: learning rate of SGD.
         training: whether the model was in training mode.
     """
 
@@ -61,7 +61,7 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """How far a run is from the reference.
+    """Deviation of a run from the reference.
 
     Attributes:
         errors: for each parameter the largest difference, in units of its largest update.
@@ -100,14 +100,14 @@ def run_reference(
     """Trains ``model`` in place with plain SGD, the parts of each step one after the other.
 
     Args:
-        model: with values, on ``device``.
-        inputs: give the loss, the format of a batch and the norm to clip to.
-        batches: what to train on.
+        model: a model with values, on ``device``.
+        inputs: the user's objects, with the loss, the format of a batch and the norm to clip to.
+        batches: ``[step][part]``.
         parts: for each data rank the part that it computes.
-        num_micro_batches: that each part is split into.
-        device: where to compute.
-        compute_dtype: run the forward pass with weights and inputs cast to this dtype.
-        like: use the learning rate and mode of this run instead of finding them.
+        num_micro_batches: number of micro-batches that each part is split into.
+        device: the device to compute on.
+        compute_dtype: dtype of weights and inputs in the forward pass; ``None`` for their own.
+        like: run whose learning rate and mode are used; ``None`` to find them.
 
     Raises:
         InputError: if the loss changes from one evaluation to the next, or nothing gets a gradient.
@@ -141,7 +141,7 @@ def run_reference(
 
 
 def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Sequence[float]) -> Deviation:
-    """How far ``final`` and ``losses`` are from the reference."""
+    """The deviation of a run with these final parameters and losses from the reference."""
     return Deviation(
         errors=update_errors(reference.initial, reference.final, final, roundings=ROUNDINGS),
         loss_error=max(

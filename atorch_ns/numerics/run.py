@@ -32,12 +32,12 @@ class StrategyRun:
     """The result of training under a strategy.
 
     Attributes:
-        first: every parameter, whole, on the CPU, by its first name, after the first step; empty where
-            ``everywhere`` was not asked for.
-        last: the same after all steps; on rank 0 only where ``everywhere`` was not asked for.
+        first: every parameter, whole, on the CPU, by its first name, after the first step; empty without
+            ``everywhere``.
+        last: the same after all steps; on rank 0 only without ``everywhere``.
         losses: the mean loss of each step.
         differing: names of weights that ranks should hold alike and do not.
-        notes: what of the strategy did not take part.
+        notes: parts of the strategy that were left out, as sentences.
     """
 
     first: Mapping[str, torch.Tensor]
@@ -64,7 +64,7 @@ def run_strategy(
         cluster: the ranks and devices of the job.
         resolved: the strategy.
         batches: ``[step][part]``.
-        learning_rate: that of SGD.
+        learning_rate: learning rate of SGD.
         training: whether the model is in training mode.
         everywhere: gather the whole parameters on every rank, after the first step too, and compare them over all
             ranks; else on rank 0, and only weights that are not divided are compared.
@@ -94,10 +94,8 @@ def judged_job(
     judged is everything else.
 
     Args:
-        inputs: with SGD as optimizer, and a batch of one rank as sample: there is no dataset to take one from.
-        cluster, resolved: as for :func:`run_strategy`.
-        learning_rate: of SGD.
-        training: whether the model is in training mode.
+        inputs: the user's objects with SGD as optimizer, and a batch of one rank as sample in place of a dataset.
+        cluster, resolved, learning_rate, training: arguments of :func:`run_strategy`.
     """
     given = replace(
         inputs,

@@ -75,11 +75,6 @@ def _original_path(path: str, shortened: Truncation) -> str:
     return path
 
 
-def bytes_needed(model: nn.Module) -> int:
-    """Bytes of one copy of the parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def fill(model: nn.Module, originals: Originals, device: torch.device, *, seed: int) -> None:
     """Gives every parameter on meta its value, in place.
 
@@ -155,15 +150,15 @@ _MEMORY_SHARE: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What the strategy is to be held against.
+    """The small job, and the reference that the strategy is compared with.
 
     Attributes:
-        inputs: with the small model, and SGD for the optimizer.
+        inputs: the user's objects with the small model, and SGD as optimizer.
         resolved: the strategy.
         batches: ``[step][part]``.
-        reference: one process in full precision; on rank 0 only.
-        noise: how far one process in bfloat16 is from it; on rank 0 only, ``None`` in full precision.
-        learning_rate, training: of the reference.
+        reference: the run of one process in full precision; on rank 0 only.
+        noise: deviation of one process in bfloat16 from it; on rank 0 only, ``None`` in full precision.
+        learning_rate, training: settings of the reference.
     """
 
     inputs: Inputs
@@ -195,23 +190,33 @@ def prepare(
 
     small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
     resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
-    found = agreed(lambda: _prepare(small, cluster, resolved, num_samples))
-    return _shared(found, cluster)
+    batches, reference, noise = agreed(lambda: _reference(small, cluster, resolved, num_samples))
+    on_first = None if reference is None else (batches, reference.learning_rate, reference.training)
+    batches, learning_rate, training = from_first(on_first, distributed=cluster.distributed)
+    return Prepared(
+        inputs=small,
+        resolved=resolved,
+        batches=batches,
+        reference=reference,
+        noise=noise,
+        learning_rate=learning_rate,
+        training=training,
+    )
 
 
 def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
-    """The inputs with a small model in the place of the user's, SGD for the optimizer, and no data loader."""
+    """The inputs with a small model in place of the user's, and SGD as optimizer."""
     if inputs.loss_func is None or inputs.dataset is None:
         raise InputError("a probe needs dataset and loss_func.")
     model, originals = structure_of(inputs.model, shallow=shallow)
-    _require_memory(bytes_needed(model), cluster)
+    _require_memory(model, cluster)
     fill(model, originals, torch.device(cluster.device), seed=_SEED)
     return replace(inputs, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
 
 
-def _require_memory(model_bytes: int, cluster: Cluster) -> None:
+def _require_memory(model: nn.Module, cluster: Cluster) -> None:
     """Rank 0 holds two models, the gradients and momentum of one, and copies in host memory."""
-    needed = 6 * model_bytes
+    needed = 6 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     available = cluster.device_memory_bytes
     if cluster.device_type == "cpu":
         available //= max(1, cluster.local_world_size)
@@ -222,18 +227,13 @@ def _require_memory(model_bytes: int, cluster: Cluster) -> None:
         )
 
 
-def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: int | None) -> Prepared:
+def _reference(
+    inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: int | None
+) -> tuple[list[list[Any]], Reference | None, Deviation | None]:
+    """Batches, reference and noise of :class:`Prepared`; on other ranks than the first none."""
     round_to(inputs.model, getattr(torch, resolved.plan.precision.parameter_dtype))
     if cluster.rank != 0:
-        return Prepared(
-            inputs=inputs,
-            resolved=resolved,
-            batches=[],
-            reference=None,
-            noise=None,
-            learning_rate=0.0,
-            training=False,
-        )
+        return [], None, None
     num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
     parts = part_of_ranks(resolved.plan.num_data_ranks)
     batches = draw_batches(inputs, 1 + max(parts), num_micro_batches, num_samples)
@@ -246,19 +246,10 @@ def _prepare(inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: 
         return run_reference(model, inputs, batches, parts, num_micro_batches, device, **options)
 
     reference = run()
-    noise = None
-    if is_reduced(resolved):
-        rounded = run(compute_dtype=torch.bfloat16, like=reference)
-        noise = measure(reference, rounded.final, rounded.losses)
-    return Prepared(
-        inputs=inputs,
-        resolved=resolved,
-        batches=batches,
-        reference=reference,
-        noise=noise,
-        learning_rate=reference.learning_rate,
-        training=reference.training,
-    )
+    if not is_reduced(resolved):
+        return batches, reference, None
+    rounded = run(compute_dtype=torch.bfloat16, like=reference)
+    return batches, reference, measure(reference, rounded.final, rounded.losses)
 
 
 def is_reduced(resolved: Resolved) -> bool:
@@ -284,15 +275,21 @@ def draw_batches(
     """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few.
 
     Args:
-        inputs: give dataset and collation.
-        num_parts: batches of a step, each for one rank.
-        num_micro_batches: that each of them can be split into.
-        num_samples: of each batch; two for each micro-batch if ``None``.
-        num_steps: how many.
+        inputs: the user's objects, with dataset and collation.
+        num_parts: number of batches in a step, each for one rank.
+        num_micro_batches: number of micro-batches that each of them can be split into.
+        num_samples: samples of a step over all parts; two for each micro-batch if ``None``.
+        num_steps: number of steps.
     """
     args = dict(inputs.dataloader_args or {})
     unbatched = "batch_size" in args and args["batch_size"] is None
-    rows = 1 if unbatched else num_micro_batches * _rows(num_parts * num_micro_batches, num_samples)
+    rows = num_micro_batches
+    if unbatched:
+        rows = 1
+    elif num_samples is None:
+        rows *= 2
+    else:
+        rows *= max(1, num_samples // (num_parts * num_micro_batches))
     dataset = inputs.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         taken = list(itertools.islice(iter(dataset), num_steps * num_parts * rows))
@@ -307,17 +304,3 @@ def draw_batches(
     return [
         [collate(list(itertools.islice(samples, rows))) for _ in range(num_parts)] for _ in range(num_steps)
     ]
-
-
-def _rows(num_micro_batches: int, num_samples: int | None) -> int:
-    """Samples of each micro-batch, of that many over all ranks."""
-    return 2 if num_samples is None else max(1, num_samples // num_micro_batches)
-
-
-def _shared(prepared: Prepared, cluster: Cluster) -> Prepared:
-    """The batches and settings of rank 0, on every rank."""
-    if not cluster.distributed:
-        return prepared
-    values = (prepared.batches, prepared.learning_rate, prepared.training)
-    batches, rate, training = from_first(values, distributed=True)
-    return replace(prepared, batches=batches, learning_rate=rate, training=training)

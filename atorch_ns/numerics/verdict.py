@@ -27,10 +27,10 @@ class ParameterVerdict:
     """One parameter.
 
     Attributes:
-        name: in the user's model.
+        name: name in the user's model.
         gradient_error: the largest error of its first gradient, in units of the gradient's largest element.
         parameter_error: the largest error after the last step, in units of its largest update.
-        gradient_tolerance, parameter_tolerance: what is allowed of each.
+        gradient_tolerance, parameter_tolerance: the largest errors that are allowed.
         state: ``"drifts"`` if one is over; ``"not judged"`` where rounding alone moves it by more than it moves.
     """
 
@@ -51,24 +51,24 @@ class ParameterVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What came of a comparison; plain values.
+    """Result of a comparison; plain values.
 
     Attributes:
-        strategy: as it was applied.
-        world_size: ranks.
-        num_steps: optimizer steps.
-        num_samples: of one step, over all ranks.
+        strategy: the strategy as applied.
+        world_size: number of ranks.
+        num_steps: number of optimizer steps.
+        num_samples: samples of one step over all ranks.
         passed: whether nothing drifts.
-        reasons: why not, one sentence each.
-        losses: of every step, of one process and of the ranks.
+        reasons: reasons why it did not pass, one sentence each.
+        losses: losses of every step, in one process and on the ranks.
         loss_error: the largest difference, relative to the loss, or absolute below 1.
-        loss_tolerance: what is allowed.
-        parameters: the worst first.
+        loss_tolerance: the largest difference that is allowed.
+        parameters: verdicts by parameter, the worst first.
         reduced_precision: whether the strategy computes in less than float32; tolerances are then wider.
         training: whether the model was in training mode: only where its loss cannot be computed in the other,
             in which dropout and the statistics of batches play no part.
-        notes: what was added to the strategy or left out of it.
-        seconds: of both runs.
+        notes: methods that were added or left out, as sentences.
+        seconds: wall time of both runs.
     """
 
     strategy: str
@@ -108,9 +108,9 @@ def judge(
     """The verdict on every parameter, the loss's tolerance, and the reasons why it does not pass.
 
     Args:
-        first, last: how far the ranks are from one process, after the first step and after all.
-        first_noise, last_noise: how far one process in bfloat16 is; ``None`` in full precision.
-        differing: parameters that ranks should hold alike and do not.
+        first, last: deviations of the ranks from one process, after the first step and after all.
+        first_noise, last_noise: deviations of one process in bfloat16; ``None`` in full precision.
+        differing: names of parameters that ranks should hold alike and do not.
     """
     rounded_first, rounded_last = first_noise or _NONE, last_noise or _NONE
     base = TOLERANCE if last_noise is None else REDUCED_TOLERANCE
@@ -145,15 +145,15 @@ def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> 
     """Why the mean of the losses of the parts of a batch is not the loss of the whole; ``None`` if it is.
 
     Args:
-        parts: one step on the parts, one after the other, as ranks compute them.
-        whole: the same step on the whole batch in one pass.
-        noise: how far one process in bfloat16 is from ``parts``; ``None`` in full precision.
+        parts: run of one step on the parts, one after the other, as ranks compute them.
+        whole: run of the same step on the whole batch in one pass.
+        noise: deviation of one process in bfloat16 from ``parts``; ``None`` in full precision.
     """
-    apart = measure(parts, whole.final, whole.losses)
-    rows, _, reasons = judge(apart, apart, first_noise=noise, last_noise=noise, differing=())
+    difference = measure(parts, whole.final, whole.losses)
+    rows, _, reasons = judge(difference, difference, first_noise=noise, last_noise=noise, differing=())
     if not any(row.state == "drifts" for row in rows) and not any("loss is off" in one for one in reasons):
         return None
-    worst = max(apart.errors.values(), default=0.0)
+    worst = max(difference.errors.values(), default=0.0)
     return (
         f"the loss is not a mean over samples: one pass over the whole batch gives {whole.losses[0]:.6f}, the mean "
         f"over the parts that ranks and micro-batches compute {parts.losses[0]:.6f}, and gradients differ by "

@@ -1,4 +1,4 @@
-"""A strategy against one process, on the user's own model.
+"""Verification of a strategy against one process, on the user's own model.
 
 The model is trained for a few steps under the strategy on all ranks, and by plain torch in one process, on the same
 global batches. The optimizer is SGD with momentum, whatever the job uses: its step is linear in the gradient, where
@@ -41,6 +41,7 @@ from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
 from atorch_ns.numerics.verdict import Verification, judge, judge_parts
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
+from atorch_ns.text import error_text
 
 _OURS: Final = str(Path(__file__).parents[1])
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -50,12 +51,12 @@ _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 
 @contextmanager
 def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
-    """What the block raises that is no error of this package becomes one that says where it comes from.
+    """Turns exceptions of the block that are no errors of this package into ones that name their origin.
 
     Args:
-        run: which run it is: ``"training in one process"``.
-        rank: where.
-        remedy: what to do.
+        run: name of the run, as ``"training in one process"``.
+        rank: this rank.
+        remedy: advice at the end of the message.
 
     Raises:
         RankError: if a collective broke off because another rank has gone.
@@ -66,7 +67,7 @@ def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
     except AtorchError:
         raise
     except Exception as error:
-        what = f"{run} failed on rank {rank}: {type(error).__name__}: {error}".rstrip(".")
+        what = f"{run} failed on rank {rank}: {error_text(error)}".rstrip(".")
         if _is_broken_connection(error):
             raise RankError(f"{what}. Another rank has gone.") from error
         raise InputError(f"{what}. {_where(error)} {remedy}") from error
@@ -80,16 +81,20 @@ def _is_broken_connection(error: Exception) -> bool:
 
 
 def _where(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not _is_library(frame.filename)]
-    if users:
-        last = users[-1]
+    last = user_frame(error)
+    if last is not None:
         return f"It is raised by your code or what that calls: {last.filename}, line {last.lineno}, in {last.name}."
-    last = frames[-1]
+    last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"No line of your own is in it; it comes from {last.filename}, line {last.lineno}, in {last.name}, "
         "called with your model and batch."
     )
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of an exception outside this package, its methods, torch and the standard library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if not _is_library(frame.filename)), None)
 
 
 def _is_library(file: str) -> bool:
@@ -99,15 +104,15 @@ def _is_library(file: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Truth:
-    """What one process makes of the batches: after the first step and after all, and in bfloat16 if that matters."""
+    """The runs of one process: one step and all steps, and their deviations in bfloat16 if that matters."""
 
     first: Reference
     last: Reference
-    first_noise: Deviation | None = None
-    last_noise: Deviation | None = None
-    num_samples: int = 0
-    parts_reason: str | None = None
-    notes: tuple[str, ...] = ()
+    first_noise: Deviation | None
+    last_noise: Deviation | None
+    num_samples: int
+    parts_reason: str | None
+    notes: tuple[str, ...]
 
 
 def verify(
@@ -119,10 +124,10 @@ def verify(
 
     Args:
         inputs: the user's model, with values that are the same on every rank, data and loss.
-        cluster: what the job runs on. The process group must be up if it is distributed.
-        strategy: what to check.
+        cluster: the cluster, with its process group up if it is distributed.
+        strategy: the strategy to check.
         registry: the methods.
-        num_steps: optimizer steps.
+        num_steps: number of optimizer steps.
 
     Returns:
         The verdict; the same on every rank.
@@ -177,7 +182,7 @@ def _verify(
 def _prepared(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
 ) -> tuple[Inputs, Resolved]:
-    """The inputs with plain SGD and a few samples, the model rounded as the strategy rounds it; and the strategy."""
+    """The inputs with plain SGD, a few samples and a model rounded as the strategy rounds it; and the strategy."""
     if num_steps < 1:
         raise InputError(f"num_steps={num_steps}: at least one step is needed.")
     if any(parameter.is_meta for parameter in inputs.model.parameters()):
@@ -201,7 +206,7 @@ def _explained_truth(
     with explained_errors(
         "training in one process, without any strategy,",
         rank=cluster.rank,
-        remedy=f"Mend the model, the loss or the batch; the batch is passed as {passed!r} (--input-format, "
+        remedy=f"Correct the model, the loss or the batch; the batch is passed as {passed!r} (--input-format, "
         "model_input_format).",
     ):
         return _truth(inputs, cluster, resolved, num_steps)
@@ -224,19 +229,18 @@ def _truth(
     gentle = replace(found, learning_rate=found.learning_rate * 2 / (num_steps * (num_steps + 1)))
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
     whole, notes = _whole(inputs, batches[0], parts, num_micro_batches, gentle, torch.device(cluster.device))
-    count = _count(batches[0], parts)
-    if not is_reduced(resolved):
-        reason = None if whole is None else judge_parts(first, whole, None)
-        return batches, _Truth(first=first, last=last, num_samples=count, parts_reason=reason, notes=notes)
-    rounded = [run(steps, like=gentle, compute_dtype=torch.bfloat16) for steps in (1, num_steps)]
-    noise = measure(first, rounded[0].final, rounded[0].losses)
+    noises: list[Deviation | None] = [None, None]
+    if is_reduced(resolved):
+        for place, exact in enumerate((first, last)):
+            rounded = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)
+            noises[place] = measure(exact, rounded.final, rounded.losses)
     return batches, _Truth(
         first=first,
         last=last,
-        first_noise=noise,
-        last_noise=measure(last, rounded[1].final, rounded[1].losses),
-        num_samples=count,
-        parts_reason=None if whole is None else judge_parts(first, whole, noise),
+        first_noise=noises[0],
+        last_noise=noises[1],
+        num_samples=_count(batches[0], parts),
+        parts_reason=None if whole is None else judge_parts(first, whole, noises[0]),
         notes=notes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -145,7 +146,7 @@ def _order(row: Row) -> tuple[float | str, ...]:
     )
 
 
-def pareto(rows: list[Row]) -> tuple[str, ...]:
+def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
     """Keys of the rows that no other beats in both time and memory, the fastest first.
 
     Measured figures where there are any, predictions elsewhere; what failed or was pruned does not count.
@@ -170,7 +171,7 @@ def _figures(row: Row) -> tuple[float, float] | None:
     memory = row.corrected_bytes or row.candidate.predicted_bytes
     if row.trial is not None and row.trial.succeeded:
         seconds = row.trial.median_seconds
-        memory = max(row.trial.peak_bytes, default=0) or memory
+        memory = row.trial.max_peak_bytes or memory
     if not seconds or not memory:
         return None
     return float(seconds), float(memory)

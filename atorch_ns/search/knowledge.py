@@ -32,12 +32,7 @@ FAILURES_PUNISH = 0.5
 class Knowledge:
     """The conclusions from all trials so far. Read-only; made anew after every trial.
 
-    Args:
-        candidates: all candidates of the search.
-        features: what they have in common.
-        ledger: the trials and the checks of numerics.
-        objective: what is best.
-        limit_bytes: bytes that one rank may use; 0 for any amount.
+    ``limit_bytes`` is what one rank may use; 0 for any amount.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class Knowledge:
             return None
         rows = []
         for index, entry in self._entries:
-            peak = float(max(entry.merged.peak_bytes, default=0))
+            peak = float(entry.merged.max_peak_bytes)
             if self.candidates[index].key in self.short_of_memory and self.limit_bytes:
                 peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
             if peak > 0:
@@ -134,7 +129,9 @@ class Knowledge:
                     if key[0] == end.refused_by:
                         refusals.setdefault(key, f"{key[0]} refuses it as {one.label}: {end.reason}")
         found: dict[str, str] = {}
-        for one in self._untried():
+        for one in self.candidates:
+            if one.pruned is not None or self.ledger.judged(one.key):
+                continue
             reasons = [refusals[key] for key in one.refusal_keys if key in refusals and key not in ran]
             if reasons:
                 found[one.key] = reasons[0]
@@ -176,9 +173,7 @@ class Knowledge:
         for index, entry in self._entries:
             one = self.candidates[index]
             predicted = one.predicted_bytes
-            needed = max(
-                math.inf if predicted is None else predicted, float(max(entry.merged.peak_bytes, default=0))
-            )
+            needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_peak_bytes))
             if entry.merged.status == "out of memory" and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
                 found.add(one.key)
         return frozenset(found)
@@ -235,9 +230,6 @@ class Knowledge:
     def _entries(self) -> list[tuple[int, Entry]]:
         found = ((index, self.ledger.get(one.key)) for index, one in enumerate(self.candidates))
         return [(index, entry) for index, entry in found if entry is not None]
-
-    def _untried(self) -> list[Candidate]:
-        return [one for one in self.candidates if one.pruned is None and not self.ledger.judged(one.key)]
 
     def _tried(self) -> list[tuple[int, Candidate, Entry]]:
         return [

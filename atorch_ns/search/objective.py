@@ -102,7 +102,7 @@ class Objective:
         if self.counts_time:
             return outcome.median_seconds
         predicted = candidate.estimate.peak_bytes if candidate.estimate is not None else 0.0
-        peak = float(max(outcome.peak_bytes, default=0)) or predicted
+        peak = float(outcome.max_peak_bytes) or predicted
         if self.kind == "memory":
             return peak or math.inf
         batch = self._corrected_batch(candidate, peak - predicted)

@@ -66,7 +66,7 @@ def rank_candidates(
     for key, entry in ledger:
         if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
             continue
-        if limit_bytes and max(outcome.peak_bytes, default=0) > limit_bytes:
+        if limit_bytes and outcome.max_peak_bytes > limit_bytes:
             continue
         value = objective.measured(candidates[key], outcome)
         if not (math.isfinite(value) and value > 0):
@@ -128,7 +128,7 @@ def step_noise(ranked: Iterable[RankedCandidate]) -> float:
 def _complexity(one: RankedCandidate) -> tuple[float, ...]:
     steps = one.candidate.steps
     settings = sum(len(config) for _, config in steps if isinstance(config, Mapping))
-    peak = max(one.outcome.peak_bytes, default=0)
+    peak = one.outcome.max_peak_bytes
     if not peak and one.candidate.estimate is not None:
         peak = int(one.candidate.estimate.peak_bytes)
     return (len(steps), settings, peak, one.value)

@@ -104,7 +104,7 @@ def fit_posterior(
     """The posterior after some trials.
 
     Args:
-        features: what the N candidates have in common.
+        features: features that the N candidates share.
         predicted: [N] logarithms of the predictions; NaN without one.
         tried: [M] indices of candidates that were measured.
         measured: [M] logarithms of what was measured.

@@ -54,7 +54,7 @@ def guided(knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
     cost = np.asarray([knowledge.candidates[index].setup_seconds for index in open_])
     usual = max(usual_cost_s, LEAST_TRIAL_S)
     merit = gain * knowledge.chances_to_run[open_] / (1 + cost / usual)
-    # Rounded, so that equal candidates are told apart by their order and not by the last bit of a sum.
+    # Rounded, so that equal candidates differ by their order and not by the last bit of a sum.
     return open_[int(np.argmax(np.round(np.log(np.maximum(merit, 1e-300)), 9)))]
 
 
@@ -80,7 +80,7 @@ class OptunaSampler:
     """TPE or a Gaussian process of Optuna.
 
     Optuna proposes a setting of every method; the open candidate that agrees with most of it is tried, and
-    Optuna is told of that one. Its study lives in memory.
+    Optuna learns of that one. Its study lives in memory.
 
     Args:
         kind: ``"tpe"``, or ``"gp"`` for the Gaussian process.
@@ -98,7 +98,7 @@ class OptunaSampler:
     def next(self, knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
         """The open candidate nearest to what Optuna proposes.
 
-        A new study is told all trials, so that the proposal depends on nothing but them and the seed.
+        A new study gets all trials, so that the proposal depends on nothing but them and the seed.
         """
         optuna = self._optuna
         settings = [named_features(one) for one in knowledge.candidates]

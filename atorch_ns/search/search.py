@@ -106,7 +106,7 @@ class Search:
     # ---- what the engine calls
 
     def ask(self) -> TrialTask | None:
-        """The next trial; the same one until it is told; ``None`` when the search is over."""
+        """The next trial; the same one until its outcome has come; ``None`` when the search is over."""
         if self._task is None and not self._over:
             self._task = self._next()
             if self._task is None:
@@ -115,7 +115,7 @@ class Search:
         return self._task
 
     def tell(self, task_id: int, outcome: TrialOutcome) -> None:
-        """Takes the outcome of a trial; that of any other trial than the one asked for is ignored."""
+        """Takes the outcome of the trial that :meth:`ask` gave; that of any other is ignored."""
         task = self._task
         if task is None or task.id != task_id:
             return
@@ -249,12 +249,8 @@ class Search:
             if self.candidates[index].is_baseline:
                 return index
         if not self._knowledge.ranked and self._knowledge.num_out_of_memory >= OUT_OF_MEMORY:
-            return min(open_, key=self._predicted_bytes)
+            return min(open_, key=lambda index: self.candidates[index].predicted_bytes or math.inf)
         return self._sampler(self._knowledge, open_, usual_cost)
-
-    def _predicted_bytes(self, index: int) -> float:
-        predicted = self.candidates[index].predicted_bytes
-        return math.inf if predicted is None else predicted
 
     def _confirmed_known(self) -> str:
         """Why the strategy of an earlier search is enough; empty if it is not."""

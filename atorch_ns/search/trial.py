@@ -84,9 +84,9 @@ class TrialOutcome:
         state_bytes: by rank, parameters, gradients and optimizer states after the last step.
         collectives: by kind, calls and bytes in one step, as ``{"all_reduce": (3, 4096)}``.
         loss: mean over ranks of the last step's loss.
-        setup_seconds: from the task's arrival to the first timed step.
-        total_seconds: from the task's arrival to the report.
-        reason: why it failed, in the failing rank's words.
+        setup_seconds: time from the task's arrival to the first timed step.
+        total_seconds: time from the task's arrival to the report.
+        reason: reason of a failure, as the failing rank reports it.
         rank: the failing rank.
         log: path of the log file with its output and traceback, on that rank's machine.
         refused_by: the method that refused to be applied, where one did.
@@ -114,6 +114,11 @@ class TrialOutcome:
     def median_seconds(self) -> float:
         """Median step; NaN without one."""
         return statistics.median(self.step_seconds) if self.step_seconds else float("nan")
+
+    @property
+    def max_peak_bytes(self) -> int:
+        """The largest peak of all ranks; 0 where it was not measured."""
+        return max(self.peak_bytes, default=0)
 
     @property
     def noise_seconds(self) -> float:

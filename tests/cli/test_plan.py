@@ -21,7 +21,7 @@ from atorch_ns.errors import (
     StrategyError,
 )
 from atorch_ns.report import TrainingReport
-from atorch_ns.usercode import gibibytes, load_object
+from atorch_ns.usercode import load_object
 from tests.cli.conftest import Run
 from tests.warm import COLD_PYTHON
 
@@ -194,13 +194,6 @@ def test_help_imports_no_torch_and_has_an_example(verb: str) -> None:
     assert "heavy: []" in done.stdout
     assert f"Example: atorch-ns {verb}" in done.stdout
     assert "--json" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("70GiB", 70.0), ("512 MiB", 0.5), ("1tib", 1024.0), ("8", 8.0), (None, None)]
-)
-def test_memory_as_people_write_it(text: str | None, expected: float | None) -> None:
-    assert gibibytes(text) == expected
 
 
 def test_objects_by_dotted_name() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atorch_ns.cli.verify import _drift
+from opt_lib.module_replace import unregister_replace_pair
 from tests.cli.conftest import Run
 
 _JOB = ("--model", "job.py:build", "--sample", "job.py:sample2", "--loss", "job.py:loss")
@@ -156,3 +157,49 @@ def test_a_failure_before_ranks_are_started_is_a_record_too(folder: Path, run: R
     done = run("verify", "--strategy", "ddp", *_JOB, "--steps", "0", "--json")
     assert done.returncode == 2
     assert "at least one step" in json.loads(done.stdout)["error"]
+
+
+_REGISTERS = """
+import torch
+from torch import nn
+
+from opt_lib.module_replace import register_replace_pair
+
+
+class Slow(nn.Linear):
+    pass
+
+
+@register_replace_pair("slow_linear_of_a_file", replaces=Slow)
+class Fast(Slow):
+    pass
+
+
+def build():
+    return nn.Sequential(Slow(8, 8))
+
+
+def sample():
+    return torch.zeros(4, 8)
+
+
+def loss(batch, output):
+    return (output - batch).square().mean()
+"""
+
+
+def test_a_file_that_registers_something_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, inline_ranks: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "registers.py").write_text(_REGISTERS)
+    done = run(
+        "verify", "--strategy", "module_replace", "--model", "registers.py:build", "--sample", "registers:sample",
+        "--loss", "registers.py:loss", "--nproc", "1", "--steps", "1",
+    )  # fmt: skip
+    try:
+        assert done.returncode == 0, done.stderr
+    finally:
+        sys.modules.pop("registers", None)
+        unregister_replace_pair("slow_linear_of_a_file")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster
@@ -19,24 +18,10 @@ from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.job import Inputs
 from atorch_ns.search import StopRule, TrialTask
 from atorch_ns.testing.faults import Fault, inject
-from atorch_ns.testing.models import SyntheticDataset, get_case
+from tests.engine.inputs import case_inputs
 
 SHORT = StopRule(min_steps=2, max_steps=4)
 DONE = ("ok", "stopped early")
-
-
-def case_inputs(name: str = "tied_llama", **changes: Any) -> Inputs:
-    case = get_case(name)
-    given: dict[str, Any] = {
-        "model": case.build(),
-        "optim_func": torch.optim.AdamW,
-        "optim_args": {"lr": 1e-3},
-        "dataset": SyntheticDataset(case, 32),
-        "loss_func": case.loss_func,
-        "model_input_format": case.model_input_format,
-        "dataloader_args": {"batch_size": 8},
-    }
-    return Inputs(**{**given, **changes})
 
 
 def task(id: int, *steps: Any, rule: StopRule = SHORT, deadline_s: float = 60.0) -> TrialTask:

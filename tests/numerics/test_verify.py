@@ -15,8 +15,6 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, RankError
 from atorch_ns.job import Inputs
 from atorch_ns.method import load_registry
-from atorch_ns.numerics.reference import Deviation
-from atorch_ns.numerics.verdict import judge
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing import catch_ranks, get_case, run_ranks
 from atorch_ns.verify import Verification, verify
@@ -170,23 +168,6 @@ def test_one_process_and_what_cannot_be_compared() -> None:
         verify(inputs, Cluster.detect(), Strategy(), load_registry())
     with pytest.raises(InputError, match="at least one step"):
         verify(inputs, Cluster.detect(), Strategy(), load_registry(), num_steps=0)
-
-
-def test_the_verdict_on_each_parameter() -> None:
-    first = Deviation(errors={"a": 1e-5, "b": 1e-3, "c": 0.0, "d": 0.0}, loss_error=0.0)
-    last = Deviation(errors={"a": 1e-5, "b": 0.0, "c": 0.1, "d": 0.0}, loss_error=1e-3, missing=("e",))
-    rows, tolerance, reasons = judge(first, last, first_noise=None, last_noise=None, differing=("f",))
-    assert [(row.name, row.state) for row in rows] == [
-        ("c", "drifts"),
-        ("b", "drifts"),
-        ("a", "ok"),
-        ("d", "ok"),
-    ]
-    assert tolerance == 1e-4
-    assert len(reasons) == 4
-    noise = Deviation(errors={"b": 0.3, "c": 0.05}, loss_error=0.0)
-    rows, _, reasons = judge(first, last, first_noise=noise, last_noise=noise, differing=())
-    assert {row.name: row.state for row in rows} == {"a": "ok", "b": "not judged", "c": "ok", "d": "ok"}
 
 
 def test_rounding_to_fp8_is_not_judged() -> None:

@@ -14,7 +14,8 @@ from atorch_ns.engine.trial.pickling import describe_unpicklable, pack, unpack
 from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.method import load_registry
 from opt_lib._replacements.registry import known_replacements, registered_pairs, set_registered_pairs
-from tests.engine.trials import case_inputs, task
+from tests.engine.inputs import case_inputs
+from tests.engine.trials import task
 from tests.opt_lib.replacements.modules import FastLinear
 
 

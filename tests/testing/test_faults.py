@@ -16,7 +16,7 @@ from atorch_ns.testing.faults import (
     faults_from_environment,
     inject,
 )
-from tests.engine.trials import case_inputs
+from tests.engine.inputs import case_inputs
 
 
 def test_written_in_short() -> None:

@@ -1,4 +1,4 @@
-"""Coordinator: hands one search's trials to all ranks and gathers what comes of them.
+"""Coordinator: hands the trials of one search to all ranks and gathers their reports.
 
 A state machine without sockets: ranks call it from threads, directly or through a server. It moves when it
 is called; :meth:`Coordinator.tick` moves it when nobody calls.
@@ -14,30 +14,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from atorch_ns.engine.coordinator.events import EventLog, EventQueue, OutcomeHook
+from atorch_ns.engine.coordinator.events import EventQueue
 from atorch_ns.engine.coordinator.trial import (
     Heartbeat,
-    Joined,
     NotJoinedError,
     Over,
-    SearchLike,
     TrialUnderWay,
     Verdict,
 )
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.errors import CoordinatorError
-from atorch_ns.search import Candidate, Ended, Event, Note, TrialTask
+from atorch_ns.search import Candidate, Ended, Event, Note, Search, TrialTask
+from atorch_ns.text import error_text
 
 
 @dataclass(kw_only=True)
 class _Member:
     session: str
     last_seen: float
-    gone: bool = False
+    left: bool = False
 
 
-class Roll:
-    """The ranks of one job. Not thread-safe; times are those of the coordinator's clock, in seconds."""
+class Membership:
+    """The ranks that take part in one job. Not thread-safe; times are of the coordinator's clock, in seconds."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
@@ -46,7 +45,7 @@ class Roll:
         self._members: dict[int, _Member] = {}
 
     def join(self, rank: int, session: str, last_task_id: int, now: float) -> None:
-        """Enters a rank; the same session may enter again.
+        """Adds a rank; the same session may join again.
 
         Raises:
             CoordinatorError: no such rank, or another process has this rank already.
@@ -59,10 +58,7 @@ class Roll:
                 f"rank {rank} has joined already, from another process. Two processes have the same rank, or "
                 "one was started again: end all ranks and start the job anew."
             )
-        if member is None:
-            self._members[rank] = _Member(session=session, last_seen=now)
-        member = self._members[rank]
-        member.last_seen, member.gone = now, False
+        self._members[rank] = _Member(session=session, last_seen=now)
         self.last_task_id = max(self.last_task_id, last_task_id)
 
     def has(self, rank: int) -> bool:
@@ -70,15 +66,15 @@ class Roll:
         return rank in self._members
 
     def seen(self, rank: int, now: float) -> None:
-        """Takes note that a rank lives."""
+        """Notes a sign of life of a rank."""
         self._members[rank].last_seen = now
 
     def leave(self, rank: int) -> None:
-        """Takes note of a goodbye."""
-        self._members[rank].gone = True
+        """Notes that a rank will not call again."""
+        self._members[rank].left = True
 
-    def forgive(self, now: float) -> None:
-        """Counts silence from now on: the coordinator itself could not listen before."""
+    def restart_clocks(self, now: float) -> None:
+        """Counts silence from now on, where the coordinator itself was not running before."""
         for member in self._members.values():
             member.last_seen = now
 
@@ -89,11 +85,11 @@ class Roll:
 
     @property
     def present(self) -> list[int]:
-        """The ranks that joined and did not say goodbye."""
-        return [rank for rank, member in self._members.items() if not member.gone]
+        """The ranks that joined and have not left."""
+        return [rank for rank, member in self._members.items() if not member.left]
 
     def silent(self, now: float) -> dict[int, float]:
-        """The present ranks that were not heard of for longer than the time-out, with the seconds."""
+        """The present ranks without a sign of life for longer than the time-out, with the seconds."""
         silence = {rank: now - self._members[rank].last_seen for rank in self.present}
         return {rank: seconds for rank, seconds in silence.items() if seconds > self.timeout_s}
 
@@ -110,29 +106,29 @@ _LOOK_EVERY_S = 0.25
 class Coordinator:
     """One search on all ranks. Thread-safe.
 
-    Every task goes to all ranks. A rank that fails has it cancelled on the others; once all have reported,
-    the merged outcome is told to the search. A rank that falls silent, says goodbye with an error or does not
-    end a trial when told to ends the search on all ranks.
+    Every task goes to all ranks. The failure of one cancels it on the others; once all have reported, the
+    search gets the merged outcome. A rank that falls silent, leaves with an error or does not end a cancelled
+    trial ends the search on all ranks.
 
     Args:
-        search: what to try.
-        world_size: how many ranks take part; trials begin when all have joined.
-        candidates: of the search, so that events can show them.
+        search: the search whose trials are run.
+        world_size: number of ranks; trials begin when all have joined.
+        candidates: candidates of the search, for the events.
         clock: seconds, monotonic.
         heartbeat_timeout_s: a rank that is silent for longer has vanished.
         join_timeout_s: how long to wait for the first call of all ranks.
         grace_s: how long a rank may overrun a task's deadline, and how long it may take to end a trial.
-        on_event: is told what happens, in order.
-        on_outcome: is given each merged outcome with its task: the history.
+        on_event: observer of all events, in order.
 
     Attributes:
-        counts: reports by what became of them.
-        log: the latest events, for those who watch from afar.
+        incarnation: identity of this coordinator; another one after a restart.
+        counts: number of reports by verdict.
+        events: the events so far, for observers in other processes.
     """
 
     def __init__(
         self,
-        search: SearchLike,
+        search: Search,
         world_size: int,
         *,
         candidates: Sequence[Candidate] = (),
@@ -141,17 +137,15 @@ class Coordinator:
         join_timeout_s: float = 300.0,
         grace_s: float = 15.0,
         on_event: Callable[[Event], None] | None = None,
-        on_outcome: OutcomeHook | None = None,
     ) -> None:
         self.world_size = world_size
         self.incarnation = secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
         self._search, self._clock = search, clock
         self._join_timeout_s, self._grace_s = join_timeout_s, grace_s
-        self._roll = Roll(world_size, heartbeat_timeout_s)
+        self._members = Membership(world_size, heartbeat_timeout_s)
         self._changed = threading.Condition(threading.RLock())
-        self.log = EventLog()
-        self._events = EventQueue(candidates, on_event, on_outcome, self.log)
+        self.events = EventQueue(candidates, on_event)
         self._trial: TrialUnderWay | None = None
         self._cancelled = False
         self._over: Over | None = None
@@ -167,23 +161,25 @@ class Coordinator:
         """Whether somebody ended the search before its time."""
         return self._cancelled
 
-    def join(self, rank: int, session: str = "", last_task_id: int = 0) -> Joined:
-        """A rank's first call, and its first one after the coordinator was restarted.
+    def join(self, rank: int, session: str = "", last_task_id: int = 0) -> float:
+        """Takes a rank's first call, and its first one after the coordinator was restarted.
 
         Args:
-            rank: whose.
-            session: the same for all calls of one process.
+            rank: the rank that calls.
+            session: identity of its process, the same in all its calls.
             last_task_id: the highest task id that the rank has seen; new ids are higher.
+
+        Returns:
+            Seconds between two heartbeats.
 
         Raises:
             CoordinatorError: the rank is not of this job, or another process has it.
         """
         with self._changed:
-            self._roll.join(rank, session, last_task_id, self._clock())
+            self._members.join(rank, session, last_task_id, self._clock())
             self._move()
-        self._events.hand_on()
-        interval = min(max(0.2, self.world_size / 200), 2.0, self._roll.timeout_s / 4)
-        return Joined(incarnation=self.incarnation, world_size=self.world_size, heartbeat_s=interval)
+        self.events.deliver()
+        return min(max(0.2, self.world_size / 200), 2.0, self._members.timeout_s / 4)
 
     def next_task(
         self,
@@ -196,10 +192,10 @@ class Coordinator:
         """The task that a rank is to run next.
 
         Args:
-            rank: whose.
+            rank: the rank that calls.
             done_id: the last task that the rank has reported.
             wait_s: how long to wait for one.
-            wanted: asked while waiting; once it is false, nobody waits for the answer.
+            wanted: whether the caller still waits; polled.
 
         Returns:
             The task; the end of the search; or ``None``: nothing yet, ask again.
@@ -211,13 +207,13 @@ class Coordinator:
         with self._changed:
             self._hear(rank)
             answer = self._answer(rank, done_id)
-        self._events.hand_on()
+        self.events.deliver()
         while answer is None and (left := until - time.monotonic()) > 0 and wanted():
             with self._changed:
                 self._changed.wait(min(left, _LOOK_EVERY_S))
                 self._move()
                 answer = self._answer(rank, done_id)
-            self._events.hand_on()
+            self.events.deliver()
         return answer
 
     def report(self, report: RankReport) -> Verdict:
@@ -233,11 +229,11 @@ class Coordinator:
                 verdict = self._trial.add(report, self._clock())
             self.counts[f"{verdict} reports"] += 1
             self._move()
-        self._events.hand_on()
+        self.events.deliver()
         return verdict
 
     def heartbeat(self, rank: int) -> Heartbeat:
-        """A rank says that it lives.
+        """Takes a rank's sign of life.
 
         Raises:
             NotJoinedError: the rank has not joined.
@@ -249,19 +245,19 @@ class Coordinator:
             answer = Heartbeat(
                 cancel=(trial.task.id,) if trial and to_end else (), over=self._over is not None
             )
-        self._events.hand_on()
+        self.events.deliver()
         return answer
 
     def leave(self, rank: int, reason: str = "") -> None:
-        """A rank's last call. Before the end it ends the search on all ranks, for the reason given."""
+        """Takes a rank's last call. Before the end it ends the search on all ranks, for the reason given."""
         with self._changed:
-            if not self._roll.has(rank):
+            if not self._members.has(rank):
                 return
-            self._roll.leave(rank)
+            self._members.leave(rank)
             if self._over is None:
                 self._fail({rank: reason or "left before the search was over"})
             self._changed.notify_all()
-        self._events.hand_on()
+        self.events.deliver()
 
     def cancel(self, reason: str) -> None:
         """Ends the search with the best so far, as soon as the ranks have ended the running trial."""
@@ -273,23 +269,23 @@ class Coordinator:
                     self._trial.cancel(self._clock())
                 else:
                     self._end()
-        self._events.hand_on()
+        self.events.deliver()
 
     def tick(self) -> None:
         """Looks at the clock: who has vanished, what is late."""
         with self._changed:
             self._move()
-        self._events.hand_on()
+        self.events.deliver()
 
-    def wait_told(self, timeout_s: float) -> bool:
-        """Waits until every rank that joined has said goodbye; whether they all did."""
+    def wait_until_left(self, timeout_s: float) -> bool:
+        """Waits until every rank that joined has left; returns whether they all did."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._roll.present, timeout_s)
+            return self._changed.wait_for(lambda: not self._members.present, timeout_s)
 
     def _hear(self, rank: int) -> None:
-        if not self._roll.has(rank):
+        if not self._members.has(rank):
             raise NotJoinedError(f"rank {rank} has not joined")
-        self._roll.seen(rank, self._clock())
+        self._members.seen(rank, self._clock())
         self._move()
 
     def _answer(self, rank: int, done_id: int) -> TrialTask | Over | None:
@@ -303,16 +299,16 @@ class Coordinator:
         if self._over is not None:
             return
         now = self._clock()
-        if now - self._last_move > self._roll.timeout_s / 2:
-            self._roll.forgive(now)
+        if now - self._last_move > self._members.timeout_s / 2:
+            self._members.restart_clocks(now)
         self._last_move = now
-        if lost := self._roll.silent(now):
+        if lost := self._members.silent(now):
             for rank in lost:
-                self._roll.leave(rank)  # nobody waits for its goodbye
+                self._members.leave(rank)  # its last call will not come
             self._fail({rank: self._lost(seconds) for rank, seconds in lost.items()})
         elif self._trial is not None:
             self._watch(self._trial, now)
-        elif self._roll.absent:
+        elif self._members.absent:
             self._wait_for_all(now)
         else:
             self._ask()
@@ -330,11 +326,11 @@ class Coordinator:
     def _wait_for_all(self, now: float) -> None:
         waited = now - self._begun
         if waited > self._join_timeout_s:
-            self._fail(dict.fromkeys(self._roll.absent, f"never joined the search, in {waited:.0f} s"))
+            self._fail(dict.fromkeys(self._members.absent, f"never joined the search, in {waited:.0f} s"))
         elif now - self._last_note >= _NOTE_EVERY_S:
             self._last_note = now
-            names = ", ".join(str(rank) for rank in self._roll.absent)
-            self._events.put(Note(f"waiting for rank {names} to join the search, {waited:.0f} s so far"))
+            names = ", ".join(str(rank) for rank in self._members.absent)
+            self.events.put(Note(f"waiting for rank {names} to join the search, {waited:.0f} s so far"))
 
     def _ask(self) -> None:
         try:
@@ -345,9 +341,9 @@ class Coordinator:
         if task is None:
             self._end()
             return
-        self._roll.last_task_id += 1
+        self._members.last_task_id += 1
         # Ids are this coordinator's own: after a restart none may repeat one that a rank has seen.
-        numbered = replace(task, id=self._roll.last_task_id)
+        numbered = replace(task, id=self._members.last_task_id)
         self._trial = TrialUnderWay(
             task=numbered,
             search_id=task.id,
@@ -355,7 +351,7 @@ class Coordinator:
             started=self._clock(),
             grace_s=self._grace_s,
         )
-        self._events.started(numbered)
+        self.events.started(numbered)
         self._changed.notify_all()
 
     def _conclude(self, trial: TrialUnderWay) -> None:
@@ -367,7 +363,7 @@ class Coordinator:
         except Exception as error:
             self._fail_search(error)
             return
-        self._events.ended(replace(trial.task, id=trial.search_id), outcome, best)
+        self.events.ended(trial.task, outcome, best)
         self._ask()
 
     def _end(self) -> None:
@@ -377,7 +373,7 @@ class Coordinator:
             self._fail_search(error)
             return
         self._trial, self._over = None, Over(outcome=outcome)
-        self._events.put(Ended(outcome))
+        self.events.put(Ended(outcome))
         self._changed.notify_all()
 
     def _lost(self, seconds: float) -> str:
@@ -389,9 +385,9 @@ class Coordinator:
         self._stop(Over(error=f"The search was ended on all ranks. {reasons}.", failures=failures))
 
     def _fail_search(self, error: Exception) -> None:
-        self._stop(Over(error=f"The search itself failed: {type(error).__name__}: {error}", failures={}))
+        self._stop(Over(error=f"The search itself failed: {error_text(error)}", failures={}))
 
     def _stop(self, over: Over) -> None:
         self._trial, self._over = None, over
-        self._events.put(Note(over.error))
+        self.events.put(Note(over.error))
         self._changed.notify_all()

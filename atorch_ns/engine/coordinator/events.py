@@ -1,4 +1,4 @@
-"""A search's events at a rank whose coordinator is in another process."""
+"""Events of a search: their JSON, the queue of a coordinator, and the stream of a rank in another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from atorch_ns.errors import InputError
@@ -25,6 +24,7 @@ from atorch_ns.search import (
     from_json,
     to_json,
 )
+from atorch_ns.text import error_text
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Profiling, Priced, TrialStarted, TrialEnded, Note, Ended)
@@ -46,7 +46,7 @@ def event_from_json(data: bytes) -> Event:
         document = json.loads(data)
         kind, text = _KINDS[document["kind"]], json.dumps(document["event"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"this is no event: {type(error).__name__}: {error}") from None
+        raise InputError(f"this is no event: {error_text(error)}") from None
     event: Event = from_json(kind, text)
     return event
 
@@ -55,134 +55,95 @@ _MAX_LOGGED = 10_000
 _MAX_AT_ONCE = 20
 _LOGGER = logging.getLogger(__name__)
 
-OutcomeHook = Callable[[TrialTask, TrialOutcome], None]
-"""Is given every merged outcome with its task, as the search knows them: the history's door."""
 
+class SafeObserver:
+    """An observer whose exceptions end nothing: the first is logged."""
 
-class EventLog:
-    """All events of a search, by number, as long as they are few. Thread-safe."""
+    def __init__(self, observer: Callable[[Event], None]) -> None:
+        self._observer = observer
+        self._has_failed = False
 
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-
-    def add(self, event: Event) -> None:
-        """Adds an event; those that came after very many are dropped."""
-        if len(self._events) < _MAX_LOGGED:
-            self._events.append(event)
-
-    def after(self, number: int) -> list[Event]:
-        """Some of the events that follow the first ``number``."""
-        return self._events[max(0, number) : max(0, number) + _MAX_AT_ONCE]
+    def __call__(self, event: Event | bytes) -> None:
+        """Gives the observer an event, or the event of this JSON."""
+        try:
+            self._observer(event_from_json(event) if isinstance(event, bytes) else event)
+        except Exception:
+            if not self._has_failed:
+                _LOGGER.warning("the observer of the search fails; the search goes on", exc_info=True)
+            self._has_failed = True
 
 
 class EventQueue:
-    """Keeps events and outcomes until somebody has time to hand them on. Thread-safe.
-
-    What an observer or a hook raises ends nothing: it is logged once, and becomes a note.
-    """
+    """The events of a search: by number, and in order for the observer once a thread is free. Thread-safe."""
 
     def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        on_event: Callable[[Event], None] | None,
-        on_outcome: OutcomeHook | None,
-        log: EventLog,
+        self, candidates: Sequence[Candidate], on_event: Callable[[Event], None] | None = None
     ) -> None:
-        self._log = log
         self._candidates = {candidate.key: candidate for candidate in candidates}
-        self._on_event = on_event
-        self._on_outcome = on_outcome
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._handing_on = threading.Lock()
-        self._number = 0
-        self._complained: set[str] = set()
+        self._observer = None if on_event is None else SafeObserver(on_event)
+        self._log: list[Event] = []
+        self._waiting: deque[Event] = deque()
+        self._delivering = threading.Lock()
+        self._num_trials = 0
 
     def put(self, event: Event) -> None:
-        """Adds an event."""
-        self._log.add(event)
-        if (observer := self._on_event) is not None:
-            self._waiting.append(lambda: self._safely("the observer", lambda: observer(event)))
+        """Adds an event; the log drops those that come after very many."""
+        if len(self._log) < _MAX_LOGGED:
+            self._log.append(event)
+        if self._observer is not None:
+            self._waiting.append(event)
 
     def started(self, task: TrialTask) -> None:
         """Adds the start of a trial."""
-        self._number += 1
-        self.put(TrialStarted(number=self._number, candidate=self._candidate(task), task=task))
+        self._num_trials += 1
+        self.put(TrialStarted(number=self._num_trials, candidate=self._candidate(task), task=task))
 
     def ended(self, task: TrialTask, outcome: TrialOutcome, best: str | None) -> None:
-        """Adds the end of the trial that started last, and its outcome for the history."""
-        if (hook := self._on_outcome) is not None:
-            self._waiting.append(lambda: self._safely("the history", lambda: hook(task, outcome)))
+        """Adds the end of the trial that started last."""
         candidate = self._candidate(task)
-        self.put(TrialEnded(number=self._number, candidate=candidate, outcome=outcome, best=best))
+        self.put(TrialEnded(number=self._num_trials, candidate=candidate, outcome=outcome, best=best))
 
-    def hand_on(self) -> None:
-        """Tells everything that waits, unless another thread is doing so already."""
-        while self._waiting and self._handing_on.acquire(blocking=False):
+    def after(self, number: int) -> list[Event]:
+        """Up to twenty of the events that follow the first ``number``."""
+        return self._log[max(0, number) : max(0, number) + _MAX_AT_ONCE]
+
+    def deliver(self) -> None:
+        """Gives the observer all that waits, unless another thread is doing so already."""
+        while self._observer is not None and self._waiting and self._delivering.acquire(blocking=False):
             try:
                 while self._waiting:
-                    self._waiting.popleft()()
+                    self._observer(self._waiting.popleft())
             finally:
-                self._handing_on.release()
+                self._delivering.release()
 
     def _candidate(self, task: TrialTask) -> Candidate:
         known = self._candidates.get(task.key)
         return known or Candidate(key=task.key, steps=task.steps, label=task.key)
 
-    def _safely(self, whose: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            if whose in self._complained:
-                return
-            self._complained.add(whose)
-            _LOGGER.warning("%s of the search fails; the search goes on", whose, exc_info=True)
-            if whose != "the observer":
-                self.put(
-                    Note(f"{whose} fails ({type(error).__name__}: {error}); the search goes on without it")
-                )
-
 
 class EventStream:
-    """Hands events to an observer, each once and in order. Thread-safe.
-
-    What the observer raises ends nothing: it is logged once.
-
-    Args:
-        on_event: the observer.
-    """
+    """Gives an observer the events of a coordinator in another process, each once and in order. Thread-safe."""
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
-        self._on_event = on_event
+        self._observer = SafeObserver(on_event)
         self._lock = threading.Lock()
-        self._complained = False
         self.num_events = 0
 
     def start_again(self) -> None:
-        """The next events are those of another coordinator, which counts anew."""
+        """Begins anew: the next events are those of another coordinator."""
         with self._lock:
             self.num_events = 0
 
     def take(self, events: Iterable[bytes], number: int) -> int:
-        """Hands on the events after the first ``number``; returns how many were new."""
+        """Delivers those of the events after the first ``number`` that are new; returns how many."""
         with self._lock:
             new = list(events)[max(0, self.num_events - number) :]
             for data in new:
-                self._safely(partial(self._tell, data))
+                self._observer(data)
             self.num_events += len(new)
             return len(new)
 
     def note(self, event: Event) -> None:
-        """Tells something that this rank has to say."""
+        """Delivers an event of this rank's own."""
         with self._lock:
-            self._safely(partial(self._on_event, event))
-
-    def _tell(self, data: bytes) -> None:
-        self._on_event(event_from_json(data))
-
-    def _safely(self, tell: Callable[[], None]) -> None:
-        try:
-            tell()
-        except Exception:
-            if not self._complained:
-                _LOGGER.warning("the observer of the search fails; the search goes on", exc_info=True)
-            self._complained = True
+            self._observer(event)

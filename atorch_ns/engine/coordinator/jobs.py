@@ -1,4 +1,4 @@
-"""The jobs of a standalone engine: made by their rank 0, kept over a restart, forgotten when they are over."""
+"""Jobs of a coordinator server: the one search of an ordinary run, or the many of a standalone engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,31 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atorch_ns.engine.coordinator.coordinator import Coordinator
-from atorch_ns.engine.rpc.servicer import NoSuchJobError
 from atorch_ns.errors import CoordinatorError, InputError
-from atorch_ns.search import (
-    Candidate,
-    History,
-    Search,
-    SearchSettings,
-    Setting,
-    TrialOutcome,
-    TrialTask,
-    from_json,
-    to_json,
-)
+from atorch_ns.search import Candidate, History, SearchSettings, Setting, from_json, to_json
+from atorch_ns.strategy.file import write_whole
 
 _LOGGER = logging.getLogger(__name__)
 
 
+class NoSuchJobError(CoordinatorError):
+    """A call for a job that this server does not have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What a job is made of.
+    """A job of a standalone engine.
 
     Attributes:
         job: its name.
-        world_size: ranks that take part.
-        setting, settings, candidates: of its search.
+        world_size: number of ranks.
+        setting, settings, candidates: arguments of its search.
     """
 
     job: str
@@ -46,6 +39,31 @@ class JobRecord:
     setting: Setting
     settings: SearchSettings
     candidates: tuple[Candidate, ...]
+
+
+class OneJob:
+    """The one search of an ordinary run; its job has no name."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.tick = coordinator.tick
+
+    def get(self, job: str) -> Coordinator:
+        """The coordinator, if the call is for no other job."""
+        if job:
+            raise NoSuchJobError(f"there is no job '{job}' here: this coordinator serves one search only")
+        return self._coordinator
+
+    def create(self, record: JobRecord) -> int:
+        """Refuses: the search is there from the start."""
+        raise CoordinatorError(
+            "this coordinator serves one search only; jobs are made on `atorch-ns engine serve`"
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until all ranks have left, if the search is over."""
+        if self._coordinator.over is not None:
+            self._coordinator.wait_until_left(timeout_s)
 
 
 class JobStore:
@@ -79,22 +97,20 @@ class JobStore:
 
     def save(self, record: JobRecord) -> None:
         """Writes a job, whole or not at all."""
-        path = self._path(record.job)
-        draft = path.with_suffix(".tmp")
         try:
-            with draft.open("w") as file:
-                file.write(to_json(record))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
+            write_whole(self._path(record.job), to_json(record).encode())
         except OSError as error:
-            draft.unlink(missing_ok=True)
             _LOGGER.warning("job %s cannot be kept and ends with this process: %s", record.job, error)
 
     def load(self) -> list[JobRecord]:
-        """The jobs under way; what cannot be read is left where it is and said."""
-        records = (_read(path) for path in sorted(self._jobs.glob("*.json")))
-        return [record for record in records if record is not None]
+        """The jobs under way; a file that cannot be read is logged and left."""
+        records = []
+        for path in sorted(self._jobs.glob("*.json")):
+            try:
+                records.append(from_json(JobRecord, path.read_bytes()))
+            except (OSError, InputError) as error:
+                _LOGGER.warning("the job in %s cannot be read and is left alone: %s", path, error)
+        return records
 
     def forget(self, job: str) -> None:
         """Removes a job's file, if there is one."""
@@ -110,14 +126,6 @@ class JobStore:
         return self._jobs / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path) -> JobRecord | None:
-    try:
-        return from_json(JobRecord, path.read_bytes())
-    except (OSError, InputError) as error:
-        _LOGGER.warning("the job in %s cannot be read and is left alone: %s", path, error)
-        return None
-
-
 _MAX_JOBS = 64
 
 
@@ -126,19 +134,6 @@ class _Served:
     record: JobRecord
     coordinator: Coordinator
     ended: float | None = None
-
-
-class _SharedHistory:
-    """A history that the searches of several jobs write to, one at a time."""
-
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self.lock = threading.RLock()
-
-    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
-        """Appends a trial."""
-        with self.lock:
-            self.history.record(setting, candidate, task, outcome)
 
 
 class EngineJobs:
@@ -153,7 +148,7 @@ class EngineJobs:
         heartbeat_timeout_s: a rank that is silent for longer has vanished.
         join_timeout_s: how long a new job waits for its ranks.
         rejoin_timeout_s: how long a job that was taken up again waits for them.
-        keep_s: how long the end of a job can be asked for.
+        keep_s: seconds for which the outcome of a job can be fetched.
 
     Raises:
         CoordinatorError: another engine uses the folder, or it cannot be written.
@@ -175,16 +170,17 @@ class EngineJobs:
         self._served: dict[str, _Served] = {}
         self._store = JobStore(folder)
         try:
-            self._shared = _SharedHistory(History(folder / "history.jsonl", on_note=_LOGGER.warning))
+            self._history = History(folder / "history.jsonl", on_note=_LOGGER.warning)
             for record in self._store.load():
-                self._take_up(record, rejoin_timeout_s)
+                num_trials = self._serve(record, rejoin_timeout_s)
+                _LOGGER.info("job %s goes on after %d trials", record.job, num_trials)
         except BaseException:
             self._store.close()
             raise
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the jobs under way."""
+        """The names of the jobs under way."""
         with self._lock:
             return tuple(name for name, served in self._served.items() if served.ended is None)
 
@@ -199,14 +195,7 @@ class EngineJobs:
                 raise NoSuchJobError(f"there is no job '{job}' on this engine, or it was over long ago")
             return served.coordinator
 
-    def create(
-        self,
-        job: str,
-        world_size: int,
-        setting: Setting,
-        settings: SearchSettings,
-        candidates: list[Candidate],
-    ) -> int:
+    def create(self, record: JobRecord) -> int:
         """Makes a job; the same again gives the one there is.
 
         Returns:
@@ -215,27 +204,16 @@ class EngineJobs:
         Raises:
             CoordinatorError: another job has this name, or there are too many.
         """
-        record = JobRecord(
-            job=job,
-            world_size=world_size,
-            setting=setting,
-            settings=settings,
-            candidates=tuple(candidates),
-        )
         with self._lock:
-            if (served := self._served.get(job)) is not None:
+            if (served := self._served.get(record.job)) is not None:
                 if served.record != record:
-                    raise CoordinatorError(f"another job is called '{job}'; choose another name")
+                    raise CoordinatorError(f"another job is called '{record.job}'; choose another name")
                 return 0
             if len(self.names) >= _MAX_JOBS:
                 raise CoordinatorError(f"this engine serves {_MAX_JOBS} jobs already; try again later")
             self._store.save(record)
-            with self._shared.lock:
-                known = self._shared.history.known(setting.fingerprint)
-                search = Search(setting, settings, record.candidates, known=known, recorder=self._shared)
-                taken_over = 1 if known else self._shared.history.replay(search)
-            self._serve(record, search, self._join_timeout_s)
-        _LOGGER.info("job %s: %d ranks, %d candidates", job, world_size, len(candidates))
+            taken_over = self._serve(record, self._join_timeout_s)
+        _LOGGER.info("job %s: %d ranks, %d candidates", record.job, record.world_size, len(record.candidates))
         return taken_over
 
     def tick(self) -> None:
@@ -258,20 +236,12 @@ class EngineJobs:
         limit = time.monotonic() + timeout_s
         for one in served:
             if one.coordinator.over is not None:
-                one.coordinator.wait_told(max(0.0, limit - time.monotonic()))
+                one.coordinator.wait_until_left(max(0.0, limit - time.monotonic()))
         self.tick()
         self._store.close()
 
-    def _take_up(self, record: JobRecord, join_timeout_s: float) -> None:
-        known = self._shared.history.known(record.setting.fingerprint)
-        search = Search(
-            record.setting, record.settings, record.candidates, known=known, recorder=self._shared
-        )
-        trials = self._shared.history.replay(search)
-        self._serve(record, search, join_timeout_s)
-        _LOGGER.info("job %s goes on after %d trials", record.job, trials)
-
-    def _serve(self, record: JobRecord, search: Search, join_timeout_s: float) -> None:
+    def _serve(self, record: JobRecord, join_timeout_s: float) -> int:
+        search, taken_over = self._history.begin(record.setting, record.settings, record.candidates)
         coordinator = Coordinator(
             search,
             record.world_size,
@@ -280,13 +250,13 @@ class EngineJobs:
             join_timeout_s=join_timeout_s,
         )
         self._served[record.job] = _Served(record=record, coordinator=coordinator)
+        return taken_over
 
     def _conclude(self, one: _Served, now: float) -> None:
         one.ended = now
         over = one.coordinator.over
         # A search that somebody ended goes on from its trials when the job comes again.
         if over is not None and over.outcome is not None and not one.coordinator.cancelled:
-            with self._shared.lock:
-                self._shared.history.conclude(over.outcome)
+            self._history.conclude(over.outcome)
         self._store.forget(one.record.job)
         _LOGGER.info("job %s is over%s", one.record.job, f": {over.error}" if over and over.error else "")

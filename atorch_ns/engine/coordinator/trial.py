@@ -1,50 +1,15 @@
-"""A trial under way: who has reported, who is to end it, who is late."""
+"""Trial under way: the reports of all ranks, merged into one outcome, and the ranks that are late."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.errors import AtorchError
 from atorch_ns.search import SearchOutcome, TrialOutcome, TrialStatus, TrialTask
-
-
-class SearchLike(Protocol):
-    """What a coordinator needs of a search. Called by one thread at a time."""
-
-    @property
-    def best(self) -> str | None:
-        """Key of the best so far."""
-
-    def ask(self) -> TrialTask | None:
-        """The next trial; ``None`` when the search is over."""
-
-    def tell(self, task_id: int, outcome: TrialOutcome) -> None:
-        """What came of a trial."""
-
-    def outcome(self) -> SearchOutcome:
-        """Everything found so far."""
-
-    def cancel(self, reason: str) -> None:
-        """Ends the search: ``ask`` gives ``None`` from now on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """Answer to a rank that joins.
-
-    Attributes:
-        incarnation: of the coordinator; another one after a restart.
-        world_size: ranks that take part.
-        heartbeat_s: seconds between two heartbeats.
-    """
-
-    incarnation: str
-    world_size: int
-    heartbeat_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +30,8 @@ class Over:
     """The end of a search, the same for all ranks.
 
     Attributes:
-        outcome: what was found; ``None`` if the search failed.
-        error: why it failed; empty if it did not.
+        outcome: outcome of the search; ``None`` if it failed.
+        error: reason why it failed; empty if it did not.
         failures: reason by rank.
     """
 
@@ -79,7 +44,7 @@ class NotJoinedError(AtorchError):
     """A call by a rank that this coordinator does not know: it was restarted, or the rank never joined."""
 
 
-# What a rank says whose partner went away: a consequence of another rank's failure, not a cause.
+# Errors of a rank whose partner went away: a consequence of another rank's failure, not a cause.
 _COLLATERAL = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|remote process|"
     r"ncclRemoteError|ncclSystemError|socket (closed|error)|\bepipe\b|\beconnreset\b|"
@@ -106,7 +71,7 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
     cancelled or lost their partner; among equals, the one that comes first in ``reports``.
 
     Args:
-        reports: at least one, at most one a rank, in the order in which they arrived.
+        reports: one or more, at most one for each rank, in the order in which they arrived.
     """
     assert reports, "no rank reported"
     cause = min(reports, key=_place)
@@ -156,12 +121,12 @@ class TrialUnderWay:
     """One task from its first hand-out to the last rank's report. Not thread-safe.
 
     Attributes:
-        task: as the ranks know it.
+        task: the task, numbered by the coordinator.
         search_id: its id in the search.
-        world_size: how many ranks report.
-        started: when it began, on the coordinator's clock.
-        grace_s: how long a rank may overrun the task's deadline, and how long it may take to end a trial
-            that it was told to end.
+        world_size: number of ranks that report.
+        started: its start, on the coordinator's clock.
+        grace_s: seconds by which a rank may overrun the task's deadline, and within which it ends a cancelled
+            trial.
     """
 
     task: TrialTask
@@ -187,28 +152,28 @@ class TrialUnderWay:
         return "taken"
 
     def has_reported(self, rank: int) -> bool:
-        """Whether this rank's report is here."""
+        """Whether this rank has reported."""
         return rank in self._reports
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose reports are not here."""
+        """The ranks that have not reported."""
         return [rank for rank in range(self.world_size) if rank not in self._reports]
 
     def cancel(self, now: float) -> None:
-        """Tells all ranks that have not reported to end the trial."""
+        """Cancels the trial on all ranks that have not reported."""
         if self.cancelled_at is None:
             self.cancelled_at = now
 
     def look(self, now: float) -> None:
-        """Cancels the trial if a rank has overrun the deadline and not said so itself."""
+        """Cancels the trial if a rank has overrun the deadline and not reported it itself."""
         overrun = now - self.started
         if self.cancelled_at is None and overrun > self.task.deadline_s + self.grace_s:
             self._late = dict.fromkeys(self.missing, overrun)
             self.cancel(now)
 
     def stuck(self, now: float) -> dict[int, str]:
-        """The ranks that did not end the trial in time after they were told to, with the reason."""
+        """The ranks that did not end a cancelled trial in time, with the reason."""
         if self.cancelled_at is None or now - self.cancelled_at <= self.grace_s:
             return {}
         waited = now - self.cancelled_at

@@ -1,4 +1,4 @@
-"""A channel to a coordinator: retries what a restart or a lost packet ends, and says what it cannot mend."""
+"""Channel to a coordinator: retries what a restart or a lost packet ends, and names what it cannot repair."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import grpc
 from atorch_ns.engine.coordinator.trial import NotJoinedError
 from atorch_ns.engine.proto import coordinator_pb2 as pb
 from atorch_ns.engine.rpc.auth import Tls, bearer
-from atorch_ns.engine.rpc.servicer import SERVICE
+from atorch_ns.engine.rpc.servicer import CALLS, SERVICE
 from atorch_ns.errors import CoordinatorError
 from atorch_ns.text import bytes_text
 
 _MIB = 1024**2
 _PAUSE_S = 0.2
 _FIRST_CONTACT_S = 10.0
-"""Whoever has never been heard is more likely at another address, or not started, than away for a moment. It is
+"""Whoever has never answered is more likely at another address, or not started, than away for a moment. It is
 enough for a process that was started or restarted at the same time."""
-_TOLD_AFTER_S = 10.0
+_NOTE_AFTER_S = 10.0
 # https://grpc.io/docs/guides/retry: the first line of defence, within one call's deadline.
 _SERVICE_CONFIG = {
     "methodConfig": [
@@ -37,15 +37,6 @@ _SERVICE_CONFIG = {
             },
         }
     ]
-}
-_REPLIES: dict[str, type[Any]] = {
-    "CreateJob": pb.CreateJobReply,
-    "Join": pb.JoinReply,
-    "NextTask": pb.NextTaskReply,
-    "Report": pb.ReportReply,
-    "Heartbeat": pb.HeartbeatReply,
-    "Cancel": pb.CancelReply,
-    "Leave": pb.LeaveReply,
 }
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE,
@@ -71,7 +62,7 @@ class CoordinatorChannel:
 
     Args:
         address: ``host:port``.
-        token: of the job.
+        token: the server's token.
         tls: the certificates to trust; without it nothing is encrypted.
         max_message_mib: a larger message is not sent.
     """
@@ -95,10 +86,10 @@ class CoordinatorChannel:
         self._methods = {
             name: self._channel.unary_unary(
                 f"/{SERVICE}/{name}",
-                request_serializer=_serialize,
-                response_deserializer=reply.FromString,
+                request_serializer=getattr(pb, f"{name}Request").SerializeToString,
+                response_deserializer=getattr(pb, f"{name}Reply").FromString,
             )
-            for name, reply in _REPLIES.items()
+            for name in CALLS
         }
 
     def call(self, name: str, request: Any, *, timeout_s: float) -> Any:
@@ -117,7 +108,7 @@ class CoordinatorChannel:
         try:
             reply = self._methods[name](request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._in_words(name, error) from None
+            raise self._translated(name, error) from None
         except ValueError as error:  # the channel was closed by another thread
             raise UnreachableError(f"{name}: {error}") from None
         self._heard = True
@@ -137,30 +128,30 @@ class CoordinatorChannel:
         Where nobody has ever answered, a connection must come within ten seconds.
 
         Args:
-            name: of the call.
+            name: name of the call.
             request: its message.
             timeout_s: deadline of each attempt.
-            within_s: how long to go on without an answer.
-            on_silence: is told once that there has been no answer for a while, and until when that is borne.
+            within_s: seconds to go on without an answer.
+            on_silence: called once, with a message, when there has been no answer for ten seconds.
 
         Raises:
             NotJoinedError, CoordinatorError: as :meth:`call`; ``UnreachableError`` after ``within_s``.
         """
-        start, told = time.monotonic(), False
+        start, noted = time.monotonic(), False
         while True:
             try:
                 return self.call(name, request, timeout_s=timeout_s)
             except UnreachableError as error:
                 gone = time.monotonic() - start
-                strange = not self._heard and not error.connected
-                limit_s = min(within_s, _FIRST_CONTACT_S) if strange else within_s
+                never_heard = not self._heard and not error.connected
+                limit_s = min(within_s, _FIRST_CONTACT_S) if never_heard else within_s
                 if gone > limit_s or self._closed.is_set():
                     raise UnreachableError(
                         f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}). "
                         "Is its process alive, and can this machine reach that address?"
                     ) from None
-                if gone > _TOLD_AFTER_S and not told:
-                    told = True
+                if gone > _NOTE_AFTER_S and not noted:
+                    noted = True
                     on_silence(
                         f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}); it is looked "
                         f"for until {within_s:.0f} s have passed"
@@ -172,7 +163,7 @@ class CoordinatorChannel:
         self._closed.set()
         self._channel.close()
 
-    def _in_words(self, name: str, error: Any) -> Exception:
+    def _translated(self, name: str, error: Any) -> Exception:
         code, details = error.code(), error.details() or ""
         if code in _PASSING or (code == grpc.StatusCode.CANCELLED):
             text = f"{name}: {code.name.lower().replace('_', ' ')}: {details}"
@@ -186,11 +177,6 @@ class CoordinatorChannel:
                 "file is not the server's"
             )
         return CoordinatorError(f"the coordinator at {self.address} refuses {name}: {details}")
-
-
-def _serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
 
 
 def _options(max_bytes: int) -> list[tuple[str, Any]]:
@@ -207,7 +193,7 @@ def _options(max_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # Notices a machine that went away without a word.
+        # Notices a machine that vanished.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
     ]

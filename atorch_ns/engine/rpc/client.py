@@ -1,4 +1,4 @@
-"""CoordinatorClient: one rank's side of the conversation, with its heartbeat."""
+"""Coordinator client: the calls of one rank, and its heartbeat."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from atorch_ns.engine.coordinator.events import EventStream
@@ -34,23 +34,23 @@ _MIN_BEAT_TIMEOUT_S = 2.0
 
 
 class CoordinatorClient:
-    """Talks to a coordinator for one rank; a thread sends heartbeats from :meth:`join` to :meth:`close`.
+    """Calls a coordinator for one rank; a thread sends heartbeats from :meth:`join` to :meth:`close`.
 
     A coordinator that goes away is waited for; when it comes back, this rank joins again, and a trial that
     ran meanwhile is ended.
 
     Args:
         address: ``host:port``.
-        token: of the job.
-        rank: whose client this is.
+        token: the server's token.
+        rank: this rank.
         job: its name on a standalone engine; empty for a coordinator of one search.
         tls: the certificates to trust; without it nothing is encrypted.
         reconnect_s: how long a coordinator may be away; ten seconds at most where none was ever there.
         poll_s: how long one request for a task waits.
         call_timeout_s: deadline of every other call.
         max_message_mib: a larger message is not sent.
-        on_event: is told what happens, in order, from the heartbeat's thread; for a coordinator in another
-            process, on one rank.
+        on_event: observer of all events in order, called from the heartbeat's thread; for a coordinator in
+            another process, on one rank.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CoordinatorClient:
         self._beats: threading.Thread | None = None
 
     def create_job(
-        self, world_size: int, setting: Setting, settings: SearchSettings, candidates: list[Candidate]
+        self, world_size: int, setting: Setting, settings: SearchSettings, candidates: Sequence[Candidate]
     ) -> int:
         """Makes this job on a standalone engine; rank 0 does it before the others join.
 
@@ -101,7 +101,7 @@ class CoordinatorClient:
         return int(self._insist("CreateJob", request).known_trials)
 
     def join(self) -> None:
-        """Enters the job and starts the heartbeat.
+        """Joins the job and starts the heartbeat.
 
         Raises:
             CoordinatorError: it cannot be reached, or refuses this rank.
@@ -154,7 +154,7 @@ class CoordinatorClient:
         self._done_id = max(self._done_id, report.task_id)
 
     def cancelled(self, task_id: int) -> bool:
-        """Whether a running task is to be ended; what the last heartbeat said."""
+        """Whether the last heartbeat said to end this running task."""
         return self._ended == self._incarnation or task_id in self._to_end
 
     def cancel(self, reason: str) -> None:
@@ -170,7 +170,7 @@ class CoordinatorClient:
             self._insist("Cancel", pb.CancelRequest(caller=self._caller(), reason=reason))
 
     def leave(self, reason: str = "") -> None:
-        """Says goodbye, once; with a reason, the search ends on all ranks."""
+        """Leaves the search; with a reason, it ends on all ranks."""
         if self._incarnation:
             if not reason:
                 self._take_last_events()

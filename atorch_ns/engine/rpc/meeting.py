@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.coordinator.coordinator import Coordinator
@@ -18,31 +18,53 @@ from atorch_ns.engine.rpc.server import CoordinatorServer
 from atorch_ns.engine.trial.report import RankReport, Worker
 from atorch_ns.errors import RankError
 from atorch_ns.search import History, Note, Search, SearchOutcome, TrialTask
+from atorch_ns.text import error_text
 
 
-class Client(Protocol):
-    """How a rank talks to the coordinator: :class:`CoordinatorClient` or :class:`LocalClient`."""
+class LocalClient:
+    """The interface of :class:`CoordinatorClient`, by direct calls: for jobs of one process, and for tests."""
+
+    def __init__(self, coordinator: Coordinator, rank: int = 0) -> None:
+        self._coordinator = coordinator
+        self._rank = rank
+        self._done_id = 0
+        self._joined = False
 
     def join(self) -> None:
-        """Enters the job."""
+        """Joins the job."""
+        self._coordinator.join(self._rank, session=f"local-{id(self)}")
+        self._joined = True
 
     def next_task(self) -> TrialTask | Over:
         """Waits for the next task or the end."""
+        while True:
+            if (answer := self._coordinator.next_task(self._rank, self._done_id, wait_s=10.0)) is not None:
+                return answer
 
     def report(self, report: RankReport) -> None:
         """Reports a trial."""
+        self._coordinator.report(report)
+        self._done_id = report.task_id
 
     def cancelled(self, task_id: int) -> bool:
-        """Whether a running task is to be ended; answers at once."""
+        """Whether a running task is to be ended."""
+        beat = self._coordinator.heartbeat(self._rank)
+        return beat.over or task_id in beat.cancel
 
     def cancel(self, reason: str) -> None:
         """Ends the search with the best so far."""
+        self._coordinator.cancel(reason)
 
     def leave(self, reason: str = "") -> None:
-        """Says goodbye; with a reason, the search ends on all ranks."""
+        """Leaves the search; with a reason, it ends on all ranks."""
+        if self._joined:
+            self._coordinator.leave(self._rank, reason)
 
     def close(self) -> None:
-        """Ends threads and connections; may be called twice."""
+        """Nothing to close."""
+
+
+Client = CoordinatorClient | LocalClient
 
 
 def run_agent(client: Client, worker: Worker, *, rank: int) -> SearchOutcome:
@@ -51,7 +73,7 @@ def run_agent(client: Client, worker: Worker, *, rank: int) -> SearchOutcome:
     Ctrl-C on any rank ends the search for all with the best so far; a second one ends this rank.
 
     Returns:
-        What the search found; the same on every rank.
+        The outcome of the search; the same on every rank.
 
     Raises:
         RankError: another rank failed or vanished; names it.
@@ -63,7 +85,7 @@ def run_agent(client: Client, worker: Worker, *, rank: int) -> SearchOutcome:
             client.leave()
     except BaseException as error:
         with contextlib.suppress(Exception):
-            client.leave(f"{type(error).__name__}: {error}")
+            client.leave(error_text(error))
         raise
     finally:
         try:
@@ -95,59 +117,16 @@ def _take_part(client: Client, worker: Worker, rank: int) -> Over:
                 client.report(RankReport(task_id=task.id, rank=rank, status="cancelled", reason="Ctrl-C"))
 
 
-class LocalClient:
-    """What :class:`CoordinatorClient` does, by direct calls. For jobs of one process, and for tests."""
-
-    def __init__(self, coordinator: Coordinator, rank: int = 0) -> None:
-        self._coordinator = coordinator
-        self._rank = rank
-        self._done_id = 0
-        self._joined = False
-
-    def join(self) -> None:
-        """Enters the job."""
-        self._coordinator.join(self._rank, session=f"local-{id(self)}")
-        self._joined = True
-
-    def next_task(self) -> TrialTask | Over:
-        """Waits for the next task or the end."""
-        while True:
-            if (answer := self._coordinator.next_task(self._rank, self._done_id, wait_s=10.0)) is not None:
-                return answer
-
-    def report(self, report: RankReport) -> None:
-        """Reports a trial."""
-        self._coordinator.report(report)
-        self._done_id = report.task_id
-
-    def cancelled(self, task_id: int) -> bool:
-        """Whether a running task is to be ended."""
-        beat = self._coordinator.heartbeat(self._rank)
-        return beat.over or task_id in beat.cancel
-
-    def cancel(self, reason: str) -> None:
-        """Ends the search with the best so far."""
-        self._coordinator.cancel(reason)
-
-    def leave(self, reason: str = "") -> None:
-        """Says goodbye."""
-        if self._joined:
-            self._coordinator.leave(self._rank, reason)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 _GONE_S = 8.0
 """A coordinator in rank 0's process that is silent for this long is gone."""
 
 
 class Address(NamedTuple):
-    """What a rank needs to take part.
+    """The coordinator of a job, as its ranks reach it.
 
     Attributes:
         address: ``host:port`` of the coordinator; empty if it is in this process.
-        token: that it asks for.
+        token: the coordinator's token.
         job: the job's name on a standalone engine.
     """
 
@@ -159,13 +138,8 @@ class Address(NamedTuple):
 class Meeting:
     """Rank 0's side: it keeps coordinator, server and history until the search is over.
 
-    Args:
-        cluster: the setting.
-        request: what the caller asked for.
-        problem: what is searched for.
-
     Attributes:
-        address: to be given to all ranks.
+        address: the coordinator's address for all ranks.
 
     Raises:
         CoordinatorError: if the port cannot be opened, or the standalone engine cannot be reached.
@@ -178,8 +152,8 @@ class Meeting:
         if request.engine is not None:  # it keeps a history of its own
             self.address = _create_job(cluster, request, problem)
             return
-        if request.history is not None:
-            self._history = History(request.history, on_note=lambda text: request.observer(Note(text)))
+        if request.search_history is not None:
+            self._history = History(request.search_history, on_note=lambda text: request.observer(Note(text)))
         self._coordinator = _coordinator(request, problem, self._history)
         self.address = self._serve(cluster, self._coordinator) if cluster.distributed else Address()
 
@@ -197,7 +171,7 @@ class Meeting:
             self._history.conclude(over.outcome)
 
     def close(self) -> None:
-        """Ends the server; ranks that do not know of the end yet are waited for a moment."""
+        """Ends the server, after a moment for ranks that have not left yet."""
         self._stack.close()
 
     def _serve(self, cluster: Cluster, coordinator: Coordinator) -> Address:
@@ -223,16 +197,14 @@ def join(address: Address, cluster: Cluster, request: SearchRequest) -> Client:
         cluster.rank,
         job=address.job,
         tls=request.engine.tls,
-        # A coordinator of this job's own tells the observer itself.
+        # A coordinator in rank 0's process has the observer itself.
         on_event=request.observer if cluster.rank == 0 else None,
     )
 
 
 def _coordinator(request: SearchRequest, problem: SearchProblem, history: History | None) -> Coordinator:
-    known = history.known(problem.setting.fingerprint) if history is not None else None
-    search = Search(problem.setting, request.settings, problem.candidates, known=known, recorder=history)
-    if history is not None and known is None:
-        history.replay(search)
+    arguments = (problem.setting, request.settings, problem.candidates)
+    search = Search(*arguments) if history is None else history.begin(*arguments)[0]
     return Coordinator(
         search, problem.setting.world_size, candidates=problem.candidates, on_event=request.observer
     )
@@ -244,5 +216,5 @@ def _create_job(cluster: Cluster, request: SearchRequest, problem: SearchProblem
     job = f"{problem.setting.fingerprint}-{new_token()[:8]}"
     client = CoordinatorClient(engine.address, engine.token, 0, job=job, tls=engine.tls)
     with contextlib.closing(client):
-        client.create_job(cluster.world_size, problem.setting, request.settings, list(problem.candidates))
+        client.create_job(cluster.world_size, problem.setting, request.settings, problem.candidates)
     return Address(engine.address, engine.token, job)

@@ -1,4 +1,4 @@
-"""The standalone engine as a process: its token, its address, its end."""
+"""Coordinator server over gRPC, and the standalone engine as a process: its token, its address, its end."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from atorch_ns.engine.coordinator.coordinator import Coordinator
-from atorch_ns.engine.coordinator.jobs import EngineJobs
+from atorch_ns.engine.coordinator.jobs import EngineJobs, NoSuchJobError, OneJob
 from atorch_ns.engine.coordinator.trial import NotJoinedError
+from atorch_ns.engine.proto import coordinator_pb2 as pb
 from atorch_ns.engine.rpc.auth import Tls, is_loopback, new_token, read_token, same_token
-from atorch_ns.engine.rpc.servicer import CALLS, SERVICE, Calls, Jobs, NoSuchJobError, OneJob
+from atorch_ns.engine.rpc.servicer import CALLS, SERVICE, Calls
 from atorch_ns.errors import AtorchError, CoordinatorError, InputError
-from atorch_ns.text import bytes_text
+from atorch_ns.text import bytes_text, error_text
 
 _LOGGER = logging.getLogger(__name__)
 _MIB = 1024**2
 _TICK_S = 0.5
 _HEALTH = "grpc.health.v1.Health"
-# A thread each; ranks beyond that are asked to come back in half a second.
+# One thread each; ranks beyond that call again in half a second.
 _MAX_WAITING = 32
 _MAX_BRIEF = 8
 
@@ -41,10 +42,10 @@ class CoordinatorServer:
     answered with an error and counted in ``counts``; it reaches no coordinator.
 
     Args:
-        coordinators: what is served.
-        host: where to listen; by default only for this machine.
+        coordinators: the coordinator of one search, or the jobs of an engine.
+        host: address to listen on; the default serves this machine only.
         port: 0 for any that is free.
-        token: what every caller must show.
+        token: secret that every caller must show.
         tls: certificate and key; without them nothing is encrypted.
         allow_plain_remote: whether an address that other machines reach may go without TLS.
         max_message_mib: larger messages are refused.
@@ -52,7 +53,7 @@ class CoordinatorServer:
     Attributes:
         address: ``host:port``, to be given to clients.
         port: the port alone.
-        counts: calls that were refused, by reason.
+        counts: number of refused calls by reason.
 
     Raises:
         InputError: a plain address that other machines reach.
@@ -61,7 +62,7 @@ class CoordinatorServer:
 
     def __init__(
         self,
-        coordinators: Coordinator | Jobs,
+        coordinators: Coordinator | EngineJobs,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -104,7 +105,7 @@ class CoordinatorServer:
         self._ticker.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Waits a moment for ranks that do not know of the end yet; then ends all calls, threads and the port.
+        """Waits a moment for ranks that have not left yet; then ends all calls, threads and the port.
 
         May be called twice.
         """
@@ -120,12 +121,7 @@ class CoordinatorServer:
     def __enter__(self) -> CoordinatorServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bind(self, host: str, port: int, tls: Tls | None) -> int:
@@ -154,7 +150,7 @@ class CoordinatorServer:
             self._jobs.tick()
 
     def _handler(self, name: str) -> Any:
-        kind, method = CALLS[name]
+        kind, method = getattr(pb, f"{name}Request"), CALLS[name]
 
         def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
             request = self._read(kind, data, context)
@@ -173,7 +169,7 @@ class CoordinatorServer:
                 code, why = grpc.StatusCode.ABORTED, str(error)
             except Exception as error:
                 _LOGGER.exception("a call of %s failed", name)
-                why = f"{type(error).__name__}: {error}"
+                why = error_text(error)
             self._refuse(context, code, why)
             raise AssertionError("abort raises")
 
@@ -206,17 +202,12 @@ class CoordinatorServer:
         return grpc.unary_unary_rpc_method_handler(
             check,
             request_deserializer=health_pb2.HealthCheckRequest.FromString,
-            response_serializer=_serialize,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
 
 
 def _place(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _serialize(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
 
 
 def _options(max_bytes: int) -> list[tuple[str, Any]]:
@@ -258,11 +249,11 @@ def serve_engine(
 
     Args:
         folder: histories and jobs under way.
-        host, port: where to listen; port 0 for the last one used in this folder, if it is free.
-        token_file: with the token; without it ``folder/token`` is used, and made if it is not there.
+        host, port: address to listen on; port 0 for the last one used in this folder, if it is free.
+        token_file: file with the token; ``None`` for ``folder/token``, made if it is not there.
         tls: certificate and key.
         allow_plain_remote: whether other machines may connect without TLS.
-        announce: is given the address once the engine listens.
+        announce: called with the address once the engine listens.
 
     Raises:
         InputError, CoordinatorError: as :class:`CoordinatorServer` and :class:`EngineJobs`.
@@ -315,7 +306,7 @@ def _own_token(path: Path) -> str:
 
 
 def _at_last_port(listen: Callable[[int], CoordinatorServer], note: Path) -> CoordinatorServer:
-    """Where the jobs of an engine that was killed look for it; elsewhere if that is taken."""
+    """Listens on the port where jobs of an engine that was killed look for it; on another if that is taken."""
     server = None
     with contextlib.suppress(OSError, ValueError, CoordinatorError):
         server = listen(int(note.read_text()))

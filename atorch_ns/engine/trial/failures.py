@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import re
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from atorch_ns.cluster.cluster import cgroup_files
 from atorch_ns.errors import AtorchError, RankError, StepError
+from atorch_ns.numerics.verify import user_frame
 from atorch_ns.search import TrialStatus
-
-_CGROUPS: Final = Path("/sys/fs/cgroup")
+from atorch_ns.text import error_text
 
 
 def oom_kills() -> tuple[int, ...]:
-    """Counters of this process's memory cgroup and of the machine; any that grows tells of such an end.
+    """Counts of processes that the system has killed for memory, in this process's cgroup and on the machine.
 
     Sources: ``memory.events`` (cgroup v2), ``memory.oom_control`` (v1) and ``/proc/vmstat``, each with a line
     ``oom_kill <count>``. Empty where the system has none of them.
     """
-    counts = (_count(path) for path in (*_own_groups(), Path("/proc/vmstat")))
+    files = [*cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")]
+    counts = (_count(path) for path in files)
     return tuple(count for count in counts if count is not None)
-
-
-def _own_groups() -> list[Path]:
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    files = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            files.append(_CGROUPS / path.lstrip("/") / "memory.events")
-        elif "memory" in controllers.split(","):
-            files.append(_CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
-            # In a container the path is that of the host, and the group itself is mounted at the root.
-            files.append(_CGROUPS / "memory" / "memory.oom_control")
-    return files
 
 
 def _count(path: Path) -> int | None:
@@ -103,7 +87,6 @@ _LOST_PEER: Final = (
     "Failed to recv, got 0 bytes",
     "wait timeout after",
 )
-_NOT_THE_USERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
 class NonFiniteLoss(Exception):
@@ -120,10 +103,10 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a trial failed on one rank.
+    """Failure of a trial on one rank.
 
     Attributes:
-        status: as in a report.
+        status: status of its report.
         reason: the exception's type and text, and the user's line it came from.
         secondary: whether another rank is the cause: this one was left alone in a collective.
         refused_by: the method that refused, where one did.
@@ -139,11 +122,11 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
     """Reads an exception.
 
     Args:
-        error: what was raised.
+        error: the exception.
         applying: whether the strategy was still being applied, so that an error of this package's own says
             that it cannot be.
     """
-    text = _said(error)
+    text = error_text(error, 1000)
     if isinstance(error, NonFiniteLoss):
         return Failure("non-finite", str(error))
     if isinstance(error, Interrupted):
@@ -152,29 +135,15 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
         return Failure("raised", text, secondary=True)
     if is_out_of_memory(error):
         return Failure("out of memory", text)
-    if _says(error, _LOST_PEER):
+    # torch has no classes for these.
+    if isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _LOST_PEER):
         return Failure("raised", text, secondary=True)
     if isinstance(error, AtorchError) and (applying or isinstance(error, StepError)):
         return Failure("refused", text, refused_by=error.refused_by if applying else None)
     return Failure("raised", text + _place(error))
 
 
-def _said(error: BaseException) -> str:
-    text = str(error).strip()
-    short = text if len(text) <= 1000 else text[:997] + "..."
-    return f"{type(error).__name__}: {short}" if short else type(error).__name__
-
-
-def _says(error: BaseException, phrases: tuple[str, ...]) -> bool:
-    """Whether an error of torch's contains one of the phrases; it has no classes for these."""
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
-
-
 def _place(error: BaseException) -> str:
-    """The innermost line that is neither torch's nor this package's, as `` (in forward, model.py:12)``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    if not own:
-        return ""
-    frame = own[-1]
-    return f" (in {frame.name}, {Path(frame.filename).name}:{frame.lineno})"
+    """The innermost line of the user's code, as `` (in forward, model.py:12)``."""
+    frame = user_frame(error)
+    return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}:{frame.lineno})"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,50 +27,24 @@ from atorch_ns.engine.trial.run import run_trial
 from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry, load_registry
+from atorch_ns.numerics.setup import structure_of
 from atorch_ns.search import Note, TrialTask, memory_limit
+from atorch_ns.text import error_text
 from atorch_ns.torch_compat import process_groups
 
 
-def structure_of(model: nn.Module) -> nn.Module:
+def structure_with_values(model: nn.Module) -> nn.Module:
     """A copy whose parameters are on meta and, when it is materialised, look like the original's.
 
     Ties, buffers, hooks and settings are as they were. An attribute that cannot be copied (a lock, an open
     file) is shared with the original.
     """
-    memo: dict[int, Any] = {}
-    stand_ins: dict[int, torch.Tensor] = {}
-    for parameter in model.parameters():
-        data = torch.empty_like(parameter, device="meta")
-        stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        stand_in.__dict__.update(parameter.__dict__)
-        memo[id(parameter)] = stand_ins[id(parameter)] = stand_in
-    duplicate = _copied(model, memo)
+    copied, _ = structure_of(model, shallow=False)
     named = model.named_parameters(remove_duplicate=False)
     moments = {name: moments_of(tensor) for name, tensor in named if not tensor.is_meta}
     if moments:
-        object.__setattr__(duplicate, "_init_weights", ValueFiller(duplicate, moments))
-    return duplicate
-
-
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """The module with its children, each attribute copied where it can be."""
-    if id(module) in memo:
-        known: nn.Module = memo[id(module)]
-        return known
-    duplicate: nn.Module = module.__class__.__new__(module.__class__)
-    memo[id(module)] = duplicate
-    for child in module._modules.values():
-        if child is not None:
-            _copied(child, memo)
-    duplicate.__dict__.update({name: _copy_or_share(value, memo) for name, value in module.__dict__.items()})
-    return duplicate
-
-
-def _copy_or_share(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # whatever its class says; parameters, buffers and modules can all be copied
-        return value
+        object.__setattr__(copied, "_init_weights", ValueFiller(copied, moments))
+    return copied
 
 
 class InProcessWorker:
@@ -84,7 +57,7 @@ class InProcessWorker:
 
     Args:
         inputs: the user's objects, with a small dataset.
-        cluster: the rank's setting; its process group is joined already.
+        cluster: cluster as this rank sees it; its process group is joined already.
         memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
     """
 
@@ -105,11 +78,11 @@ class InProcessWorker:
                 return Interrupted("hung", f"still running after {task.deadline_s:g} s")
             return None
 
-        with self._kept():
+        with _kept_settings(), _kept_groups(), random_states_kept(torch.device(self._cluster.device)):
             try:
-                inputs = replace(self._inputs, model=structure_of(self._inputs.model))
+                inputs = replace(self._inputs, model=structure_with_values(self._inputs.model))
             except Exception as error:
-                reason = f"the model's structure cannot be copied: {type(error).__name__}: {error}"
+                reason = f"the model's structure cannot be copied: {error_text(error)}"
                 return RankReport(task_id=task.id, rank=self._cluster.rank, status="refused", reason=reason)
             torch.manual_seed(0)
             run = run_trial(
@@ -125,14 +98,6 @@ class InProcessWorker:
 
     def close(self) -> None:
         """Nothing is left running."""
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(_kept_settings())
-            stack.enter_context(_kept_groups())
-            stack.enter_context(random_states_kept(torch.device(self._cluster.device)))
-            yield
 
 
 @contextmanager
@@ -179,15 +144,8 @@ def make_worker(
 ) -> Worker:
     """The worker of this rank; it ends with ``stack``.
 
-    Args:
-        stack: closes the worker.
-        inputs: with a small dataset.
-        cluster: with hardware figures.
-        request: what the caller asked for.
-        rendezvous: where the ranks of a trial meet.
-        log_dir: folder for the logs of trials that fail.
-        obstacle: why the arguments of some rank cannot be sent to another process; ``None`` if they can.
-        carried: what methods carry to another process, by their names.
+    Trials run in this process if ``obstacle`` says why the arguments of some rank cannot be sent to another one;
+    else as :class:`TrialWorker` has it.
     """
     limit = memory_limit(cluster, request.settings).num_bytes or None
     if obstacle is None:

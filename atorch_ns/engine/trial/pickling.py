@@ -1,4 +1,4 @@
-"""Sending the user's objects to a trial worker: the model's structure, not its weights.
+"""Pickling of the user's objects for a trial worker: the model's structure, not its weights.
 
 A worker is a child of the process that packs for it and reads only what its parent wrote, so pickle runs no
 code here that the user does not run anyway. Classes and functions of ``__main__``, and lambdas, are sent by
@@ -6,15 +6,14 @@ value. Parameters are replaced by tensors on the meta device with what their val
 (:class:`~atorch_ns.engine.trial.pickling.Moments`); so are buffers above :data:`LARGE_BYTES`. Other tensors
 are sent by value.
 
-Values for a model whose structure alone was sent: as the original's are, tensor by tensor, without them.
-
 A trial needs weights with which the model behaves as it does in training: norms near one, logits that are
-finite. What a tensor's values look like is told by two numbers, so that no initialisation needs to be known.
+finite. Drawn from the moments of the originals they are, and no initialisation needs to be known.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import pickle
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from torch import nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
+from atorch_ns.text import error_text
 
 _SAMPLES: Final = 65536
 _UNKNOWN_STD: Final = 0.02
@@ -38,8 +38,8 @@ class Moments:
     """What a tensor's values look like, from a sample of at most 65,536 of them.
 
     Attributes:
-        mean, std: of the finite ones; ``std`` 0 for a constant.
-        low, high: the least and the greatest.
+        mean, std: moments of the finite values; ``std`` 0 for a constant.
+        low, high: the least and the greatest value.
     """
 
     mean: float
@@ -74,7 +74,7 @@ class ValueFiller:
 
     Args:
         model: the whole model, as sent.
-        moments: by the tensor's full name in it.
+        moments: moments by the tensor's full name in it.
     """
 
     def __init__(self, model: nn.Module, moments: Mapping[str, Moments]) -> None:
@@ -165,9 +165,9 @@ class Unpacked:
     """The user's objects as a worker has them.
 
     Attributes:
-        inputs: with the model on meta.
+        inputs: the user's objects, with the model on meta.
         on_device: tensors that were on the rank's accelerator and are on the CPU until a trial begins.
-        carried: what methods carry from the user's process, by their names.
+        carried: state that methods carry from the user's process, by their names.
     """
 
     inputs: Inputs
@@ -181,8 +181,8 @@ def pack(
     """The user's objects in one piece.
 
     Args:
-        inputs: whatever of it a trial needs is sent; learning-rate schedulers are not.
-        carried: what methods carry, by their names (:meth:`~atorch_ns.method.Registry.carried`).
+        inputs: the user's objects; learning-rate schedulers are not sent.
+        carried: state that methods carry, by their names (:meth:`~atorch_ns.method.Registry.carried`).
         by_value: names of modules that the worker cannot import, whose classes and functions are sent whole.
 
     Raises:
@@ -193,7 +193,7 @@ def pack(
             return _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
         except Exception as error:
             reason = _unpicklable_argument(inputs, carried)
-            reason = reason or f"the arguments cannot be pickled: {_said(error)}"
+            reason = reason or f"the arguments cannot be pickled: {error_text(error, 200)}"
             raise InputError(f"{reason}. Trials of it cannot run in processes of their own.") from error
 
 
@@ -207,7 +207,10 @@ def unpack(data: bytes) -> Unpacked:
     if reader.moments:
         # What materialises a model asks the model itself for initial values first.
         known = {id(tensor): moments for tensor, moments in reader.moments}
-        named = {name: known[id(t)] for name, t in _named_tensors(model) if id(t) in known}
+        tensors = itertools.chain(
+            model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        )
+        named = {name: known[id(tensor)] for name, tensor in tensors if id(tensor) in known}
         object.__setattr__(model, "_init_weights", ValueFiller(model, named))
     return Unpacked(inputs, reader.on_device, carried)
 
@@ -217,7 +220,10 @@ def describe_unpicklable(inputs: Inputs, carried: Mapping[str, Any] | None = Non
     try:
         _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
     except Exception as error:
-        return _unpicklable_argument(inputs, carried) or f"the arguments cannot be pickled: {_said(error)}"
+        return (
+            _unpicklable_argument(inputs, carried)
+            or f"the arguments cannot be pickled: {error_text(error, 200)}"
+        )
     return None
 
 
@@ -232,21 +238,12 @@ def _unpicklable_argument(inputs: Inputs, carried: Mapping[str, Any] | None) -> 
     prepared = _for_trials(inputs)
     values = {name: getattr(prepared, name) for name in _SENT}
     values |= {f"what was registered for {name}": state for name, state in (carried or {}).items()}
-    reasons = ((name, _obstacle(value, inputs.model)) for name, value in values.items())
-    return next((f"{name} cannot be pickled: {reason}" for name, reason in reasons if reason), None)
-
-
-def _obstacle(value: Any, model: nn.Module) -> str | None:
-    try:
-        _pickled(value, model)
-    except Exception as error:
-        return _said(error)
+    for name, value in values.items():
+        try:
+            _pickled(value, inputs.model)
+        except Exception as error:
+            return f"{name} cannot be pickled: {error_text(error, 200)}"
     return None
-
-
-def _said(error: Exception) -> str:
-    text = str(error) or "no reason given"
-    return f"{type(error).__name__}: {text if len(text) <= 200 else text[:197] + '...'}"
 
 
 def _pickled(value: Any, model: nn.Module) -> bytes:
@@ -370,9 +367,3 @@ def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer under each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Inside a trial process: leave the zygote's ways, join the other ranks, run the trial, report, go.
+"""Trial process: undoes what is the zygote's, joins the other ranks, runs the trial, reports and exits.
 
 It is a fork of the zygote, so memory is fresh and everything is imported. It leaves by ``os._exit``: a
 process that holds a DeviceMesh may abort while Python finalises.
@@ -33,11 +33,10 @@ from atorch_ns.engine.trial.run import TrialRun, run_trial
 from atorch_ns.engine.trial.worker_process import send
 from atorch_ns.method import Registry
 from atorch_ns.search import TrialTask
+from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of __all__
-
-    from atorch_ns.cluster import Cluster
 
 _LOOPBACK: Final = "127.0.0.1"
 _BACKLOG: Final = 4096
@@ -58,7 +57,7 @@ def open_rendezvous(cluster: Cluster) -> tuple[Store, Rendezvous]:
     It listens on loopback where all ranks are on one node, else on all interfaces.
 
     Returns:
-        The store, which lives until it is let go of, and its address for all ranks.
+        The store, which lives as long as it is referenced, and its address for all ranks.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
@@ -101,14 +100,14 @@ _ORPHAN_GRACE_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is the same for all trials of a worker. Plain values, sent with the user's objects.
+    """Settings that all trials of a worker share. Plain values, sent with the user's objects.
 
     Attributes:
-        cluster: as the rank's own process sees it.
-        rendezvous: where ranks meet; ``None`` for one rank.
-        num_threads: that torch uses on the CPU.
-        matmul_precision: of float32 matrix products.
-        default_dtype: of new floating tensors.
+        cluster: cluster as the rank's own process sees it.
+        rendezvous: address at which ranks meet; ``None`` for one rank.
+        num_threads: threads that torch uses on the CPU.
+        matmul_precision: precision of float32 matrix products.
+        default_dtype: dtype of new floating tensors.
         memory_limit_bytes: a peak above this is "out of memory"; ``None`` for no limit.
     """
 
@@ -151,15 +150,15 @@ def _run(
     report_fd: int,
     started: float,
 ) -> TrialRun:
-    def tell(phase: str) -> None:
+    def enter(phase: str) -> None:
         send(report_fd, {"is": "phase", "text": phase})
 
-    tell("meeting the other ranks")
+    enter("meeting the other ranks")
     try:
         group.join(setting, task)
     except Exception as error:
         traceback.print_exc()
-        reason = f"the other ranks were not met: {type(error).__name__}: {error}"
+        reason = f"the other ranks were not met: {error_text(error)}"
         report = RankReport(task_id=task.id, rank=setting.cluster.rank, status="raised", reason=reason)
         return TrialRun(report, secondary=True)
     for tensor in job.on_device:
@@ -170,7 +169,7 @@ def _run(
         task,
         registry,
         memory_limit_bytes=setting.memory_limit_bytes,
-        tell=tell,
+        on_phase=enter,
         started=started,
     )
 
@@ -206,7 +205,7 @@ class _Group:
         )
 
     def leave_together(self) -> None:
-        """Keeps connections open until all ranks are through their last collective, for a while."""
+        """Keeps connections open until all ranks have finished their last collective, for two seconds at most."""
         if self._world_size == 1:
             return
         limit = time.monotonic() + _LINGER_S
@@ -222,7 +221,7 @@ def _enter(setting: Setting, task: TrialTask, log: Path) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
     faulthandler.dump_traceback_later(task.deadline_s + _ORPHAN_GRACE_S, exit=True, file=2)
-    _go_first_when_memory_ends()
+    _prefer_as_oom_victim()
     torch.set_num_threads(setting.num_threads)
     torch.set_float32_matmul_precision(setting.matmul_precision)
     torch.set_default_dtype(setting.default_dtype)
@@ -242,7 +241,7 @@ def _redirect_output(log: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _go_first_when_memory_ends() -> None:
+def _prefer_as_oom_victim() -> None:
     """Has Linux choose this process, not the user's, when the machine runs out of memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -51,8 +51,8 @@ class CollectiveCount(TorchDispatchMode):
     """Counts the collectives that are started inside its ``with`` block, by Python or by C++ (DDP's buckets).
 
     Attributes:
-        found: by kind, the calls and the bytes of the whole tensors of all calls together (of the gathered
-            result, or of what is reduced).
+        found: by kind, the number of calls and the bytes of the whole tensors of all calls together (of the
+            gathered result, or of the reduced input).
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,8 @@ class CollectiveCount(TorchDispatchMode):
         kind, where = known
         whole = result if isinstance(where, str) else args[where]
         calls, num_bytes = self.found.get(kind, (0, 0))
-        self.found[kind] = (calls + 1, num_bytes + _num_bytes(whole))
-
-
-def _num_bytes(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+        num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(whole))
+        self.found[kind] = (calls + 1, num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +90,16 @@ class RankReport:
     """One rank's part of a trial's outcome. Plain values only (JSON by pydantic's ``TypeAdapter``).
 
     Attributes:
-        task_id: of the task it answers.
-        rank: whose.
-        status: how it ended here.
+        task_id: id of the task.
+        rank: rank that reports.
+        status: status on this rank.
         step_seconds: each timed step, the maximum over ranks; the same on every rank.
         peak_bytes: the most that tensors (CPU) or the allocator (GPU) held; ``None`` if it was not measured.
         state_bytes: parameters, gradients and optimizer states after the last step.
-        collectives: by kind, calls and bytes in one step.
-        loss: of the last step, the mean over ranks.
+        collectives: calls and bytes in one step by kind.
+        loss: loss of the last step, the mean over ranks.
         setup_seconds, total_seconds: to the first timed step, and to the end.
-        reason: why it failed: the exception's type and text, or how the process ended.
+        reason: reason of a failure: the exception's type and text, or how the process ended.
         log: path of the file with its output and traceback.
         refused_by: the method that refused to be applied, where one did.
     """
@@ -129,8 +126,8 @@ class Worker(Protocol):
         """Runs a trial; never raises for what the trial does.
 
         Args:
-            task: what to run. Overrunning ``task.deadline_s`` gives the status "hung".
-            cancelled: asked several times a second; once it is true (another rank failed, the search ended),
+            task: the task to run. Overrunning ``task.deadline_s`` gives the status "hung".
+            cancelled: polled several times a second; once it is true (another rank failed, the search ended),
                 the trial is ended and the status is "cancelled".
         """
 

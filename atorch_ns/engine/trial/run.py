@@ -1,4 +1,4 @@
-"""One trial on one rank: apply a strategy, warm up, watch one step closely, time the others.
+"""Run of one trial on one rank: apply a strategy, warm up, watch one step closely, time the others.
 
 The same code runs in a trial process and, for models that cannot be sent to one, in the user's own. All ranks
 take the same path: what decides about it (times, losses) is the same on all of them.
@@ -47,7 +47,8 @@ def decide(rule: StopRule, times: Sequence[float]) -> Decision:
         once the median is known precisely enough, or steps or time are used up.
     """
     if len(times) >= 2 and rule.best_seconds is not None:
-        best = rule.best_seconds + _normal_quantile(rule.confidence) * rule.best_noise
+        normal = statistics.NormalDist().inv_cdf((1 + rule.confidence) / 2)
+        best = rule.best_seconds + normal * rule.best_noise
         # The deviation of a few times is often small by chance; the larger of two measures seldom is.
         spread = max(half_width(times, rule.confidence), _mean_half_width(times, rule.confidence))
         if statistics.median(times) - spread > best:
@@ -72,10 +73,6 @@ def _mean_half_width(times: Sequence[float], confidence: float) -> float:
     return _t_quantile((1 + confidence) / 2, len(times) - 1) * error
 
 
-def _normal_quantile(confidence: float) -> float:
-    return statistics.NormalDist().inv_cdf((1 + confidence) / 2)
-
-
 def _t_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else the expansion in the normal's
     (Abramowitz and Stegun 26.7.5), good to 1% from 3 degrees on at the usual levels."""
@@ -90,9 +87,6 @@ def _t_quantile(probability: float, freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-Phase = Callable[[str], None]
-Interrupt = Callable[[], Interrupted | None]
-
 _SETTLING_STEPS: Final = 2
 """The first step makes the optimizer's states, and after it DDP arranges its buckets anew."""
 _NUM_BATCHES: Final = 4
@@ -100,24 +94,10 @@ _NUM_BATCHES: Final = 4
 
 @dataclass(frozen=True)
 class TrialRun:
-    """What one rank reports, and whether another rank is to blame for its failure."""
+    """The report of one rank, and whether another rank is to blame for its failure."""
 
     report: RankReport
     secondary: bool = False
-
-
-@dataclass
-class _Progress:
-    """Where a trial stands, for whoever watches it and for its report."""
-
-    tell: Phase
-    interrupt: Interrupt
-    started: float
-    applying: bool = True
-    setup_seconds: float = 0.0
-
-    def enter(self, phase: str) -> None:
-        self.tell(phase)
 
 
 def run_trial(
@@ -127,93 +107,137 @@ def run_trial(
     registry: Registry,
     *,
     memory_limit_bytes: int | None = None,
-    tell: Phase = lambda phase: None,
-    interrupt: Interrupt = lambda: None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+    interrupt: Callable[[], Interrupted | None] = lambda: None,
     started: float | None = None,
 ) -> TrialRun:
     """Runs a task; collective. Changes the model; every failure becomes a report.
 
     Args:
         inputs: the user's objects, for this trial alone. What is on meta is materialised.
-        cluster: with its process group, if it has one, already joined.
-        task: what to run.
+        cluster: the cluster, with its process group, if it has one, already joined.
+        task: the task to run.
         registry: the methods.
         memory_limit_bytes: a peak above this is "out of memory".
-        tell: is told each phase as it begins, in a few words.
-        interrupt: asked between blocks of steps; what it gives on any rank ends the trial on all.
+        on_phase: called with a short name when each phase begins.
+        interrupt: polled between blocks of steps; what it returns on any rank ends the trial on all.
         started: when the task arrived (``time.monotonic``); ``None`` for now.
     """
-    progress = _Progress(tell, interrupt, time.monotonic() if started is None else started)
+    started = time.monotonic() if started is None else started
+    trial = _Trial(inputs, cluster, task, registry, on_phase, interrupt, started)
     report = RankReport(task_id=task.id, rank=cluster.rank, status="ok")
     failure = Failure("ok", "")
     try:
         if task.kind == "probe":
-            report = _probe(inputs, cluster, task, registry, report, progress)
+            report = trial.probe(report)
         else:
-            report = _measure(inputs, cluster, task, registry, report, progress)
-            report = _held_to(memory_limit_bytes, report)
+            report = _held_to(memory_limit_bytes, trial.measure(report))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: the report is the only way out of a trial
         traceback.print_exc()
-        failure = explain(error, applying=progress.applying)
+        failure = explain(error, applying=trial.applying)
         report = replace(report, status=failure.status, reason=failure.reason, refused_by=failure.refused_by)
         traceback.clear_frames(error.__traceback__)
     report = replace(
-        report,
-        setup_seconds=progress.setup_seconds,
-        total_seconds=time.monotonic() - progress.started,
+        report, setup_seconds=trial.setup_seconds, total_seconds=time.monotonic() - trial.started
     )
     return TrialRun(report, failure.secondary)
 
 
-def _measure(
-    inputs: Inputs,
-    cluster: Cluster,
-    task: TrialTask,
-    registry: Registry,
-    report: RankReport,
-    progress: _Progress,
-) -> RankReport:
-    device = torch.device(cluster.device)
-    executed = CollectiveCount()
-    with track_memory(device) as memory:
-        result = _apply(inputs, cluster, task, registry, progress)
-        batches = _cycle(result)
-        loss = math.nan
-        for step in range(max(_SETTLING_STEPS, task.rule.warmup_steps)):
-            progress.enter(f"warm-up step {step + 1}")
-            loss = _checked(result.train_step(next(batches)), step + 1)
-        progress.enter("the step that is watched")
-        memory.reset_peak()
-        with executed:
-            loss = _checked(result.train_step(next(batches)), step + 2)
-        peak, states = memory.peak_bytes, state_bytes(result).total
-    gc.collect()
-    progress.setup_seconds = time.monotonic() - progress.started
-    times, verdict, loss = _timed(result, batches, cluster, task.rule, progress)
-    return replace(
-        report,
-        status="stopped early" if verdict == "worse" else "ok",
-        step_seconds=tuple(times),
-        peak_bytes=max(peak, memory.peak_bytes) if device.type == "cuda" else peak,
-        state_bytes=states,
-        collectives=executed.found,
-        loss=loss,
-    )
+@dataclass
+class _Trial:
+    """A task under way on one rank; the fields are those of :func:`run_trial`.
 
+    Attributes:
+        applying: whether the strategy is still being applied.
+        setup_seconds: time to the first timed step; 0 before it.
+    """
 
-def _apply(
-    inputs: Inputs, cluster: Cluster, task: TrialTask, registry: Registry, progress: _Progress
-) -> Result:
-    progress.enter("applying the strategy")
-    profile = Profile.of(inputs.model)
-    resolved = resolve(Strategy(task.steps), cluster, registry, profile=profile)
-    result = apply_strategy(inputs, cluster, resolved)
-    if result.dataloader is None:
-        raise InputError("a trial needs a dataset to train on.")
-    progress.applying = False
-    return result
+    inputs: Inputs
+    cluster: Cluster
+    task: TrialTask
+    registry: Registry
+    enter: Callable[[str], None]
+    interrupt: Callable[[], Interrupted | None]
+    started: float
+    applying: bool = True
+    setup_seconds: float = 0.0
+
+    def probe(self, report: RankReport) -> RankReport:
+        """The report with the comparison of numerics."""
+        from atorch_ns.numerics.probe import probe
+
+        self.enter("comparing with one process")
+        found = probe(self.inputs, self.cluster, Strategy(self.task.steps), self.registry)
+        status: TrialStatus = "ok" if found.passed else "wrong" if found.ran else "refused"
+        return replace(report, status=status, reason=found.text)
+
+    def measure(self, report: RankReport) -> RankReport:
+        """The report with the measurements."""
+        device = torch.device(self.cluster.device)
+        executed = CollectiveCount()
+        num_warmup = max(_SETTLING_STEPS, self.task.rule.warmup_steps)
+        with track_memory(device) as memory:
+            result = self._apply()
+            batches = _cycle(result)
+            for step in range(1, num_warmup + 1):
+                self.enter(f"warm-up step {step}")
+                _checked(result.train_step(next(batches)), step)
+            self.enter("the step that is watched")
+            memory.reset_peak()
+            with executed:
+                _checked(result.train_step(next(batches)), num_warmup + 1)
+            peak, states = memory.peak_bytes, state_bytes(result).total
+        gc.collect()
+        self.setup_seconds = time.monotonic() - self.started
+        times, verdict, loss = self._timed(result, batches, num_warmup + 1)
+        return replace(
+            report,
+            status="stopped early" if verdict == "worse" else "ok",
+            step_seconds=tuple(times),
+            peak_bytes=max(peak, memory.peak_bytes) if device.type == "cuda" else peak,
+            state_bytes=states,
+            collectives=executed.found,
+            loss=loss,
+        )
+
+    def _apply(self) -> Result:
+        self.enter("applying the strategy")
+        profile = Profile.of(self.inputs.model)
+        resolved = resolve(Strategy(self.task.steps), self.cluster, self.registry, profile=profile)
+        result = apply_strategy(self.inputs, self.cluster, resolved)
+        if result.dataloader is None:
+            raise InputError("a trial needs a dataset to train on.")
+        self.applying = False
+        return result
+
+    def _timed(
+        self, result: Result, batches: Iterator[Any], num_done: int
+    ) -> tuple[list[float], Decision, float]:
+        """Seconds of each step, in blocks that all ranks begin together, until the rule is satisfied."""
+        rule = self.task.rule
+        times: list[float] = []
+        verdict: Decision = "go on"
+        while verdict == "go on":
+            self.enter(f"timed step {len(times) + 1}")
+            _largest([0.0], self.cluster)
+            block = []
+            for _ in range(max(1, min(rule.block_steps, rule.max_steps - len(times)))):
+                batch = next(batches)
+                begun = time.perf_counter()
+                loss = result.train_step(batch)
+                if self.cluster.device_type == "cuda":
+                    torch.cuda.synchronize()
+                block.append(time.perf_counter() - begun)
+            interruption = self.interrupt()
+            *block, interrupted = _largest([*block, float(interruption is not None)], self.cluster)
+            if interrupted:
+                raise interruption or Interrupted("cancelled", "another rank ended the trial")
+            times += block
+            value = _checked(loss, num_done + len(times))
+            verdict = decide(rule, times)
+        return times, verdict, value
 
 
 def _cycle(result: Result) -> Iterator[Any]:
@@ -237,41 +261,8 @@ def _checked(loss: torch.Tensor, step: int) -> float:
     return value
 
 
-def _timed(
-    result: Result, batches: Iterator[Any], cluster: Cluster, rule: StopRule, progress: _Progress
-) -> tuple[list[float], str, float]:
-    """Blocks of steps, each begun together, until the rule is satisfied."""
-    times: list[float] = []
-    loss = torch.zeros(())
-    verdict = "go on"
-    done = max(_SETTLING_STEPS, rule.warmup_steps) + 1
-    while verdict == "go on":
-        progress.enter(f"timed step {len(times) + 1}")
-        _largest([0.0], cluster)
-        block = []
-        for _ in range(max(1, min(rule.block_steps, rule.max_steps - len(times)))):
-            batch = next(batches)
-            begun = time.perf_counter()
-            loss = result.train_step(batch)
-            _finish(cluster)
-            block.append(time.perf_counter() - begun)
-        interruption = progress.interrupt()
-        *block, interrupted = _largest([*block, float(interruption is not None)], cluster)
-        if interrupted:
-            raise interruption or Interrupted("cancelled", "another rank ended the trial")
-        times += block
-        value = _checked(loss, done + len(times))
-        verdict = decide(rule, times)
-    return times, verdict, value
-
-
-def _finish(cluster: Cluster) -> None:
-    if cluster.device_type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _largest(values: Sequence[float], cluster: Cluster) -> list[float]:
-    """The maximum over ranks of each value; also what ranks wait for each other with."""
+    """The maximum over ranks of each value; a barrier, too."""
     if not cluster.distributed:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -287,21 +278,6 @@ def _held_to(limit: int | None, report: RankReport) -> RankReport:
     return replace(
         report,
         status="out of memory",
-        reason=f"a step holds {bytes_text(report.peak_bytes)} at its peak, {bytes_text(over)} more than the limit of {bytes_text(limit)}",
+        reason=f"a step holds {bytes_text(report.peak_bytes)} at its peak, {bytes_text(over)} more than the limit of "
+        f"{bytes_text(limit)}",
     )
-
-
-def _probe(
-    inputs: Inputs,
-    cluster: Cluster,
-    task: TrialTask,
-    registry: Registry,
-    report: RankReport,
-    progress: _Progress,
-) -> RankReport:
-    from atorch_ns.numerics.probe import probe
-
-    progress.enter("comparing with one process")
-    found = probe(inputs, cluster, Strategy(task.steps), registry)
-    status: TrialStatus = "ok" if found.passed else "wrong" if found.ran else "refused"
-    return replace(report, status=status, reason=found.text)

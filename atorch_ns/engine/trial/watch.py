@@ -1,4 +1,4 @@
-"""Following one trial from the user's process: to its report, its death, its deadline or its cancellation."""
+"""Trial watch: follows one trial from the user's process to its report, death, deadline or cancellation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from atorch_ns.engine.trial.process import REPORT, TASK
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.engine.trial.worker_process import WorkerProcess
 from atorch_ns.search import TrialStatus, TrialTask
+from atorch_ns.text import signal_text
 
 _POLL_S: Final = 0.05
 _KILL_LIMIT_S: Final = 2.0
@@ -30,13 +31,13 @@ class TrialWatch:
 
     Attributes:
         process: the helper that forks it.
-        task: what it runs.
-        rank: whose.
-        log: where its output goes.
-        phase: what it does now, in its own words.
-        report: what it reported, if it came to that.
-        secondary: whether it blames another rank.
-        exit_code: once it has ended, minus the signal's number when a signal ended it.
+        task: the task that it runs.
+        rank: this rank.
+        log: file of its output.
+        phase: the phase that it reported last.
+        report: its report; ``None`` before it.
+        secondary: whether the report blames another rank.
+        exit_code: its exit code, or minus the number of the signal that ended it; ``None`` while it runs.
     """
 
     process: WorkerProcess
@@ -49,7 +50,7 @@ class TrialWatch:
     exit_code: int | None = None
 
     def follow(self, cancelled: Callable[[], bool]) -> RankReport:
-        """Until the trial has ended, whatever ends it."""
+        """Waits until the trial has ended, whatever ends it; its report."""
         started = time.monotonic()
         kills = oom_kills()
         self.process.command(
@@ -64,10 +65,10 @@ class TrialWatch:
                 if time.monotonic() - started > self.task.deadline_s:
                     return self._hung(started)
             elif time.monotonic() - started > self.task.deadline_s + _KILL_LIMIT_S:
-                self.kill()  # it has reported and does not go
+                self.kill()  # it has reported and does not exit
         if self.report is None:
             return self._died(started, kills)
-        if self.secondary and _comes_true(cancelled, _PEER_GRACE_S):
+        if self.secondary and _waits_for(cancelled, _PEER_GRACE_S):
             return self._ended("cancelled", started, f"lost another rank: {self.report.reason}")
         total = time.monotonic() - started
         setup = self.report.setup_seconds
@@ -114,7 +115,7 @@ class TrialWatch:
         elif self.exit_code >= 0:
             how = f"the trial left with exit code {self.exit_code}"
         else:
-            how = f"the trial was ended by {_signal_name(-self.exit_code)}"
+            how = f"the trial was ended by {signal_text(-self.exit_code)}"
         by_system = self.exit_code in (None, -signal.SIGKILL) and oom_kills() != kills
         if by_system:
             how += ", as the system ran out of memory"
@@ -134,7 +135,7 @@ class TrialWatch:
         )
 
 
-def _comes_true(condition: Callable[[], bool], patience_s: float) -> bool:
+def _waits_for(condition: Callable[[], bool], patience_s: float) -> bool:
     limit = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > limit:
@@ -148,16 +149,10 @@ def _size(path: Path) -> int:
 
 
 def _innermost_frame(log: Path, start: int) -> str:
-    """Where the main thread stood, from a dump of stacks (innermost call first) behind byte ``start``."""
+    """The innermost frame of the main thread, from a dump of stacks (innermost call first) behind byte ``start``."""
     if not log.exists():
         return ""
     dump = log.read_bytes()[start:].decode(errors="replace")
     current = dump.partition("Current thread")[2] or dump
     found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', current)
     return "" if found is None else f" (in {found[3]}, {Path(found[1]).name}:{found[2]})"
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -20,9 +19,9 @@ from atorch_ns.engine.trial.pickling import pack
 from atorch_ns.engine.trial.process import Rendezvous, Setting
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.engine.trial.watch import TrialWatch
-from atorch_ns.engine.trial.worker_process import WorkerProcess, WorkerStart
+from atorch_ns.engine.trial.worker_process import WorkerProcess
 from atorch_ns.job import Inputs
-from atorch_ns.search import Note, Observer, TrialStatus, TrialTask
+from atorch_ns.search import TrialStatus, TrialTask
 
 
 def new_log_folder(place: Path | None) -> tuple[Path, str]:
@@ -31,11 +30,11 @@ def new_log_folder(place: Path | None) -> tuple[Path, str]:
     It belongs to this search alone: reports of earlier ones name the files of theirs.
 
     Args:
-        place: the folder to make; one with a number behind its name where that is taken. ``None`` for a
-            temporary one.
+        place: the folder to make, with a number behind its name where that is taken; ``None`` for a temporary
+            one.
 
     Returns:
-        The folder, and why it is a temporary one although another was asked for; else nothing.
+        The folder, and why it is a temporary one although ``place`` was given; else an empty text.
     """
     problem = ""
     if place is not None:
@@ -51,8 +50,8 @@ def new_log_folder(place: Path | None) -> tuple[Path, str]:
 def log_folder(shared: Path) -> Iterator[Path]:
     """The folder on this rank's machine; a temporary one of its own where it cannot be made there.
 
-    It is removed at the end if nothing is written in it. The last rank of a machine finds it so, and empty files are
-    of ranks that were killed.
+    It is removed at the end if nothing is written in it: by the last rank of a machine. Empty files are those of
+    ranks that were killed.
     """
     try:
         shared.mkdir(mode=0o700, exist_ok=True)
@@ -64,8 +63,7 @@ def log_folder(shared: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
-                if path.stat().st_size == 0:
-                    path.unlink()
+                _remove_if_empty(path)
             folder.rmdir()
 
 
@@ -92,13 +90,12 @@ class TrialWorker:
 
     Args:
         inputs: the user's objects, with a small dataset: everything but the weights is sent.
-        cluster: the rank's setting.
-        rendezvous: where the ranks of a trial meet; not needed for one rank.
-        log_dir: folder of the log files, one a trial that printed anything.
-        observer: is told when the helper had to be started again.
+        cluster: cluster as this rank sees it.
+        rendezvous: address at which the ranks of a trial meet; ``None`` for one rank.
+        log_dir: folder of the log files, one for each trial that printed anything.
         memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
-        keep_logs: whether what trials printed that ran well is kept, too, and what the helper printed.
-        carried: what methods carry to the helper, by their names.
+        keep_logs: whether logs of trials that ran well, and of the helper itself, are kept, too.
+        carried: state that methods carry to the helper, by their names.
 
     Raises:
         InputError: if an argument cannot be sent to another process; the message names it.
@@ -111,7 +108,6 @@ class TrialWorker:
         *,
         rendezvous: Rendezvous | None,
         log_dir: Path,
-        observer: Observer | None = None,
         memory_limit_bytes: int | None = None,
         keep_logs: bool = True,
         carried: Mapping[str, Any] | None = None,
@@ -123,7 +119,6 @@ class TrialWorker:
         self._rank = cluster.rank
         self._log_dir = Path(log_dir)
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._observer = observer
         self._by_value: tuple[str, ...] = ()
         self._setting = Setting(
             cluster=cluster,
@@ -171,9 +166,7 @@ class TrialWorker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -181,7 +174,7 @@ class TrialWorker:
         return self._log_dir / f"worker-rank{self._rank}.log"
 
     def _start(self) -> WorkerProcess:
-        return WorkerProcess(WorkerStart(self._setting, self._job, self._own_log))
+        return WorkerProcess(self._setting, self._job, self._own_log)
 
     def _ready_process(self, task: TrialTask, cancelled: Callable[[], bool]) -> WorkerProcess | RankReport:
         """The helper, waited for; or why there is none."""
@@ -189,7 +182,6 @@ class TrialWorker:
         while True:
             if self._process is None:
                 self._process = self._start()
-                self._note("the trial worker is started again")
             process = self._process
             if process.ready:
                 return process
@@ -204,14 +196,14 @@ class TrialWorker:
                 return RankReport(task_id=task.id, rank=self._rank, status="cancelled")
 
     def _obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
-        """Why the helper will not come up, if that is so; packs anew what it could not import."""
+        """Why the helper will not become ready, if that is so; packs anew what it could not import."""
         if process.broken is not None:
             missing = process.broken["missing"]
             if missing in sys.modules and missing not in self._by_value:
                 self._by_value += (missing,)
                 self._job = pack(self._inputs, by_value=self._by_value, carried=self._carried)
                 process.close()
-                self._own_log.unlink(missing_ok=True)  # it told of what is put right here
+                self._own_log.unlink(missing_ok=True)  # it names the module that is sent now
                 self._process = self._start()
                 return "ok", ""
             return "raised", (
@@ -226,10 +218,6 @@ class TrialWorker:
         if time.monotonic() > limit:
             return "hung", f"the trial worker was not ready within {_START_LIMIT_S:.0f} s"
         return "ok", ""
-
-    def _note(self, text: str) -> None:
-        if self._observer is not None:
-            self._observer(Note(f"rank {self._rank}: {text}"))
 
     def _with_log(self, report: RankReport, log: Path, *, overran: bool) -> RankReport:
         """The report with its log, where that is kept: a rank that was late may yet be found to be the cause."""

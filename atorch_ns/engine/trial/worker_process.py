@@ -1,4 +1,4 @@
-"""The user's process's side of a zygote: start it, talk to it, see what became of it, end it."""
+"""Worker process: starts a zygote from the user's process, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from atorch_ns.text import signal_text
 
 _LENGTH: Final = struct.Struct("!I")
 _CHUNK: Final = 65536
@@ -41,7 +42,7 @@ class Receiver:
         fd: the reading end; it stays the caller's.
 
     Attributes:
-        closed: whether the other side has gone; what it sent before has been or will be given out.
+        closed: whether the other side has closed the pipe; messages that it sent before are still received.
     """
 
     def __init__(self, fd: int) -> None:
@@ -57,7 +58,7 @@ class Receiver:
         """The next message; ``None`` if none has come in time or none will come any more.
 
         Args:
-            timeout_s: seconds to wait; ``None`` until there is a message or the other side goes.
+            timeout_s: seconds to wait; ``None`` until there is a message or the other side closes the pipe.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -93,30 +94,20 @@ _EXIT_S: Final = 2.0
 _ENDING_S: Final = 0.5
 
 
-@dataclass(frozen=True)
-class WorkerStart:
-    """What a zygote is started with.
-
-    Attributes:
-        setting: a :class:`~atorch_ns.engine.trial.process.Setting`.
-        job: the user's objects, packed.
-        log: file for what the zygote itself prints.
-    """
-
-    setting: Any
-    job: bytes
-    log: Path
-
-
 class WorkerProcess:
     """One running zygote.
 
     It has the parent's folder, module search path and environment, and a process group of its own, so that
     Ctrl-C on a terminal does not reach it: its parent decides. It ends when the parent ends, however that
     ends, because its pipe closes.
+
+    Args:
+        setting: a :class:`~atorch_ns.engine.trial.process.Setting`.
+        job: the user's objects, packed.
+        log: file for the output of the zygote itself.
     """
 
-    def __init__(self, start: WorkerStart) -> None:
+    def __init__(self, setting: Any, job: bytes, log: Path) -> None:
         commands_read, self._commands = os.pipe()
         events_read, events_write = os.pipe()
         self._receiver = Receiver(events_read)
@@ -124,22 +115,16 @@ class WorkerProcess:
         self._open = [self._commands, events_read]
         self.ready = False
         self.broken: Mapping[str, Any] | None = None
-        with tempfile.TemporaryFile() as job, start.log.open("ab") as log:
-            pickle.dump((start.setting, start.job), job)
-            job.seek(0)
-            passed = (commands_read, events_write, job.fileno())
+        with tempfile.TemporaryFile() as packed, log.open("ab") as output:
+            pickle.dump((setting, job), packed)
+            packed.seek(0)
+            passed = (commands_read, events_write, packed.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-c",
-                        _BOOT,
-                        *map(str, passed),
-                        json.dumps([str(path) for path in sys.path]),
-                    ],
+                    [sys.executable, "-c", _BOOT, *map(str, passed), json.dumps(list(map(str, sys.path)))],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     pass_fds=passed,
                     env={**os.environ, **_NO_CUDA_CONTEXT},
                     process_group=0,
@@ -157,7 +142,7 @@ class WorkerProcess:
         return self._process.poll() is None and not self._receiver.closed
 
     def command(self, message: Mapping[str, Any]) -> None:
-        """Sends a message; one that nobody hears any more is lost."""
+        """Sends a message; it is lost if the zygote is gone."""
         if not self._open:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -179,7 +164,7 @@ class WorkerProcess:
         return message
 
     def how_it_died(self) -> str:
-        """How the zygote ended, in words."""
+        """How the zygote ended, as a clause."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)  # its pipe closes a moment before it is gone
         code = self._process.returncode
@@ -187,9 +172,7 @@ class WorkerProcess:
             return "it closed its pipe"
         if code >= 0:
             return f"exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"ended by {signal.Signals(-code).name}"
-        return f"ended by signal {-code}"
+        return f"ended by {signal_text(-code)}"
 
     def close(self) -> None:
         """Ends it and the trial that it runs; returns when it is gone. May be called twice."""

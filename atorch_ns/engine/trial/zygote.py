@@ -34,6 +34,7 @@ from atorch_ns.engine.trial.worker_process import Receiver, send
 from atorch_ns.errors import BackendError
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
+from atorch_ns.text import error_text
 
 _PARENT_CHECK_S: Final = 0.5
 _WARM: Final = (
@@ -46,7 +47,7 @@ _WARM: Final = (
 
 
 def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
-    """Serves until the parent goes.
+    """Serves until the parent closes the pipe or is gone.
 
     Args:
         commands_fd: pipe to read the parent's messages from.
@@ -63,10 +64,12 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
         registry = load_registry()
         registry.restore(job.carried)
         _warm_up()
+        if setting.cluster.device_type == "cuda":
+            _check_forks_have_cuda()
     except BaseException as error:
         traceback.print_exc()
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        reason = f"{type(error).__name__}: {error}"
+        reason = error_text(error)
         send(events_fd, {"is": "broken", "reason": reason, "missing": missing})
         return
     gc.collect()
@@ -127,7 +130,7 @@ class _Trial:
 
 
 class _Zygote:
-    """The loop: one command, message or end of a trial at a time."""
+    """Loop of the zygote: one command, message or end of a trial at a time."""
 
     def __init__(
         self, setting: Setting, job: Unpacked, registry: Registry, commands_fd: int, events_fd: int
@@ -143,7 +146,7 @@ class _Zygote:
         self._woken, self._wake = os.pipe()
 
     def serve(self) -> None:
-        """Until the parent goes."""
+        """Serves until the parent closes the pipe or is gone."""
         os.set_blocking(self._wake, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)

@@ -66,7 +66,7 @@ def accuracy_info(outcome: SearchOutcome, quantity: Quantity) -> AccuracyInfo:
         if quantity == "time":
             predicted, measured = estimate.step_seconds, trial.median_seconds
         else:
-            predicted, measured = estimate.peak_bytes, float(max(trial.peak_bytes, default=0))
+            predicted, measured = estimate.peak_bytes, float(trial.max_peak_bytes)
         if predicted > 0 and measured > 0:
             points.append(AccuracyPoint(row.candidate.key, row.candidate.label, number, predicted, measured))
     errors = [abs(point.error) for point in points]

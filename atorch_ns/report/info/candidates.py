@@ -280,7 +280,7 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
 
 
 def _fits(row: Row, limit_bytes: int) -> bool:
-    held = max(row.trial.peak_bytes, default=0) if row.trial is not None else 0
+    held = row.trial.max_peak_bytes if row.trial is not None else 0
     return not limit_bytes or held <= limit_bytes
 
 

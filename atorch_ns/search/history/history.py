@@ -6,6 +6,7 @@ written once; each trial; the end of a search with what it found.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from os import PathLike
@@ -14,10 +15,12 @@ from typing import Any, TypeVar
 
 from atorch_ns.errors import InputError
 from atorch_ns.search.history.journal import Journal, OptunaJournalError
+from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.outcome import SearchOutcome, Setting, from_json, to_json
 from atorch_ns.search.search import Known, Search
 from atorch_ns.search.space.candidate import Candidate, named_features
 from atorch_ns.search.trial import TrialOutcome, TrialTask
+from atorch_ns.text import error_text
 
 T = TypeVar("T")
 
@@ -30,10 +33,10 @@ class TrialRecord:
         key: the candidate's key.
         label: the candidate in a few words.
         parameters: settings of the candidate's methods, each ``"on"``.
-        task: what was asked for.
-        outcome: what came of it.
-        number: of the trial in its study, from 0 on.
-        run: which of the study's searches it belongs to, from 0 on.
+        task: its task.
+        outcome: its outcome.
+        number: number of the trial in its study, from 0 on.
+        run: number of its search in the study, from 0 on.
     """
 
     key: str
@@ -64,7 +67,7 @@ class StudyRecord:
         setting: model, device, ranks; ``None`` where it was not noted.
         num_searches: searches that came to their end.
         best: what the last of them found: its key, label, steps and seconds; ``None`` without one.
-        trials: in the order in which they were run.
+        trials: all trials, in the order in which they were run.
     """
 
     name: str
@@ -100,17 +103,15 @@ class HistoryLine:
 class History:
     """The trials of searches, kept in a file.
 
-    A fault of the file never ends a search: it is reported once, and from then on nothing is read or written. ::
+    Thread-safe. A fault of the file never ends a search: it is reported once, and from then on nothing is read or
+    written. ::
 
-        known = history.known(setting.fingerprint)
-        search = Search(setting, settings, candidates, known=known, recorder=history)
-        if known is None:
-            history.replay(search)
+        search, num_resumed = history.begin(setting, settings, candidates)
         ...
         history.conclude(search.outcome())
 
     Args:
-        path: of the file; it is made where there is none.
+        path: the file; made where there is none.
         on_note: called once with the reason why nothing is kept, and with what was repaired.
 
     Attributes:
@@ -126,6 +127,7 @@ class History:
         self._on_note = on_note
         self._journal = Journal(self.path)
         self._studies: dict[str, StudyRecord] = {}
+        self._lock = threading.RLock()
         try:
             if self._journal.open():
                 self._note(f"the last entry of the history {self.path} was incomplete and was cut off.")
@@ -133,6 +135,18 @@ class History:
             raise
         except (OSError, ValueError) as error:
             self._give_up("opened", error)
+
+    def begin(
+        self, setting: Setting, settings: SearchSettings, candidates: Iterable[Candidate]
+    ) -> tuple[Search, int]:
+        """A search that goes on from earlier ones of its setting and is recorded here.
+
+        Returns:
+            The search, and the number of trials that it takes over; 1 for the strategy that an ended one found.
+        """
+        known = self.known(setting.fingerprint)
+        search = Search(setting, settings, candidates, known=known, recorder=self)
+        return search, self.replay(search) or int(known is not None)
 
     def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
         """Appends one trial."""
@@ -147,8 +161,9 @@ class History:
 
     def replay(self, search: Search) -> int:
         """Gives a search the trials of the one of its setting that was never ended; returns their number."""
-        study = self._study(search.setting.fingerprint)
-        trials = [trial for trial in study.trials if trial.run == study.num_searches]
+        with self._lock:
+            study = self._study(search.setting.fingerprint)
+            trials = [trial for trial in study.trials if trial.run == study.num_searches]
         return sum(search.resume(trial.key, trial.outcome) for trial in trials)
 
     def conclude(self, outcome: SearchOutcome) -> None:
@@ -171,15 +186,17 @@ class History:
     def _study(self, fingerprint: str) -> StudyRecord:
         """All that is known of a setting by now, from this process and others."""
 
-        self._attempt("read", lambda: _add_lines(self._studies, self._journal.new_lines()))
-        empty = StudyRecord(name=fingerprint)
-        return empty if self.problem else self._studies.get(fingerprint, empty)
+        with self._lock:
+            self._attempt("read", lambda: _add_lines(self._studies, self._journal.new_lines()))
+            empty = StudyRecord(name=fingerprint)
+            return empty if self.problem else self._studies.get(fingerprint, empty)
 
     def _append(self, setting: Setting, line: HistoryLine) -> None:
-        if self._study(setting.fingerprint).setting is None:
-            first = HistoryLine(study=setting.fingerprint, setting=setting)
-            self._attempt("written", lambda: self._journal.append(to_json(first)))
-        self._attempt("written", lambda: self._journal.append(to_json(line)))
+        with self._lock:
+            if self._study(setting.fingerprint).setting is None:
+                first = HistoryLine(study=setting.fingerprint, setting=setting)
+                self._attempt("written", lambda: self._journal.append(to_json(first)))
+            self._attempt("written", lambda: self._journal.append(to_json(line)))
 
     def _attempt(self, what: str, do: Callable[[], None]) -> None:
         """Does it, unless the file fails, now or earlier."""
@@ -190,7 +207,7 @@ class History:
                 self._give_up(what, error)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
+        reason = error_text(error)
         self.problem = f"the history {self.path} cannot be {what} ({reason}); the search goes on without it."
         self._note(self.problem)
 

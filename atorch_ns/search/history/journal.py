@@ -28,7 +28,7 @@ class Journal:
     A line that a killed writer left incomplete is ignored by readers and cut off by the next writer.
 
     Args:
-        path: of the file.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -49,7 +49,7 @@ class Candidate:
         largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
         largest_batch_bytes: the peak that is predicted for that step.
         given_batch: samples of the step that the estimate and the trials are of, given with ``largest_batch``.
-        refusal_keys: by method, a digest of all that its refusal would depend on, for methods that declare it.
+        refusal_keys: methods that declare what their refusal depends on, each with a digest of that.
     """
 
     key: str
@@ -135,7 +135,7 @@ def label_of(steps: Iterable[Step], *, leave_out: Iterable[str] = ()) -> str:
     """The steps in a few words: ``"fsdp + amp_native(bfloat16)"``.
 
     Args:
-        steps: of the strategy.
+        steps: steps of the strategy.
         leave_out: names of methods that go without saying.
     """
     hidden = set(leave_out)

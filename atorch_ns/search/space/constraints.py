@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,30 +183,21 @@ def _issue(issue: Any) -> str:
 
 
 def _contradictions(wanted: list[Constraint], banned: list[Constraint], registry: Registry) -> list[str]:
-    problems = []
-    for constraint in wanted:
-        left = [name for name in constraint.methods if not _banned(name, constraint.config, banned)]
-        if not left:
-            problems.append(f"{constraint.written} is both included and excluded.")
-    items = [
-        (
-            constraint,
-            Chosen(
-                registry.get(constraint.methods[0]),
-                constraint.config or registry.get(constraint.methods[0]).Config(),
-            ),
-        )
+    problems = [
+        f"{constraint.written} is both included and excluded."
         for constraint in wanted
-        if len(constraint.methods) == 1
+        if all(_banned(name, constraint.config, banned) for name in constraint.methods)
     ]
-    for position, (first, one) in enumerate(items):
-        for second, other in items[position + 1 :]:
-            if one.method is other.method:
-                problems.append(
-                    f"{first.written} and {second.written} are the same method; keep one of them."
-                )
-            elif (reason := clash(one, other)) is not None:
-                problems.append(f"{first.written} and {second.written} cannot stand together: {reason}")
+    items = []
+    for constraint in wanted:
+        if len(constraint.methods) == 1:
+            method = registry.get(constraint.methods[0])
+            items.append((constraint.written, Chosen(method, constraint.config or method.Config())))
+    for (first, one), (second, other) in itertools.combinations(items, 2):
+        if one.method is other.method:
+            problems.append(f"{first} and {second} are the same method; keep one of them.")
+        elif (reason := clash(one, other)) is not None:
+            problems.append(f"{first} and {second} cannot stand together: {reason}")
     return problems
 
 
@@ -224,18 +216,14 @@ def _impossible(
         if len(constraint.methods) > 1:
             continue
         method = registry.get(constraint.methods[0])
+        options = [] if profile is None else list(method.options(profile, cluster))
         reasons = [
             why_not(method, constraint.config or config, cluster, profile)
-            for config in _tries(method, cluster, profile)
+            for config in options or [method.Config()]
         ]
         if all(reason is not None for reason in reasons):
             problems.append(f"{constraint.written} is included and cannot be used here: {reasons[0]}")
     return problems
-
-
-def _tries(method: Method[Any], cluster: Cluster, profile: Profile | None) -> list[MethodConfig]:
-    options = list(method.options(profile, cluster)) if profile is not None else []
-    return options or [method.Config()]
 
 
 def why_not(

@@ -18,7 +18,7 @@ def effective(plan: Plan) -> Plan:
     recomputed, reduced or divided: the fields of a plan name the condition they stand under.
     """
     sharding = plan.sharding
-    over = {name: _dividing(plan, getattr(sharding, name)) for name in _SHARDED}
+    over = {name: tuple(axis for axis in getattr(sharding, name) if plan.size(axis) > 1) for name in _SHARDED}
     *model, optimizer = over.values()
     conditions = {
         "shards_model": any(model),
@@ -55,10 +55,6 @@ def _idle(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]:
         for one in fields(group)
         if "only_where" in one.metadata and not conditions[one.metadata["only_where"]]
     }
-
-
-def _dividing(plan: Plan, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in axes if plan.size(name) > 1)
 
 
 def _axes(plan: Plan, used: set[str]) -> tuple[tuple[str, int], ...]:

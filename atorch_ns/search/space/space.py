@@ -56,8 +56,6 @@ def explore(
     excluded: Sequence[Any] | None = None,
     included: Sequence[Any] | None = None,
     base: Any = None,
-    finetune: bool = False,
-    on_meta: bool = False,
 ) -> Space:
     """All strategies that the methods' ``options`` span, priced; the best as candidates.
 
@@ -74,81 +72,51 @@ def explore(
         settings: limits and objective.
         excluded: names, aliases, ``(name, config)`` pairs or groups (roles, phases) that no strategy may contain.
         included: names, pairs or groups, each of which every strategy must contain.
-        base: a strategy in any form. With ``finetune``, its methods are kept and their configs reopened;
-            without, it is the only candidate.
-        finetune: whether ``base`` is varied.
-        on_meta: whether the model is on the meta device, wherever the profile was made.
+        base: a strategy in any form, whose methods are kept and whose configs are reopened; ``None`` for any.
 
     Raises:
         InputError: if the constraints contradict each other or leave nothing.
         StrategyError: if ``base`` cannot be used.
     """
-    profile = replace(profile, on_meta=profile.on_meta or on_meta)
     constraints = read_constraints(
         registry, included=included, excluded=excluded, cluster=cluster, profile=profile
     )
     explorer = _Explorer(SearchContext(profile, cluster, workload, registry, settings))
-    if base is None:
-        return explorer.space(constraints, None)
-    resolved = resolve(Strategy.load(base), cluster, registry, profile=profile)
-    return explorer.space(constraints, resolved) if finetune else explorer.only(resolved)
+    resolved = None if base is None else resolve(Strategy.load(base), cluster, registry, profile=profile)
+    return explorer.space(constraints, resolved)
 
 
 class _Explorer:
-    """Makes the space from choices, templates and priced rows.
-
-    Args:
-        context: model, cluster, workload, methods and settings of the search.
-    """
+    """Makes the space from choices, templates and priced rows."""
 
     def __init__(self, context: SearchContext) -> None:
         self._context = context
         self._writer = CandidateWriter(context)
 
-    def only(self, resolved: Resolved) -> Space:
-        """The space of one strategy.
-
-        Raises:
-            InputError: if its ranks and micro-batches cannot divide the batch.
-        """
-        if (problem := indivisible(resolved.plan, self._context.workload)) is not None:
-            raise InputError(problem)
-        (estimated,) = self._context.estimates([resolved])
-        return Space(
-            candidates=(self._writer.candidate(resolved, estimated, is_baseline=True),), num_priced=1
-        )
-
     def space(self, constraints: Constraints, base: Resolved | None) -> Space:
         """The whole space, around a strategy if one is given."""
-        kept = None if base is None else base.strategy
+        context = self._context
         if base is not None and (against := constraints.violation(base.chosen)) is not None:
             raise InputError(
-                f"to finetune a strategy is to keep its methods, and {against}. Leave that out, or search without finetune_strategy."
+                f"to finetune a strategy is to keep its methods, and {against}. Leave that out, or search without "
+                "finetune_strategy."
             )
-        choices = find_choices(
-            self._context.registry, self._context.profile, self._context.cluster, constraints, kept
-        )
+        kept = None if base is None else base.strategy
+        choices = find_choices(context.registry, context.profile, context.cluster, constraints, kept)
         only = None if base is None else {item.method.name for item in base.chosen}
-        templates = find_templates(
-            choices, self._context.cluster, self._context.registry, constraints, only=only
-        )
+        templates = find_templates(choices, context.cluster, context.registry, constraints, only=only)
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices))
-        limit = memory_limit(self._context.cluster, self._context.settings)
+        limit = memory_limit(context.cluster, context.settings)
         rows, selected = self._priced(templates, choices, limit)
         baseline = (
-            self._context.resolve(base.strategy, check_model=True)
-            if base is not None
-            else self._plain(constraints)
+            self._plain(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
-        if baseline is not None and indivisible(baseline.plan, self._context.workload) is not None:
+        if baseline is not None and indivisible(baseline.plan, context.workload) is not None:
             baseline = None
         candidates = self._writer.write_out(selected, rows, limit, baseline, constraints)
-        if (
-            all(candidate.pruned is not None for candidate in candidates)
-            and constraints.excluded
-            and base is None
-        ):
+        fits = any(candidate.pruned is None for candidate in candidates)
+        if not fits and constraints.excluded and base is None:
             candidates = self._with_hint(candidates, constraints, limit)
         known = {candidate.key for candidate in candidates}
         candidates += [one for one in self._writer.duplicates(templates) if one.key not in known]
@@ -161,10 +129,10 @@ class _Explorer:
         Raises:
             InputError: if no row can divide the batch.
         """
-        settings, most = self._context.settings, max(choices.micro_batches)
+        context, most = self._context, max(choices.micro_batches)
+        settings = context.settings
 
         def priced(max_micro_batches: int) -> PricedRows:
-            context = self._context
             return price_rows(
                 templates, choices, context.profile, context.cluster, context.workload, max_micro_batches
             )

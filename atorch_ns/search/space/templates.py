@@ -53,14 +53,8 @@ def find_choices(
     """The alternatives of every method.
 
     They are the method's ``options``. A config given by the user replaces them; one of the base strategy is added
-    to them. The methods that arrange the ranks and split the batch are recognised by what they change in a plan.
-
-    Args:
-        registry: the methods.
-        profile: profile of the model.
-        cluster: the cluster to run on.
-        constraints: the methods that are required and excluded.
-        base: a strategy whose methods are kept, all of them and no other; ``None`` for any.
+    to them, whose methods are kept, all of them and no other. The methods that arrange the ranks and split the batch
+    are recognised by what they change in a plan.
     """
     kinds: list[tuple[Chosen | None, ...]] = []
     meshes: tuple[Chosen | None, ...] = (None,)
@@ -228,15 +222,7 @@ def find_templates(
     *,
     only: Collection[str] | None = None,
 ) -> Templates:
-    """Every legal combination; of those with the same effect the simplest.
-
-    Args:
-        choices: the alternatives of every method.
-        cluster: the cluster to run on.
-        registry: the methods.
-        constraints: the methods that are required and excluded.
-        only: names of the only methods that are allowed; ``None`` for all.
-    """
+    """Every legal combination, of the methods named by ``only`` if given; of those with the same effect the simplest."""
     combinations, left_out = _combinations(choices.kinds)
     combinations.sort(key=len)
     distinct: dict[Plan, Template] = {}

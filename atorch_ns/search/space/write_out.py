@@ -192,11 +192,7 @@ MAX_SAME = 20
 
 
 class CandidateWriter:
-    """Makes candidates from strategies.
-
-    Args:
-        context: model, cluster, workload, methods and settings of the search.
-    """
+    """Makes candidates from strategies."""
 
     def __init__(self, context: SearchContext) -> None:
         self._context = context

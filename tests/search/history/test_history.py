@@ -67,6 +67,25 @@ def test_what_an_ended_search_found_is_known(tmp_path: Path) -> None:
     assert outcome.resumed == 0
 
 
+def test_a_killed_search_that_had_a_known_strategy_resumes_its_trials(tmp_path: Path) -> None:
+    path = tmp_path / "history.journal"
+    world = World(TRUTH, jitter=0.01)
+    history = History(path)
+    search, num_resumed = history.begin(setting(), SearchSettings(), CANDIDATES)
+    assert num_resumed == 0
+    history.conclude(world.search(CANDIDATES, search=search))
+
+    slower = World({key: 2 * seconds for key, seconds in TRUTH.items()}, jitter=0.01)
+    search, num_resumed = History(path).begin(setting(), SearchSettings(), CANDIDATES)
+    assert num_resumed == 1, "what the ended search found"
+    some_trials(slower, search, 3)  # none confirms it
+    search, num_resumed = History(path).begin(setting(), SearchSettings(), CANDIDATES)
+    assert num_resumed == search.outcome().resumed == 3
+    task = search.ask()
+    assert task is not None
+    assert task.key not in [one.key for one in slower.tasks]
+
+
 def test_trials_of_an_ended_search_are_not_replayed(tmp_path: Path) -> None:
     history = History(tmp_path / "history.journal")
     world = World(TRUTH)

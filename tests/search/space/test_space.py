@@ -148,7 +148,7 @@ def test_an_excluded_config_leaves_the_method_its_others() -> None:
 
 def test_finetuning_against_the_wishes_is_refused() -> None:
     with pytest.raises(InputError, match="fsdp is excluded"):
-        space(base=["fsdp"], finetune=True, excluded=["fsdp"])
+        space(base=["fsdp"], excluded=["fsdp"])
 
 
 def test_16_bit_weights_alone_only_if_they_are_asked_for() -> None:
@@ -178,19 +178,13 @@ def test_nothing_left_is_an_error_that_says_why() -> None:
 
 def test_finetuning_keeps_the_methods_and_reopens_their_configs() -> None:
     base = ["fsdp", ("checkpoint", {"every_n": 2})]
-    found = free(space(base=base, finetune=True))
+    found = free(space(base=base))
     assert all(names(one) == {"parallel_mode", "fsdp", "checkpoint"} for one in found)
     assert {str(dict(one.steps)["checkpoint"]) for one in found} == {"None", "{'every_n': 2}"}
     baseline = next(one for one in found if one.is_baseline)
     assert dict(baseline.steps)["checkpoint"] == {"every_n": 2}
     with pytest.raises(StrategyError):
-        space(base=["no_such"], finetune=True)
-
-
-def test_a_base_without_finetuning_is_the_only_candidate() -> None:
-    (only,) = space(base=["fsdp"]).candidates
-    assert only.is_baseline
-    assert "fsdp" in names(only)
+        space(base=["no_such"])
 
 
 def test_what_does_not_fit_is_pruned_with_its_numbers_and_near_misses_are_kept() -> None:
@@ -300,7 +294,7 @@ def test_a_pipeline_has_as_many_micro_batches_as_its_schedule_needs() -> None:
 
 
 def test_finetuning_adds_no_axis() -> None:
-    found = free(space("4xcpu", base=["fsdp"], finetune=True))
+    found = free(space("4xcpu", base=["fsdp"]))
     assert found
     for one in found:
         assert not set(WHOLE) & names(one)
@@ -310,7 +304,7 @@ def test_the_order_of_the_wishes_makes_no_other_candidates() -> None:
     constraints = ["fsdp", "checkpoint", ("gradient_accumulation", 2)]
     first, second = (space(included=order).candidates for order in (constraints, constraints[::-1]))
     assert first == second
-    base = space(base=constraints[::-1], finetune=True).candidates
+    base = space(base=constraints[::-1]).candidates
     plans = [effective(resolve(one.strategy, cluster(), REGISTRY).plan) for one in base if one.pruned is None]
     assert len(set(plans)) == len(plans)
     assert sum(one.is_baseline for one in base) == 1
@@ -322,7 +316,7 @@ def test_methods_of_one_phase_stand_in_the_registrys_order() -> None:
         phases.setdefault(method.phase, []).append(method.name)
     order = {name: index for index, name in enumerate(method.name for method in REGISTRY)}
     for constraints in ([*names_of_two(phases)], [*names_of_two(phases)][::-1]):
-        for one in space(base=constraints, finetune=True).candidates:
+        for one in space(base=constraints).candidates:
             for members in phases.values():
                 found = [order[name] for name, _ in one.steps if name in members]
                 assert found == sorted(found)

@@ -45,10 +45,7 @@ def end_of(coordinator: Coordinator, rank: int) -> Over:
 
 def test_a_whole_search_on_two_ranks() -> None:
     events: list[Event] = []
-    history: list[tuple[str, str]] = []
-    coordinator, search, _ = joined(
-        on_event=events.append, on_outcome=lambda task, outcome: history.append((task.key, outcome.status))
-    )
+    coordinator, search, _ = joined(on_event=events.append)
     done = 0
     while not isinstance(coordinator.next_task(0, done), Over):
         task = task_of(coordinator, 0, done)
@@ -58,7 +55,6 @@ def test_a_whole_search_on_two_ranks() -> None:
         assert coordinator.report(report(task.id, 1)) == "taken"
         done = task.id
     assert [key for key, _ in search.told] == ["a", "b", "c"]
-    assert history == [("a", "ok"), ("b", "ok"), ("c", "ok")]
     assert end_of(coordinator, 0) == end_of(coordinator, 1), "the same on all ranks"
     kinds = [type(event) for event in events]
     assert kinds == [TrialStarted, TrialEnded] * 3 + [Ended]
@@ -267,24 +263,6 @@ def test_a_bug_in_the_search_is_told_to_all_ranks(broken: str, monkeypatch: pyte
         for rank in (0, 1):
             coordinator.report(report(1, rank))
     assert end_of(coordinator, 1).error == "The search itself failed: ZeroDivisionError: no step took time"
-
-
-def test_a_history_that_cannot_be_written_is_one_note() -> None:
-    notes: list[str] = []
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    coordinator, search, _ = joined(
-        on_outcome=full, on_event=lambda event: notes.append(event.text) if isinstance(event, Note) else None
-    )
-    for number in (1, 2, 3):
-        for rank in (0, 1):
-            coordinator.report(report(number, rank))
-    assert len(search.told) == 3
-    assert notes == [
-        "the history fails (OSError: [Errno 28] No space left on device); the search goes on without it"
-    ]
 
 
 def test_an_observer_that_raises_changes_nothing() -> None:

@@ -14,7 +14,6 @@ from atorch_ns.engine.offline import (
     AssumedLoss,
     assumed_format,
     offline_rows,
-    pareto_front,
     plan_offline,
     price_strategy,
     profile_offline,
@@ -23,6 +22,7 @@ from atorch_ns.engine.offline import (
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.profile import Profile
 from atorch_ns.search import Pruned, SearchSettings
+from atorch_ns.search.conclude import pareto
 from atorch_ns.strategy import Strategy
 from tests.report.outcomes import estimated, row
 
@@ -151,4 +151,4 @@ def test_reasons_have_numbers() -> None:
     ]
     assert rows[1].reason == "predicted 1.50× the best's step, 100% more memory"
     assert rows[2].reason == "big"
-    assert pareto_front(rows) == ("a",)
+    assert pareto(rows) == ("a",)

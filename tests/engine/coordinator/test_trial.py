@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from atorch_ns.engine.coordinator.trial import merge_reports
-from atorch_ns.search import TrialStatus
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.search import TrialOutcome, TrialStatus, from_json, to_json
 from tests.engine.fake_search import report
 
 
@@ -73,3 +74,15 @@ def test_the_cause_wins_over_its_consequences(
 def test_among_equals_the_first_report_is_the_cause() -> None:
     merged = merge_reports([report(1, 1, "raised", reason="b"), report(1, 0, "raised", reason="a")])
     assert (merged.rank, merged.reason) == (1, "b")
+
+
+def test_the_rank_that_refused_says_who_it_was() -> None:
+    refused = RankReport(task_id=1, rank=1, status="refused", reason="no", refused_by="picky")
+    lost = RankReport(task_id=1, rank=0, status="raised", reason="Connection closed by peer")
+    merged = merge_reports([lost, refused])
+    assert (merged.status, merged.refused_by) == ("refused", "picky")
+    assert from_json(TrialOutcome, to_json(merged)) == merged
+
+
+def test_outcomes_of_earlier_versions_are_read() -> None:
+    assert from_json(TrialOutcome, '{"status": "refused", "reason": "no"}').refused_by is None

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atorch_ns.engine import RankReport
-from atorch_ns.engine.coordinator.jobs import EngineJobs
+from atorch_ns.engine.coordinator.jobs import EngineJobs, JobRecord
 from atorch_ns.engine.rpc.auth import new_token, read_token
 from atorch_ns.engine.rpc.client import CoordinatorClient
 from atorch_ns.engine.rpc.meeting import run_agent
-from atorch_ns.engine.rpc.server import CoordinatorServer, tls_files
-from atorch_ns.errors import CoordinatorError, InputError, RankError
+from atorch_ns.engine.rpc.server import CoordinatorServer
+from atorch_ns.errors import CoordinatorError, RankError
 from atorch_ns.search import Candidate, SearchOutcome, SearchSettings, TrialTask
 from tests.engine.fake_search import FakeClock, FakeWorker, InThread, report
 from tests.search.fakes import candidate, setting
@@ -34,6 +35,9 @@ def options() -> list[Candidate]:
         candidate(key, f"method_{key}", seconds=seconds, is_baseline=key == "plain")
         for key, seconds in SECONDS.items()
     ]
+
+
+RECORD = JobRecord(job="job", world_size=1, setting=setting(), settings=SETTINGS, candidates=tuple(options()))
 
 
 def worker(rank: int, *, factor: float = 1.0, takes_s: float = 0.0) -> FakeWorker:
@@ -198,7 +202,7 @@ def test_jobs_are_made_once(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_no_answer_for_the_next_job(tmp_path: Path) -> None:
     jobs = EngineJobs(tmp_path)
-    jobs.create("job", 1, setting(), SETTINGS, options())
+    jobs.create(RECORD)
     coordinator = jobs.get("job")
     coordinator.join(0)
     task = coordinator.next_task(0)
@@ -208,7 +212,7 @@ def test_ctrl_c_is_no_answer_for_the_next_job(tmp_path: Path) -> None:
     coordinator.report(report(task.id + 1, 0, "cancelled"))
     jobs.tick()
     assert jobs.names == ()
-    assert jobs.create("again", 1, setting(), SETTINGS, options()) == 1, "its trial is taken over"
+    assert jobs.create(replace(RECORD, job="again")) == 1, "its trial is taken over"
     coordinator = jobs.get("again")
     coordinator.join(0)
     following = coordinator.next_task(0)
@@ -220,7 +224,7 @@ def test_ctrl_c_is_no_answer_for_the_next_job(tmp_path: Path) -> None:
 def test_jobs_whose_ranks_went_away_are_forgotten(tmp_path: Path) -> None:
     clock = FakeClock()
     jobs = EngineJobs(tmp_path, clock=clock, heartbeat_timeout_s=0.2, keep_s=60.0)
-    jobs.create("job", 1, setting(), SETTINGS, options())
+    jobs.create(RECORD)
     coordinator = jobs.get("job")
     coordinator.join(0)
     end = time.monotonic() + 5.0
@@ -270,24 +274,3 @@ def test_a_broken_job_file_is_said_and_left(tmp_path: Path, caplog: pytest.LogCa
     assert broken.exists()
     assert "cannot be read and is left alone" in caplog.text
     jobs.close(0.0)
-
-
-def test_token_files(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    with pytest.raises(InputError, match="cannot be read: No such file"):
-        read_token(path)
-    path.touch(0o600)
-    path.write_text("short\n")
-    with pytest.raises(InputError, match="has 5 characters; it needs at least 16"):
-        read_token(path)
-    path.write_text(TOKEN + "\n")
-    assert read_token(path) == TOKEN
-    path.chmod(0o644)
-    with pytest.warns(UserWarning, match="others may read the token file"):
-        read_token(path)
-
-
-def test_half_of_tls_is_refused(tmp_path: Path) -> None:
-    assert tls_files(None, None) is None
-    with pytest.raises(InputError, match="both files"):
-        tls_files(tmp_path / "cert.pem", None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine.trial.in_process import InProcessWorker, structure_of
+from atorch_ns.engine.trial.in_process import InProcessWorker, structure_with_values
 from atorch_ns.engine.trial.pickling import describe_unpicklable
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.search import StopRule
@@ -20,7 +20,8 @@ from atorch_ns.testing.faults import fault, inject
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import process_groups
-from tests.engine.trials import DONE, case_inputs, task
+from tests.engine.inputs import case_inputs
+from tests.engine.trials import DONE, task
 
 TASKS = [
     task(1, "ddp"),
@@ -60,9 +61,9 @@ def _unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_the_structure_of_what_cannot_be_copied() -> None:
+def test_the_structure_with_values_what_cannot_be_copied() -> None:
     model = Locked()
-    duplicate = structure_of(model)
+    duplicate = structure_with_values(model)
     assert duplicate.head is duplicate.inner.head
     assert duplicate.inner is not model.inner
     assert duplicate.lock is model.lock

@@ -21,7 +21,8 @@ from atorch_ns.job import Inputs, Materialiser
 from atorch_ns.method import load_registry
 from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.models import get_case
-from tests.engine.trials import case_inputs, task
+from tests.engine.inputs import case_inputs
+from tests.engine.trials import task
 
 
 class Scaled(nn.Module):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from atorch_ns import auto_accelerate
-from atorch_ns.engine.request import Asked
 from atorch_ns.engine.trial.worker import log_folder, new_log_folder
 from atorch_ns.errors import SearchError
 from atorch_ns.search import SearchOutcome
@@ -135,18 +134,3 @@ def test_only_the_last_to_leave_removes_it_and_only_if_it_is_empty(tmp_path: Pat
     with log_folder(folder):
         (folder / "trial-1-0-rank0.log").write_text("Traceback")
     assert (folder / "trial-1-0-rank0.log").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, None),
-        ({"search_history": "out/h.journal"}, "out/h.logs"),
-        ({"search_history": "h.journal", "save_strategy_to_file": "out/s.json"}, "out/s.logs"),
-        ({"save_strategy_to_file": "s.json", "search_logs": "logs"}, "logs"),
-    ],
-)
-def test_where_they_belong(given: dict[str, str], expected: str | None) -> None:
-    fields: dict[str, Any] = dict.fromkeys(Asked.__dataclass_fields__)
-    asked = Asked(**{**fields, **given})
-    assert asked.log_dir == (None if expected is None else Path.cwd() / expected)

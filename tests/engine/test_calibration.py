@@ -197,7 +197,7 @@ class TestFile:
         data = json.loads(path.read_text())
         data["devices"]["H100-80GB x 8"]["communication"] = -1
         path.write_text(json.dumps(data))
-        with pytest.raises(InputError, match="factors are positive"):
+        with pytest.raises(InputError, match="communication: Input should be greater than 0"):
             Calibration.load(path)
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from atorch_ns.engine.rpc.auth import Tls, bearer, new_token
 from atorch_ns.engine.rpc.channel import CoordinatorChannel
 from atorch_ns.engine.rpc.client import CoordinatorClient
 from atorch_ns.engine.rpc.meeting import run_agent
-from atorch_ns.engine.rpc.server import CoordinatorServer
+from atorch_ns.engine.rpc.server import CoordinatorServer, tls_files
 from atorch_ns.engine.rpc.servicer import SERVICE
 from atorch_ns.errors import CoordinatorError, InputError, RankError
 from atorch_ns.search import Ended, Event, Note, SearchOutcome, TrialEnded, TrialStarted, TrialTask
@@ -229,9 +229,9 @@ def test_events_are_seen_from_another_process() -> None:
     with CoordinatorServer(coordinator, token=TOKEN) as server:
         calls = [agent(server, FakeWorker(0), on_event=seen.append), agent(server, FakeWorker(1))]
         assert [call.wait().error for call in calls] == [None, None]
-    assert seen == coordinator.log.after(0) + coordinator.log.after(20) + coordinator.log.after(40) + (
-        coordinator.log.after(60)
-    )
+    assert seen == coordinator.events.after(0) + coordinator.events.after(20) + coordinator.events.after(
+        40
+    ) + (coordinator.events.after(60))
     assert [type(event) for event in seen] == [TrialStarted, TrialEnded] * 30 + [Ended]
 
 
@@ -292,9 +292,9 @@ def test_a_coordinator_that_begins_a_moment_later_is_found() -> None:
         assert call.wait().error is None
 
 
-def test_one_that_was_there_is_looked_for_longer_and_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_there_is_looked_for_longer_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atorch_ns.engine.rpc.channel._FIRST_CONTACT_S", 0.1)
-    monkeypatch.setattr("atorch_ns.engine.rpc.channel._TOLD_AFTER_S", 0.2)
+    monkeypatch.setattr("atorch_ns.engine.rpc.channel._NOTE_AFTER_S", 0.2)
     seen: list[Event] = []
     server = CoordinatorServer(Coordinator(FakeSearch(["a"]), 2), token=TOKEN)
     calls = [agent(server, FakeWorker(0), on_event=seen.append)]  # waits for rank 1
@@ -394,3 +394,9 @@ def test_nothing_is_left_behind() -> None:
             time.sleep(0.02)
         assert time.monotonic() < limit, "a socket is left"
         assert not threads()
+
+
+def test_half_of_tls_is_refused(tmp_path: Path) -> None:
+    assert tls_files(None, None) is None
+    with pytest.raises(InputError, match="both files"):
+        tls_files(tmp_path / "cert.pem", None)
