@@ -19,10 +19,10 @@ from atorch_ns.apply import apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
+from atorch_ns.job.memory_use import fragmentation_advice
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
-from atorch_ns.report.info.fragmentation import fragmentation_advice
 from atorch_ns.search import SearchOutcome, SearchSettings
 from atorch_ns.strategy import Step, Strategy, canonical_text
 

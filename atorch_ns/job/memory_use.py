@@ -1,18 +1,26 @@
-"""Memory of a training job: bytes of tensors at its peak and in its states."""
+"""Memory of a training job: bytes of tensors at its peak and in its states, and advice against fragmentation."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from atorch_ns.job.optimizer import inner_optimizer
 from atorch_ns.job.result import Result
 from atorch_ns.profile import plain_tensors
+from atorch_ns.text import bytes_text, counted
 from atorch_ns.torch_compat import CpuMemoryRecord
+
+_UNUSED_SHARE: Final = 0.2
+_UNUSED_BYTES: Final = 2**30
+_ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variable's name since torch 2.9, and the older one, which works as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,3 +182,26 @@ def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
         yield tracker
     finally:
         tracker.stop()
+
+
+def fragmentation_advice(stats: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> str | None:
+    """Advice to set ``expandable_segments``, with figures; ``None`` if little is lost, or it is set already.
+
+    Much is lost if a fifth of what was reserved and more than 1 GiB was never used, or an allocation was retried.
+
+    Args:
+        stats: result of ``torch.cuda.memory_stats()``.
+        environment: environment variables.
+    """
+    reserved = stats.get("reserved_bytes.all.peak", 0)
+    unused = max(0, reserved - stats.get("allocated_bytes.all.peak", 0))
+    num_retries = stats.get("num_alloc_retries", 0)
+    settings = ",".join(environment.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    is_high = num_retries > 0 or unused > max(_UNUSED_BYTES, _UNUSED_SHARE * reserved)
+    if not is_high or "expandable_segments:True" in settings.replace(" ", ""):
+        return None
+    retried = f", and retried {counted(num_retries, 'allocation')}" if num_retries else ""
+    return (
+        f"the CUDA allocator holds {bytes_text(unused)} of {bytes_text(reserved)} that tensors "
+        f"never use (measured){retried}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atorch_ns.report.info.fragmentation import fragmentation_advice
+from atorch_ns.job.memory_use import fragmentation_advice
 
 GIB = 2**30
 
