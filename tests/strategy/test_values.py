@@ -47,7 +47,7 @@ def policy(module: Any, size: int) -> bool:
             {"function": f"{__name__}.policy", "arguments": {"size": 3}},
         ),
     ],
-    ids=str,
+    ids=["enum", "dtype", "device", "number", "nest", "set", "flags", "class", "dataclass", "partial"],
 )
 def test_forms(value: Any, form: Any) -> None:
     assert canonical(value) == form
