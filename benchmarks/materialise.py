@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns import auto_accelerate
-from atorch_ns.profile import repeated_blocks
+from atorch_ns.capture.blocks import repeated_blocks
 from benchmarks._bytes import allocated, resident
 from benchmarks._llama import LARGE, SMALL, TINY, Llama
 from benchmarks._ranks import on_ranks

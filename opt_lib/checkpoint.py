@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from atorch_ns.capture.blocks import NamedModule, repeated_blocks, select_modules
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
-from atorch_ns.profile import NamedModule, Profile, repeated_blocks, select_modules
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from pydantic import Field
 
+from atorch_ns.capture.blocks import repeated_blocks, select_modules
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
-from atorch_ns.profile import Profile, repeated_blocks, select_modules
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.text import counted
 from atorch_ns.torch_compat import (

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.cluster import Cluster, agree, from_first
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
-from atorch_ns.profile import NamedModule, Profile
+from atorch_ns.profile import Profile
 from atorch_ns.sharding import BlockChain, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem

@@ -217,7 +217,8 @@ class _Scripted(nn.Module):
 
 
 def test_a_scripted_submodule_is_no_obstacle() -> None:
-    from atorch_ns.profile import Profile, repeated_blocks
+    from atorch_ns.capture.blocks import repeated_blocks
+    from atorch_ns.profile import Profile
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.checks import check_collectives, check_memory, check_price
 from atorch_ns.engine.request import SearchRequest
@@ -22,15 +23,7 @@ from atorch_ns.estimate import Workload, estimate, unpredicted
 from atorch_ns.job import optimizer_arguments
 from atorch_ns.job.sampling import Sample, forward_loss
 from atorch_ns.method import Registry, ReplacesModules, resolve
-from atorch_ns.profile import (
-    Profile,
-    ProfileDatabase,
-    Segment,
-    Trace,
-    copy_structure,
-    measure_blocks,
-    profile_model,
-)
+from atorch_ns.profile import Profile, ProfileDatabase, Segment, Trace, measure_blocks, profile_model
 from atorch_ns.search import (
     Candidate,
     Priced,

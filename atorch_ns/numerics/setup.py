@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
-from atorch_ns.capture.blocks import fingerprints
+from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import Truncation, copy_structure, truncate
 from atorch_ns.cluster import Cluster, agree, from_first
 from atorch_ns.errors import InputError
@@ -28,7 +28,7 @@ from atorch_ns.numerics.reference import (
     part_of_ranks,
     run_reference,
 )
-from atorch_ns.profile import Profile, repeated_blocks
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import bytes_text
 

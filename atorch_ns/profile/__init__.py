@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from atorch_ns.capture.blocks import (
-    NamedModule,
-    class_names,
-    matches,
-    repeated_blocks,
-    select_modules,
-    stand_for,
-)
-from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile.compact_states import CompactStates, plain_tensors
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.steps import ALL_PRECISIONS
@@ -34,7 +25,6 @@ __all__ = [
     "BlockSeconds",
     "CompactStates",
     "Growth",
-    "NamedModule",
     "OperatorCost",
     "OptimizerSpec",
     "ParameterSpec",
@@ -44,15 +34,9 @@ __all__ = [
     "Segment",
     "SegmentCost",
     "Trace",
-    "class_names",
-    "copy_structure",
     "device_name",
-    "matches",
     "measure_blocks",
     "plain_tensors",
     "precision_key",
     "profile_model",
-    "repeated_blocks",
-    "select_modules",
-    "stand_for",
 ]

@@ -37,12 +37,12 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
     """``x``; its gradient is summed over the group."""
-    return _paired(x, group, _same, lambda gradient: _sum(gradient, group))
+    return _paired(x, group, _same, _sum)
 
 
 def reduce_from(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of ``x`` over the group."""
-    return _paired(x, group, lambda x: _sum(x, group), lambda gradient: gradient)
+    return _paired(x, group, _sum, _same)
 
 
 def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -50,34 +50,22 @@ def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
     For results that are used in the same way on all ranks: their gradients are equal, so nothing is summed.
     """
-    dim %= x.dim()
-    return _paired(
-        x, group, lambda x: _gathered(x, dim, group), lambda gradient: _piece(gradient, dim, group)
-    )
+    return _paired(x, group, _gathered, _piece, dim % x.dim())
 
 
 def scatter_to(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece of ``x`` along ``dim``, which the group's size must divide."""
-    dim %= x.dim()
-    return _paired(
-        x, group, lambda x: _piece(x, dim, group), lambda gradient: _gathered(gradient, dim, group)
-    )
+    return _paired(x, group, _piece, _gathered, dim % x.dim())
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The pieces of all ranks along ``dim``; gradients of all ranks are summed."""
-    dim %= x.dim()
-    return _paired(
-        x, group, lambda x: _gathered(x, dim, group), lambda gradient: _sum_piece(gradient, dim, group)
-    )
+    return _paired(x, group, _gathered, _sum_piece, dim % x.dim())
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece along ``dim`` of the sum of ``x`` over the group."""
-    dim %= x.dim()
-    return _paired(
-        x, group, lambda x: _sum_piece(x, dim, group), lambda gradient: _gathered(gradient, dim, group)
-    )
+    return _paired(x, group, _sum_piece, _gathered, dim % x.dim())
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
@@ -85,13 +73,7 @@ def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> 
 
     The group's size must divide ``x.size(split_dim)``.
     """
-    split, join = split_dim % x.dim(), join_dim % x.dim()
-    return _paired(
-        x,
-        group,
-        lambda x: _transposed(x, split, join, group),
-        lambda gradient: _transposed(gradient, join, split, group),
-    )
+    return _paired(x, group, _transposed, _transposed_back, split_dim % x.dim(), join_dim % x.dim())
 
 
 def exchange(
@@ -102,19 +84,13 @@ def exchange(
     Returns:
         ``[sum(receive_counts), …]``: the rows from rank 0, then those from rank 1, ….
     """
-    send, receive = list(send_counts), list(receive_counts)
-    return _paired(
-        x,
-        group,
-        lambda x: _exchanged(x, send, receive, group),
-        lambda gradient: _exchanged(gradient, receive, send, group),
-    )
+    return _paired(x, group, _exchanged, _sent_back, list(send_counts), list(receive_counts))
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """``x``; its gradient is multiplied by ``factor``."""
     needed = x.requires_grad and torch.is_grad_enabled()
-    return _paired(x, None, _same, lambda gradient: gradient * factor) if needed else x
+    return _applied(x, _same, lambda gradient: gradient * factor) if needed else x
 
 
 class _Paired(torch.autograd.Function):
@@ -130,14 +106,27 @@ class _Paired(torch.autograd.Function):
         return ctx.of_gradient(gradients[0]), None, None
 
 
-def _paired(x: torch.Tensor, group: Group | None, forward: Step, backward: Step) -> torch.Tensor:
-    if group is not None and group.size() == 1:
+def _paired(
+    x: torch.Tensor,
+    group: Group,
+    forward: Callable[..., torch.Tensor],
+    backward: Callable[..., torch.Tensor],
+    *where: Any,
+) -> torch.Tensor:
+    """``forward(x, *where, group)``, whose gradient is ``backward(gradient, *where, group)``."""
+    if group.size() == 1:
         return x
+    return _applied(
+        x, lambda x: forward(x, *where, group), lambda gradient: backward(gradient, *where, group)
+    )
+
+
+def _applied(x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
     result: torch.Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
+def _same(x: torch.Tensor, _: Group | None = None) -> torch.Tensor:
     return x.view_as(x)
 
 
@@ -174,7 +163,15 @@ def _transposed(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) ->
     return torch.cat(list(received.unbind(0)), join_dim)
 
 
+def _transposed_back(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
+    return _transposed(x, join_dim, split_dim, group)
+
+
 def _exchanged(x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
     out = x.new_empty((sum(receive), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
     return out
+
+
+def _sent_back(x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
+    return _exchanged(x, receive, send, group)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from atorch_ns.capture.blocks import NamedModule, repeated_blocks
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.data import split_batch
 from atorch_ns.errors import BatchSizeError, InputError
@@ -36,7 +37,6 @@ from atorch_ns.pipeline import (
     uniform_cuts,
     uniform_floor_cuts,
 )
-from atorch_ns.profile import NamedModule, repeated_blocks
 from atorch_ns.strategy import Plan
 from opt_lib._model_axes.sample_batch import local_batch_size, sample_micro_batch
 

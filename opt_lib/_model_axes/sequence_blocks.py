@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from atorch_ns.capture.blocks import NamedModule, repeated_blocks, select_modules
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
-from atorch_ns.profile import NamedModule, repeated_blocks, select_modules
 from atorch_ns.torch_compat import plain_name
 
 

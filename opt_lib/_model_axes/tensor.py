@@ -9,12 +9,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from torch import nn
 
+from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.cluster import agree, gathered
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, MethodConfig
-from atorch_ns.profile import repeated_blocks
 from atorch_ns.sharding import (
     LOSS_TOLERANCE,
     ChosenPlan,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.capture.blocks import stand_for
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import RegistrationError
-from atorch_ns.profile import stand_for
 
 Forward = Callable[..., Any]
 """A forward pass, ``self`` first."""

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from atorch_ns.capture.blocks import repeated_blocks, select_modules
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
-from atorch_ns.profile import repeated_blocks, select_modules
 from atorch_ns.torch_compat import plain_name, replicate
 from opt_lib._sharded.config import ShardConfig
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch_ns.capture.blocks import counters, fingerprint, fingerprints
-from atorch_ns.profile import Profile, repeated_blocks
+from atorch_ns.capture.blocks import counters, fingerprint, fingerprints, repeated_blocks
+from atorch_ns.profile import Profile
 from tests.profile.subjects import Stack
 
 

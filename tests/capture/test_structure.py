@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import fingerprints
+from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import truncate
-from atorch_ns.profile import profile_model, repeated_blocks
+from atorch_ns.profile import profile_model
 from atorch_ns.profile.record.fake_steps import FakeSteps
 from atorch_ns.profile.record.steps import Precision
 from atorch_ns.testing.networks import TiedLlama

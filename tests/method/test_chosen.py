@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from atorch_ns.capture.blocks import select_modules
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
 from atorch_ns.method import Resolved, load_registry, resolve
-from atorch_ns.profile import Profile, select_modules
+from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
 
 REGISTRY = load_registry()

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.errors import AtorchError, BatchSizeError, InputError, RankError, StrategyError
 from atorch_ns.job import Materialiser, Result
-from atorch_ns.profile import repeated_blocks
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (

@@ -12,10 +12,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch_ns.capture.blocks import call_hooks
+from atorch_ns.capture.blocks import NamedModule, call_hooks
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.pipeline.cut.graph import Call, CallGraph, TensorSpec, Value
-from atorch_ns.profile import NamedModule
 
 _LOOKS_INTO = frozenset(
     {

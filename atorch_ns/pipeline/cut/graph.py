@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.capture.blocks import NamedModule, repeated_blocks
 from atorch_ns.errors import InputError
-from atorch_ns.profile import NamedModule, repeated_blocks
 
 
 def find_units(model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = ()) -> list[NamedModule]:

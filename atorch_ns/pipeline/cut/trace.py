@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.capture.nests import floats_to, map_tensors, tensors_of
 from atorch_ns.capture.operators import count_flops, is_free, moved_bytes
 from atorch_ns.capture.random_states import buffers_and_generators_kept, random_states_kept
@@ -20,7 +21,6 @@ from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.follow import Follower
 from atorch_ns.pipeline.cut.graph import CallGraph
-from atorch_ns.profile import NamedModule
 from atorch_ns.text import error_line
 from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_mode, quiet_fake_kernels
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from atorch_ns.profile import select_modules
+from atorch_ns.capture.blocks import select_modules
 
 _COUNT = re.compile(r"experts$")
 _INDEX = re.compile(r"ind(ex|ices)|selected|expert_ids|topk_ids")

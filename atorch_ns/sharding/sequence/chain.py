@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.capture.nests import Path, leaves
 from atorch_ns.errors import InputError
-from atorch_ns.profile import NamedModule
 from atorch_ns.sharding.rank_context import RankRandomness, isolated
 from atorch_ns.sharding.sequence.block_calls import DividedCalls
 from atorch_ns.sharding.sequence.plan import (

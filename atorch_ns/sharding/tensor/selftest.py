@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import map_tensors, unique_tensors_of
 from atorch_ns.capture.real_values import RealValues
 from atorch_ns.capture.structure import copy_structure
-from atorch_ns.profile import repeated_blocks
 from atorch_ns.profile.record.steps import ModuleCall
 from atorch_ns.sharding.compare import gradient_floor, largest, relative_error, weighted_sum, worst_of_ranks
 from atorch_ns.sharding.rank_context import TensorGroup

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import call_hooks
+from atorch_ns.capture.blocks import call_hooks, repeated_blocks
 from atorch_ns.capture.nests import resized_batch, samples_and_tokens, tensors_of, unique_tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
-from atorch_ns.profile import repeated_blocks
 from atorch_ns.profile.record.fake_steps import FakeSteps
 from atorch_ns.profile.record.steps import ModuleCall, Precision, Subject
 from atorch_ns.sharding.sequence.block_chains import find_chains

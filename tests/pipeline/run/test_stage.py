@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from atorch_ns.capture.blocks import repeated_blocks, select_modules
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.pipeline import (
     CallTracer,
@@ -21,7 +22,6 @@ from atorch_ns.pipeline import (
 )
 from atorch_ns.pipeline.cut.install import ranges
 from atorch_ns.pipeline.run.forward_pass import backward_splits
-from atorch_ns.profile import repeated_blocks, select_modules
 from atorch_ns.testing.models import get_case
 from atorch_ns.torch_compat import plain_name
 from tests.pipeline.chains import CPU, assert_same, chain_pass, trace, whole_pass

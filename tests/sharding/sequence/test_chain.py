@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.errors import InputError
-from atorch_ns.profile import NamedModule
 from atorch_ns.sharding import BlockChain, SequenceSettings
 from atorch_ns.testing.workers import run_ranks
 from tests.sharding.sequence.blocks import CHAINS, HEADS, REFUSED, TRAINED_BIAS, WIDTH, Chain, FlagBlock

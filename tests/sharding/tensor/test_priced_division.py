@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.data import call_model
-from atorch_ns.profile import repeated_blocks
 from atorch_ns.profile.record.fake_steps import FakeSteps
 from atorch_ns.profile.record.steps import Precision, Subject
 from atorch_ns.sharding import TensorGroup, choose_plan, parameter_dims, trace_layers
