@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.profile.compact_states import CompactStates, plain_tensors
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.steps import ALL_PRECISIONS
@@ -39,4 +40,5 @@ __all__ = [
     "plain_tensors",
     "precision_key",
     "profile_model",
+    "repeated_blocks",
 ]

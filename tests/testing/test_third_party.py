@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 
 from atorch_ns.method import Flag, Method, MethodConfig, Phase
-from atorch_ns.capture.blocks import repeated_blocks
+from atorch_ns.profile import repeated_blocks
 
 
 class SaveOnHostConfig(MethodConfig):
