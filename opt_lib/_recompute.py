@@ -30,11 +30,11 @@ def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..
 
 
 class _NeverRaised(Exception):
-    """Of a handler that is only there to be open."""
+    """Exception of a handler that only has to be active."""
 
 
 class _Place(NamedTuple):
-    """Where a buffer is."""
+    """Location of a buffer: its module and name."""
 
     owner: nn.Module
     name: str
@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 
     @property
     def is_statistic(self) -> bool:
-        """Of a batch or instance norm, whose kernels write without counting versions."""
+        """Whether it is a running statistic of a batch or instance norm, whose kernels skip version counters."""
         return bool(getattr(self.owner, "track_running_stats", False))
 
 

@@ -81,7 +81,7 @@ class Ddp(Method[DdpConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[DdpConfig]:
-        """As it is."""
+        """The default config on several ranks."""
         return (DdpConfig(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: DdpConfig) -> None:

@@ -96,7 +96,7 @@ class Zero1(Method[Zero1Config]):
         return plan.changed(sharding={"optimizer_over": plan.shard_axes, "layout": "parameters"})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[Zero1Config]:
-        """By torch."""
+        """The default config, torch's, on several ranks."""
         return (Zero1Config(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: Zero1Config) -> None:

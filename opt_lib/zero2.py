@@ -73,7 +73,7 @@ class Zero2(Method[Zero2Config]):
         return plan_shards(plan, config, keep_gathered=True)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[Zero2Config]:
-        """Block by block, by torch."""
+        """The default config, torch's block by block, on several ranks."""
         return (Zero2Config(),) if cluster.world_size > 1 else ()
 
     def apply(self, job: Job, config: Zero2Config) -> None:

@@ -22,7 +22,7 @@ class Container:
         path: path of the ``ModuleList`` or ``Sequential``.
         blocks: paths of all its blocks, in order.
         kept: positions of the blocks that are kept.
-        stands_for: for each block its representative, as a position in ``kept``.
+        stands_for: representative of each block, as a position in ``kept``.
         kinds: fingerprints of the blocks that are kept.
         counters: attributes that hold a block's position, as dotted paths below the block.
     """
@@ -49,7 +49,7 @@ class Truncation:
 def truncate(model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[str, str]) -> Truncation:
     """Keeps the first block, the last, and between them one of each kind.
 
-    The first and the last do not always save the same tensors as equal blocks between two others.
+    The first and the last block do not always save the same tensors as identical blocks in the middle.
 
     Only ``ModuleList`` and ``Sequential`` that hold nothing but blocks are shortened: another module in
     one could change the shapes between blocks.

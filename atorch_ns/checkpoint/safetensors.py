@@ -1,4 +1,4 @@
-"""Weights in the folder form of Hugging Face: ``model.safetensors`` and ``config.json``."""
+"""Weights in the Hugging Face folder format: ``model.safetensors`` and ``config.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors to and from a folder, through ``torch.distributed.checkpoint``."""
+"""Saving and resharding tensors of a checkpoint folder, through ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def described(error: BaseException) -> str:
 
 
 def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Splits ``--debug`` off the arguments; second, whether it was among them."""
+    """The arguments without ``--debug``, and whether it was among them."""
     ours = len(arguments)
     if "launch" in arguments and not any(
         not one.startswith("-") for one in arguments[: arguments.index("launch")]

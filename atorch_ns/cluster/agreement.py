@@ -88,7 +88,7 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
 
 
 def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup | None = None) -> T:
-    """The value of a group's first rank, on each of its ranks; collective. It must pickle; others may pass ``None``."""
+    """The value of a group's first rank, on each of its ranks; collective. It must be picklable; other ranks may pass ``None``."""
     values: list[Any] = [value]
     if distributed:
         import torch.distributed as dist
@@ -101,7 +101,7 @@ def on_first(action: Callable[[], T], *, what: str, rank: int, distributed: bool
     """What ``action`` returns on rank 0, on every rank; all ranks fail if it does. Collective.
 
     Args:
-        action: the work of rank 0; its value must pickle.
+        action: the work of rank 0; its value must be picklable.
         what: name of the action, for the message.
         rank: this rank.
         distributed: whether there is a process group.

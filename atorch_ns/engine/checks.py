@@ -20,9 +20,9 @@ PRICE_TOLERANCE: Final = 1e-9
 BYTES_TOLERANCE: Final = 1e-3
 """Relative: padding of communication buffers is not modelled to the byte."""
 MAX_BUFFER_DTYPES: Final = 3
-"""Of one model: floating, integer and truth values."""
+"""Distinct buffer dtypes of one model: floating, integer and boolean."""
 MEMORY_TOLERANCE: Final = 0.08
-"""Relative: what the memory estimate promises at worst."""
+"""Relative: the largest error that the memory estimate promises."""
 MEMORY_SLACK_BYTES: Final = 256 * 2**10
 """Absolute, so that batches and counters do not fail a model of a few kilobytes."""
 

@@ -195,7 +195,7 @@ class Sizes:
         return len(self.data)
 
     def take(self, rows: np.ndarray) -> Sizes:
-        """Those of some rows."""
+        """The sizes of the given rows."""
         columns = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__ if name != "uses"}
         return Sizes(uses=self.uses, **columns)
 
@@ -254,7 +254,7 @@ class ModelShard:
 
     Attributes:
         trace: the trace of the whole model.
-        counts: for each segment the blocks on the rank: one number for all plans, or [R].
+        counts: blocks of each segment on the rank: one number for all plans, or [R].
         live: [R] micro-batches whose activations are alive at the worst moment.
         accumulates: [R] whether gradients of earlier micro-batches are there then.
         receives, sends: [R] whether the rank's part begins after, or ends before, a cut of a pipeline.
@@ -301,7 +301,7 @@ class ModelShard:
         return any(isinstance(count, np.ndarray) for count in self.counts)
 
     def share(self, s: int, divided: float, words: float = 0.0) -> np.ndarray | float:
-        """[R] of a quantity of segment ``s`` the share that a rank has.
+        """Share of a quantity of segment ``s`` that a rank holds, [R].
 
         Args:
             s: the segment.
@@ -320,7 +320,7 @@ class ModelShard:
         return self.known[key]
 
     def of_parameters(self, s: int) -> np.ndarray | float:
-        """[R] of the elements of segment ``s``'s own parameters the share that a rank has of one block."""
+        """Share of the elements of one block's own parameters in segment ``s`` that a rank holds, [R]."""
         if not self.sizes.divides:
             return 1.0
         if s not in self.known:

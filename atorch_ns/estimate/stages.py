@@ -67,7 +67,7 @@ class Owners(NamedTuple):
     starts: np.ndarray
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """[R] of each plan's rows the one whose value is largest."""
+        """Row with the largest value among the rows of each plan, [R]."""
         most = np.maximum.reduceat(values, self.starts)[self.plans]
         rows = np.flatnonzero(values == most)
         _, first = np.unique(self.plans[rows], return_index=True)

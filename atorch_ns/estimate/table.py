@@ -1,4 +1,4 @@
-"""Plans as columns, so that many are priced by a few array operations."""
+"""PlanTable: plans in columns, for vectorised pricing."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
 
 
 def kind_of(plan: Plan, **changes: Any) -> Plan:
-    """The plan without its sizes, with other ``changes``: what rows of a table have in common.
+    """The plan without its sizes and with ``changes`` applied: what rows of a table have in common.
 
     States that are sharded are divided along ``zero`` where a row has one, else along ``data``.
     """

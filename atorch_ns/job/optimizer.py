@@ -1,4 +1,4 @@
-"""The optimizer that a user steps when more than the bare step has to happen."""
+"""Optimizer wrapper: fp32 master weights, loss scaling, skipped steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MasterWeights:
     Args:
         parameters: the model's parameters; those that are not floating or already fp32 are their own master.
         on_host: whether all floating parameters, plain tensors then, have a master, in host memory.
-        pinned: whether that memory is pinned, so that the device moves it by itself.
+        pinned: whether that memory is pinned, so that copies are asynchronous.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Launch:
 
     @property
     def command(self) -> list[str]:
-        """The arguments, from the interpreter on."""
+        """Full command line, interpreter included."""
         return [sys.executable, "-m", "torch.distributed.run", *self.arguments]
 
     @property

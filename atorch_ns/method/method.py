@@ -168,7 +168,7 @@ def _plan_fields() -> set[str]:
 
 
 class Method(ABC, Generic[C]):
-    """One thing that can be done to a job. A subclass is final, small, and knows nothing of search or RPC.
+    """One thing that can be done to a job. Subclasses must be final.
 
     Class attributes:
         name: as written in a strategy.
@@ -176,17 +176,16 @@ class Method(ABC, Generic[C]):
         phase: when it is applied.
         Config: its settings.
         provides: the roles it fills. Two methods that fill one role exclude each other.
-        default_for: the role it is added for when a strategy leaves that role empty.
+        default_for: the role for which it is the default, added when a strategy leaves that role empty.
         conflicts: methods it cannot stand with.
         variants: configs that compose differently from the default one, by what sets them apart.
         needs_process_group: whether it means nothing in a process that is not one of a group; there it is
             left out with a warning.
-        refuses_by: the fields of the plan (``compiled``, ``sharding``, ``sharding.layout``) that decide, with the
-            config, the axes that divide the model and the methods that are applied before, whether :meth:`apply`
-            refuses; empty if these alone do. A search then takes one refusal to hold for every strategy that is
-            alike in this. ``None``: it may be about anything, and holds for no other.
+        refuses_by: plan fields (``compiled``, ``sharding.layout``) that, together with the config, the axes that
+            divide the model and the methods applied earlier, determine whether :meth:`apply` refuses. A search
+            applies one refusal to every strategy with equal values. ``None``: a refusal says nothing about others.
 
-    The first line of the class's docstring is its summary in tables. A method with a need of its own implements
+    The first line of the class's docstring is its summary in tables. A method with further needs implements
     the protocol of that need as well: :class:`Expands`, :class:`FitsCluster`, :class:`ReplacesModules` or
     :class:`CarriesState`.
     """
@@ -257,10 +256,10 @@ class Method(ABC, Generic[C]):
 
     @abstractmethod
     def apply(self, job: Job, config: C) -> None:
-        """Does it to the job."""
+        """Applies the method to the job."""
 
     def explain(self, config: C, cluster: Cluster) -> str:
-        """Why it is here and how it is set, as a clause for the report."""
+        """Why the method was chosen and with which settings, as a clause for the report."""
         return self.summary
 
 
@@ -298,7 +297,7 @@ class FitsCluster(Protocol):
 
 
 def fit_config(method: Method[Any], config: MethodConfig, cluster: Cluster) -> MethodConfig:
-    """``config`` as a method that :class:`FitsCluster` fits it; as it is for other methods."""
+    """``config`` fitted by a method that :class:`FitsCluster`; unchanged for other methods."""
     if not isinstance(method, FitsCluster):
         return config
     result: MethodConfig = method.fit(config, cluster)
@@ -310,9 +309,9 @@ class ReplacesModules(Protocol):
     """A method that changes what the model computes, so that a search needs a profile of the model with it."""
 
     def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
-        """``model``, a copy that may be changed, as it computes under a plan with replaced modules; ``None`` if nothing is.
+        """``model``, a copy that may be changed, with modules replaced; ``None`` if none is.
 
-        Only its structure counts. ``profile`` is that of the model as it was.
+        Only its structure counts. ``profile`` is that of the original model.
         """
 
 

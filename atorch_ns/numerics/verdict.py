@@ -9,12 +9,12 @@ from typing import Any, Final, Literal
 from atorch_ns.numerics.reference import Deviation, Reference, measure
 
 TOLERANCE: Final = 2e-4
-"""Of a parameter's update, in full precision. Rounding alone gives up to 2e-5."""
+"""Relative to a parameter's update, in full precision; rounding alone reaches 2e-5."""
 REDUCED_TOLERANCE: Final = 0.05
 NOISE_FACTOR: Final = 4.0
-"""In reduced precision this much of the error of plain bfloat16 in one process is allowed on top."""
+"""Multiple of the error of plain bfloat16 in one process that is allowed on top in reduced precision."""
 UNJUDGED: Final = 0.25
-"""Parameters whose update plain reduced precision changes by more than this show nothing."""
+"""Parameters whose update plain reduced precision changes by more than this share are not judged."""
 LOSS_TOLERANCE: Final = 1e-4
 REDUCED_LOSS_TOLERANCE: Final = 0.02
 
@@ -24,14 +24,14 @@ _NONE: Final = Deviation(errors={}, loss_error=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterVerdict:
-    """One parameter.
+    """Verdict on one parameter.
 
     Attributes:
         name: name in the user's model.
         gradient_error: the largest error of its first gradient, in units of the gradient's largest element.
         parameter_error: the largest error after the last step, in units of its largest update.
         gradient_tolerance, parameter_tolerance: the largest errors that are allowed.
-        state: ``"drifts"`` if one is over; ``"not judged"`` where rounding alone moves it by more than it moves.
+        state: ``"drifts"`` if one is exceeded; ``"not judged"`` where rounding noise exceeds the update.
     """
 
     name: str

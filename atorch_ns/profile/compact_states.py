@@ -25,13 +25,13 @@ class CompactStates:
     """States that an optimizer keeps in fewer bits, in blocks with a scale each, of parameters that are large enough.
 
     Attributes:
-        min_elements: of the smallest parameter that has them.
-        multiple: the number of elements must be a multiple of this.
+        min_elements: elements of the smallest parameter with compact states.
+        multiple: required divisor of the number of elements.
         bytes_per_element: bytes of all states together.
-        block_elements, block_bytes: for each block that has begun so many bytes more; 0 bytes where blocks are
-            always whole, which ``bytes_per_element`` then holds.
-        fixed_bytes: for each parameter: lookup tables.
-        shared_bytes: of tables that all parameters share.
+        block_elements, block_bytes: size of a block, and bytes added for each block, the last partial one included;
+            0 bytes where blocks are always whole and ``bytes_per_element`` contains them.
+        fixed_bytes: bytes of lookup tables per parameter.
+        shared_bytes: bytes of tables that all parameters share.
     """
 
     min_elements: int

@@ -39,7 +39,7 @@ class BlockKey(NamedTuple):
         device: name of the device, as :func:`device_name` gives it.
         precision: the precision key of the run.
         num_samples, num_tokens: B and T of the batch.
-        flops: of the forward pass; distinguishes inputs of other sizes (images).
+        flops: FLOPs of the forward pass; they distinguish inputs of other sizes (images).
     """
 
     device: str
@@ -68,7 +68,7 @@ class ProfileDatabase:
     A file that cannot be read is replaced with a warning: its times can be measured again.
 
     Args:
-        path: of the file; folders are made when it is first written.
+        path: path of the file; folders are made when it is first written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

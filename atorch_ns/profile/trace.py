@@ -236,7 +236,7 @@ class ParameterSpec:
     Attributes:
         name: relative to the segment; the full path where the segment is no module.
         shape: the shape of the whole tensor.
-        dtype: its torch name, as in the user's model.
+        dtype: name of the torch dtype in the user's model.
         trainable: whether it requires a gradient.
         tied_to: full path of the parameter that this is another name of; such a one takes no memory.
         tensor_dim: the dim along which tensor parallelism divides it; ``None`` for one that stays whole.
@@ -268,7 +268,7 @@ class Segment:
         paths: module paths of the blocks; empty for a stretch between blocks.
         block_class: class of the blocks, empty for a stretch between blocks.
         fingerprint: equal for blocks of equal structure, shapes and settings.
-        parameters: of one instance; for stretches between blocks, of the modules first used there.
+        parameters: parameters of one instance; for stretches between blocks, of the modules first used there.
         buffer_bytes: bytes of the buffers of one instance.
         costs: the costs of one instance, by :func:`precision_key`.
         replaced_costs: the same where modules are replaced; empty where that was not traced.
@@ -316,7 +316,7 @@ class OptimizerSpec:
 
     Attributes:
         name: the name of its class.
-        state_dtypes: for each state of the parameter's shape its dtype, ``"same"`` for the parameter's own.
+        state_dtypes: dtype of each state of the parameter's shape, ``"same"`` for the parameter's own.
         fixed_bytes: bytes of states of a fixed size for each parameter (step counters).
         temporary_copies: tensors of the size of all gradients that a step holds at its worst moment (1 for
             foreach implementations, 0 for fused ones and loops).
@@ -342,12 +342,12 @@ class Trace:
     """The cost of one training step.
 
     Attributes:
-        segments: in the order of the forward pass; the loss is in the last one.
+        segments: segments in the order of the forward pass; the loss is in the last one.
         num_samples: samples in the batch that was traced.
         num_tokens: tokens in each; 1 where there is no sequence.
         num_heads, num_key_value_heads, vocabulary_size: 0 where unknown.
         loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
-        num_experts: of a layer of experts; 0 without one.
+        num_experts: experts in a mixture-of-experts layer; 0 without one.
         experts_per_token: how many of them compute each token.
         optimizer: the optimizer's states; ``None`` without an optimizer.
         how: ``"fake"`` tensors, or one ``"real"`` step for models that do not run on them.

@@ -107,14 +107,14 @@ class Knowledge:
 
     @functools.cached_property
     def learned(self) -> dict[str, str]:
-        """Candidates that need no trial after those of others, each with the reason."""
+        """Candidates that the trials of others make unnecessary to try, each with the reason."""
         return {**self.refused_alike, **self.too_large}
 
     @functools.cached_property
     def refused_alike(self) -> dict[str, str]:
-        """Those of them that a method would refuse as it has refused another, by their refusal keys.
+        """Candidates, with reasons, that a method would refuse as it has refused another, by refusal key.
 
-        The refusal of a key with which another candidate has run counts for nothing.
+        A refusal is disregarded if another candidate with the same key has run.
         """
         refusals: dict[tuple[str, str], str] = {}
         ran: set[tuple[str, str]] = set()
@@ -139,7 +139,7 @@ class Knowledge:
 
     @functools.cached_property
     def too_large(self) -> dict[str, str]:
-        """Those of them that would run out of memory as another one did."""
+        """Candidates, with reasons, that would run out of memory as another one did."""
         failed = [one for one in self.candidates if one.key in self.short_of_memory and one.predicted_bytes]
         if not failed:
             return {}
@@ -167,7 +167,7 @@ class Knowledge:
     def short_of_memory(self) -> frozenset[str]:
         """Keys of the candidates that ran out of memory, where the limit explains it.
 
-        Far below the limit, by prediction and measurement, the cause is another, and says nothing of others.
+        Far below the limit, by prediction and measurement, the cause is another, and other candidates are not judged by it.
         """
         found = set()
         for index, entry in self._entries:

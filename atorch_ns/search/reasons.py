@@ -93,7 +93,7 @@ def _advice(nearest: Candidate, knowledge: Knowledge) -> str:
 
 
 class Reasons:
-    """The sentences of one search.
+    """Explains each candidate's outcome in a sentence.
 
     Args:
         knowledge: all that follows from the trials.

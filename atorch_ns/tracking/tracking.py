@@ -1,4 +1,4 @@
-"""Tracking of training steps: the metrics and their units, the tracker protocol, and the guard around a tracker."""
+"""Tracking of training steps: the metrics and their units, the tracker protocol, and error handling around a tracker."""
 
 from __future__ import annotations
 

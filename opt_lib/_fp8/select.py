@@ -35,7 +35,7 @@ there is one output for each row of the largest embedding."""
 
 
 class Heads:
-    """Which linears make the logits: by what the model says of itself, by their weights, by their names."""
+    """Linear layers that compute the logits: found through the model's own accessors, tied weights and names."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tied = _weights_of_others(model)
@@ -43,8 +43,8 @@ class Heads:
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         self._rows = max(rows, default=None)
 
-    def has(self, name: str, module: nn.Linear) -> bool:
-        """Whether the linear of this name is one."""
+    def is_head(self, name: str, module: nn.Linear) -> bool:
+        """Whether the linear layer computes the logits."""
         if id(module.weight) in self._tied or id(module) in self._said:
             return True
         parent, _, last = name.rpartition(".")
@@ -54,7 +54,7 @@ class Heads:
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """What ``get_output_embeddings()`` of transformers answers, of the model and of models in it."""
+    """Results of transformers' ``get_output_embeddings()`` on the model and its submodules."""
     for module in model.modules():
         ask = getattr(module, "get_output_embeddings", None)
         if not callable(ask):
@@ -98,7 +98,7 @@ class Selection:
 
     Attributes:
         replaced: the layers that are to compute in fp8.
-        kept: the other layers, by the reason.
+        kept: skipped layers, keyed by reason.
     """
 
     replaced: tuple[str, ...]
@@ -110,7 +110,7 @@ class Selection:
         return self.kept.get(HEAD, ())
 
     def refused(self, include: Iterable[str]) -> dict[str, str]:
-        """Those of ``include`` whose layers all stay as they are, with the reasons."""
+        """Entries of ``include`` that match no replaced layer, with the reasons."""
         found = {}
         for part in include:
             reasons = [reason for reason, names in self.kept.items() if any(part in name for name in names)]
@@ -119,7 +119,7 @@ class Selection:
         return found
 
     def listed(self) -> str:
-        """Every name, those of the others with the reasons."""
+        """All layers; skipped ones with the reasons."""
         kept = "; ".join(f"{', '.join(map(_shown, names))}: {reason}" for reason, names in self.kept.items())
         replaced = ", ".join(map(_shown, self.replaced))
         return f"replaced {replaced or 'nothing'}; not replaced: {kept or 'nothing'}"
@@ -129,7 +129,7 @@ class Selection:
         return self.describe_kept() or "the model has no nn.Linear"
 
     def describe_kept(self) -> str:
-        """The others with their reasons; empty if there are none."""
+        """Skipped layers with the reasons; empty if there are none."""
         return "; ".join(f"{folded(names)}: {reason}" for reason, names in self.kept.items())
 
 
@@ -167,7 +167,7 @@ def find_linears(
                 if degree == 1 or _is_odd(module, DIM_MULTIPLE)
                 else f"{SIZES} on each of {degree} tensor ranks"
             )
-        if reason is None and include is None and heads.has(name, module):
+        if reason is None and include is None and heads.is_head(name, module):
             reason = HEAD
         if reason is None and id(module.weight) in shared:
             reason = TIED
@@ -199,7 +199,7 @@ def lora_layers(
 
 
 def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
-    """Those of ``parts`` that no linear's name contains, each with the parts of names nearest to it."""
+    """Entries of ``parts`` that no linear's name contains, each with the parts of names nearest to it."""
     names = [
         plain_name(path)
         for path, module in model.named_modules(remove_duplicate=False)

@@ -27,7 +27,7 @@ MakeForward = Callable[..., Forward]
 
 
 class Derived(nn.Module):
-    """Marks the classes made here."""
+    """Marker base of run-time subclasses."""
 
 
 def derive(module: nn.Module, prefix: str, make: MakeForward, *settings: Any) -> nn.Module:

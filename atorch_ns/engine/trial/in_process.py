@@ -34,9 +34,9 @@ from atorch_ns.torch_compat import process_groups
 
 
 def structure_with_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on meta and, when it is materialised, look like the original's.
+    """A copy with parameters on meta that, when materialised, have the statistics of the originals.
 
-    Ties, buffers, hooks and settings are as they were. An attribute that cannot be copied (a lock, an open
+    Ties, buffers, hooks and settings are kept. An attribute that cannot be copied (a lock, an open
     file) is shared with the original.
     """
     copied, _ = structure_of(model, shallow=False)
@@ -50,10 +50,10 @@ def structure_with_values(model: nn.Module) -> nn.Module:
 class InProcessWorker:
     """Runs trials in this process, over its process group, on a copy of the model's structure.
 
-    Weights, buffers, random states, threads and process groups are afterwards as before. Other rules hold as
-    far as one process allows: cancelling and the deadline take effect between blocks of steps, so a trial
+    Weights, buffers, random states, threads and process groups are restored afterwards. Isolation is limited to
+    what one process allows: cancelling and the deadline take effect between blocks of steps, so a trial
     that hangs in a collective hangs the search until the group's own timeout, one that crashes ends the
-    process, and what the process holds besides limits what a trial can hold. Nothing is logged to files.
+    process, and what else the process holds reduces the memory of a trial. Nothing is logged to files.
 
     Args:
         inputs: the user's objects, with a small dataset.

@@ -28,7 +28,7 @@ class SegmentBytes:
 
     Attributes:
         costs: the costs of each segment.
-        parts: which part of the model a rank has.
+        parts: the part of the model that a rank holds.
         num_samples: [R] samples in a micro-batch of one rank.
         num_tokens: tokens in a sample.
     """
@@ -39,13 +39,13 @@ class SegmentBytes:
     num_tokens: int
 
     def value(self, growth: Growth, s: int) -> np.ndarray:
-        """[R] of a growth of segment ``s``."""
+        """Bytes of ``growth`` in segment ``s`` on a rank, [R]."""
         whole = growth.at(self.num_samples, self.num_tokens)
         return np.asarray(whole * self.parts.share(s, growth.divided, growth.words))
 
     @cached_property
     def outputs(self) -> tuple[np.ndarray, ...]:
-        """Bytes that are handed to the next one."""
+        """[R] bytes that each segment hands to the next."""
         return tuple(self.value(cost.output, s) for s, cost in enumerate(self.costs))
 
     @cached_property

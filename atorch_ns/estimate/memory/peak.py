@@ -1,4 +1,4 @@
-"""Peak memory of plans.
+"""Peak memory of plans: the maximum over moments of (kept + gradients + activations + temporaries).
 
 Legend: N plans, R of them of one kind.
 """
@@ -46,7 +46,7 @@ def price_memory(
         workload: the batch of a step.
         device_type: ``"cpu"`` or ``"cuda"``: on the CPU, gloo's collectives work on copies, and what is
             offloaded is in the same memory.
-        memo: of the same table, trace and workload.
+        memo: results shared between calls with the same table, trace and workload.
 
     Returns:
         [N, 6] columns as :class:`MemoryParts`; [N] at which moment; and the moments in words.
@@ -132,7 +132,7 @@ def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
 
 
 def _price(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-    """[R, 6] parts and [R] moment."""
+    """[R, 6] parts of the peak, and [R] the moment of the peak."""
     moments = list(_moments(kind))
     names = np.asarray([moment.name for moment in moments])
     found = np.empty((len(moments), 3, len(kind.row)))

@@ -108,17 +108,17 @@ _UPDATE_FUSED: Final = 0.65
 _DTENSOR: Final = 5.0
 """An operator on a DTensor, as parameters sharded by rows are, over one on a plain tensor."""
 _FOREACH_GPU: Final = 0.1
-"""Of these, where all parameters are updated by a few foreach kernels, as on GPUs."""
+"""Share of these operators that remains where a few foreach kernels update all parameters, as on GPUs."""
 
 
 def recompute_operators(plan: Plan, segment: Segment, share: float) -> float:
-    """Operators beyond those of one instance itself, of which a share is recomputed, in one micro-batch."""
+    """Extra operators of one instance per micro-batch when ``share`` of it is recomputed."""
     compiled = _GUARDED if plan.compiled and segment.is_block else 0.0
     return share * _RECOMPUTED + compiled
 
 
 def communication_operators(context: PricingContext) -> np.ndarray:
-    """[R] of a step, for gathering, reducing and sending parameters and gradients."""
+    """Operators launched per step to gather, reduce and send parameters and gradients, [R]."""
     plan, passes = context.plan, context.micro_batches
     none = np.zeros(len(passes))
     if plan.gradient_sync == "none":
@@ -146,7 +146,7 @@ def _cost(figures: tuple[float, float], unit: Unit) -> float:
 def update_operators(
     plan: Plan, num_parameters: np.ndarray, num_states: int, device: str, *, fused: bool = False
 ) -> np.ndarray:
-    """[R] for updating so many parameters on the rank that has most."""
+    """Operators launched by the update on the busiest rank, [R]."""
     each = _UPDATE_FUSED if fused else _UPDATE[num_states]
     if plan.sharding.layout == "rows" and plan.sharding.optimizer_over:
         each *= _DTENSOR
@@ -158,7 +158,7 @@ def update_operators(
 
 
 COMPILED_LAUNCHES = 0.25
-"""Share of operators that a compiled block still starts: TorchInductor fuses chains of element-wise operators
+"""Share of operators that a compiled block still launches: TorchInductor fuses chains of element-wise operators
 and reductions, three to six into one (its own fusion logs on transformer blocks)."""
 
 COMPILED_MOVED = 0.5
@@ -171,7 +171,7 @@ class SegmentSeconds:
 
     Attributes:
         forward, backward, recompute: [R] seconds of computation.
-        operators: started on the host, all passes together.
+        operators: number of operators launched by the host, all passes together.
     """
 
     forward: np.ndarray
@@ -187,7 +187,7 @@ class Passes:
     Attributes:
         segments: for each segment its seconds in one micro-batch.
         compute, recompute: [R] seconds of the whole step.
-        operators: [R] started on the host in the whole step.
+        operators: [R] number of operators launched by the host in the whole step.
     """
 
     segments: tuple[SegmentSeconds, ...]
@@ -197,7 +197,7 @@ class Passes:
 
 
 def segments_of(context: PricingContext) -> tuple[SegmentSeconds, ...]:
-    """The seconds of one instance of every segment."""
+    """Seconds of one instance of every segment."""
     shares = recomputed_shares(context.plan, context.trace.segments)
     return tuple(
         _segment_seconds(context, segment, again)

@@ -179,7 +179,7 @@ def price_time(
 
     Args:
         table: N plans.
-        memo: of the same table, trace and workload.
+        memo: results shared between calls with the same table, trace and workload.
 
     Returns:
         [N, 9] seconds, columns as :class:`TimeParts`.

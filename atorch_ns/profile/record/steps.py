@@ -1,4 +1,7 @@
-"""One recorded step of a copy of the model."""
+"""Recording one training step of a copy of the model, in each precision.
+
+Legend: B samples, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Precision:
     """One way to run a step.
 
     Attributes:
-        key: as :func:`precision_key` writes it.
+        key: precision key, as written by :func:`precision_key`.
         weights: dtype of floating parameters; ``None`` for what the model has.
         autocast: dtype of matrix products under autocast.
     """
@@ -40,7 +43,7 @@ class Precision:
 
     @classmethod
     def parse(cls, key: str) -> Precision:
-        """From a key; weights in fp32 are those of the model as it is."""
+        """The precision of a key; for weights in fp32 the model's own dtypes are left alone."""
         weights, _, autocast = key.partition("/")
         return cls(
             precision_key(weights, autocast or None),
@@ -95,11 +98,11 @@ class Subject:
     Attributes:
         model: the model, on any device.
         batch: one sample batch.
-        forward_loss: its model call and loss.
+        forward_loss: model call and loss.
         sizes: B and T of the batch.
-        at: B and T whose worst moments matter.
+        at: B and T for which memory peaks are wanted.
         blocks: the repeated blocks, by path; none to follow the model as a whole.
-        prints: their fingerprints.
+        prints: fingerprints of the blocks, by path.
         keeps_output: whether the model's output is held through the backward pass, as the variable of a
             training loop holds it.
         counts_workspaces: whether memory that kernels take and return inside one call is counted: not where
@@ -134,8 +137,8 @@ class Step:
         uses: for each parameter outside blocks, by its first name, the stretches that use it in the forward
             pass, in order.
         sizes: B and T that it ran with.
-        division: what of it tensor parallelism would divide.
-        dims: for each parameter that would be divided, by its first name, the dim.
+        division: tensors and operators that tensor parallelism would divide.
+        dims: dim along which each divided parameter is divided, by its first name.
     """
 
     recording: Recording
@@ -146,14 +149,14 @@ class Step:
     dims: Mapping[str, int]
 
     def worked(self) -> list[bool]:
-        """For each stretch whether it ran an operator, forward or backward."""
+        """Whether each stretch ran an operator, forward or backward."""
         found = [False] * len(self.occurrences)
         for _, phase in self.recording.operators():
             found[phase // 2] = True
         return found
 
     def used(self) -> list[bool]:
-        """For each stretch whether it used a parameter that belongs to no block."""
+        """Whether each stretch used a parameter that belongs to no block."""
         found = [False] * len(self.occurrences)
         for stretches in self.uses.values():
             for stretch in stretches:

@@ -73,7 +73,7 @@ def find_division(
 
     Args:
         recording: the recording of a forward and a backward pass.
-        shapes: of the parameters, by their numbers among the given tensors.
+        shapes: shapes of the parameters, by their numbers among the given tensors.
         block_of: the block that a phase belongs to; empty outside blocks.
         vocabulary: parameters outside blocks that have a row for each word, with that dim.
     """

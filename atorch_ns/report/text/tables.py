@@ -1,4 +1,4 @@
-"""Tables of the report as cells of text, and as plain text or for a rich console."""
+"""Report tables as text cells, as plain text and for a rich console."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class TrialRecord:
         key: the candidate's key.
         label: the candidate in a few words.
         parameters: settings of the candidate's methods, each ``"on"``.
-        task: its task.
-        outcome: its outcome.
+        task: the task of the trial.
+        outcome: the outcome of the trial.
         number: number of the trial in its study, from 0 on.
         run: number of its search in the study, from 0 on.
     """
@@ -199,7 +199,7 @@ class History:
             self._attempt("written", lambda: self._journal.append(to_json(line)))
 
     def _attempt(self, what: str, do: Callable[[], None]) -> None:
-        """Does it, unless the file fails, now or earlier."""
+        """Calls ``do`` unless the file has failed; a failure is noted."""
         if not self.problem:
             try:
                 do()

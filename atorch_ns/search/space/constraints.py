@@ -47,8 +47,8 @@ class Constraints:
     """All constraints of a search.
 
     Attributes:
-        included: constraints of each of which a strategy must contain one method.
-        excluded: constraints of which it may contain none.
+        included: for each, a strategy must contain at least one of its methods.
+        excluded: for each, a strategy may contain none of its methods.
     """
 
     included: tuple[Constraint, ...] = ()

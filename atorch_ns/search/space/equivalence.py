@@ -1,4 +1,4 @@
-"""Plans that amount to the same: settings that change nothing on this cluster are taken out."""
+"""Canonical form of a plan, for comparison: settings without effect on this cluster are removed."""
 
 from __future__ import annotations
 
