@@ -1,6 +1,6 @@
-"""Peak memory of plans: the maximum over moments of (kept + gradients + activations + temporaries).
+"""Peak memory of plans: states + reserve + max over moments of (gradients + activations + temporaries).
 
-Legend: N plans, R of them of one kind.
+States are parameters and optimizer states as they are kept between steps. Legend: N plans, R of them of one kind.
 """
 
 from __future__ import annotations
