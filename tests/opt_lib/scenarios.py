@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ from atorch_ns.testing.parity import (
     snapshot,
 )
 from atorch_ns.testing.workers import run_ranks
+
+T = TypeVar("T")
 
 AUTOCAST = {"autocast_dtype": torch.bfloat16, "global_batch": BF16_GLOBAL_BATCH}
 AUTOCAST_FP16 = {"autocast_dtype": torch.float16, "global_batch": BF16_GLOBAL_BATCH}
@@ -59,6 +61,22 @@ class Scenario:
 
 
 Runs = list[dict[str, Trajectory | str]]
+
+
+def named(names: Iterable[str], *, often: Container[str]) -> list[Any]:
+    """Parameters of a test, one a name; all but those that are to run ``often`` are slow."""
+    slow = [pytest.mark.slow]
+    return [pytest.param(name, id=name, marks=() if name in often else slow) for name in names]
+
+
+def selected(request: pytest.FixtureRequest, runs: Mapping[str, T]) -> dict[str, T]:
+    """The runs that the selected tests of a module ask for, by the parameter ``name``."""
+    names = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+    }
+    return {name: run for name, run in runs.items() if name in names}
 
 
 def run_scenarios(scenarios: Mapping[str, Scenario], num_ranks: int) -> Runs:

@@ -29,7 +29,9 @@ from tests.opt_lib.scenarios import (
     Scenario,
     assert_equals_one_process,
     error_of,
+    named,
     run_scenarios,
+    selected,
     two_groups,
 )
 
@@ -159,29 +161,31 @@ def _on_four() -> dict[str, Scenario]:
 
 
 TWO_RANKS, FOUR_RANKS = _on_two(), _on_four()
+OFTEN = ("mlp", "hf_gpt2", "clipped-1", "checkpoint-0", "bf16-1", "groups-0", "data inside-1", "tensor")
 EIGHT_RANKS = {"cube": Scenario("tied_llama", [_mesh(*CUBE), "ds_3d_parallel"])}
 
 
 @pytest.fixture(scope="module")
-def runs_on_two() -> Runs:
-    return run_scenarios(TWO_RANKS, 2)
+def runs_on_two(request: pytest.FixtureRequest) -> Runs:
+    return run_scenarios(selected(request, TWO_RANKS), 2)
 
 
 @pytest.fixture(scope="module")
-def runs_on_four() -> Runs:
-    return run_scenarios(FOUR_RANKS, 4)
+def runs_on_four(request: pytest.FixtureRequest) -> Runs:
+    return run_scenarios(selected(request, FOUR_RANKS), 4)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", named(TWO_RANKS, often=OFTEN))
 def test_two_stages_equal_one_process(name: str, runs_on_two: Runs) -> None:
     assert_equals_one_process(TWO_RANKS[name], name, runs_on_two)
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", named(FOUR_RANKS, often=OFTEN))
 def test_four_ranks_equal_one_process(name: str, runs_on_four: Runs) -> None:
     assert_equals_one_process(FOUR_RANKS[name], name, runs_on_four)
 
 
+@pytest.mark.slow
 def test_three_axes_on_eight_ranks_equal_one_process() -> None:
     assert_equals_one_process(EIGHT_RANKS["cube"], "cube", run_scenarios(EIGHT_RANKS, 8))
 

@@ -27,6 +27,7 @@ from atorch_ns.testing.parity import (
 )
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from opt_lib.expert_parallel import ExpertParallel
+from tests.opt_lib.scenarios import named, selected
 from tests.parity.variants import reference
 
 EXPERT_2 = ("parallel_mode", [("expert", 2)])
@@ -120,6 +121,19 @@ ON_4: dict[str, Run] = {
 }
 
 
+OFTEN = (
+    "alone",
+    "clipped fsdp",
+    "zero2",
+    "checkpoint and fsdp",
+    "by name",
+    "qwen",
+    "balanced",
+    "data, fsdp, clipped",
+    "tensor",
+)
+
+
 def _attempt(run: Run) -> Trajectory | str:
     name, strategy, arguments = run
     try:
@@ -136,13 +150,13 @@ def _run_all(runs: dict[str, Run], num_ranks: int) -> dict[str, list[Trajectory 
 
 
 @pytest.fixture(scope="module")
-def on_2() -> dict[str, list[Trajectory | str]]:
-    return _run_all(ON_2, 2)
+def on_2(request: pytest.FixtureRequest) -> dict[str, list[Trajectory | str]]:
+    return _run_all(selected(request, ON_2), 2)
 
 
 @pytest.fixture(scope="module")
-def on_4() -> dict[str, list[Trajectory | str]]:
-    return _run_all(ON_4, 4)
+def on_4(request: pytest.FixtureRequest) -> dict[str, list[Trajectory | str]]:
+    return _run_all(selected(request, ON_4), 4)
 
 
 def _assert_parity(run: Run, found: list[Trajectory | str]) -> None:
@@ -157,12 +171,12 @@ def _assert_parity(run: Run, found: list[Trajectory | str]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ON_2)
+@pytest.mark.parametrize("name", named(ON_2, often=OFTEN))
 def test_two_ranks(name: str, on_2: dict[str, list[Trajectory | str]]) -> None:
     _assert_parity(ON_2[name], on_2[name])
 
 
-@pytest.mark.parametrize("name", ON_4)
+@pytest.mark.parametrize("name", named(ON_4, often=OFTEN))
 def test_four_ranks(name: str, on_4: dict[str, list[Trajectory | str]]) -> None:
     _assert_parity(ON_4[name], on_4[name])
 

@@ -79,7 +79,7 @@ def global_batch(precision: str) -> int:
 
 
 # Of the pairs, every n-th is checked on a model whenever the tests run.
-_EVERY = {"mlp": 1, "tied_llama": 2, "hf_llama": 4, "hf_gpt2": 5}
+_EVERY = {"mlp": 1, "tied_llama": 4, "hf_llama": 8, "hf_gpt2": 8}
 
 
 def in_sample(case_name: str, position: int, variants: tuple[Variant, ...]) -> bool:

@@ -37,7 +37,7 @@ from atorch_ns.testing.parity import (
 from opt_lib._fp8 import torchao
 from opt_lib._fp8.select import find_linears
 from opt_lib.fp8 import Fp8, Fp8Config
-from tests.opt_lib.scenarios import Runs, Scenario, run_scenarios
+from tests.opt_lib.scenarios import Runs, Scenario, named, run_scenarios, selected
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 FUSED = {**ADAMW, "fused": True}
@@ -189,6 +189,7 @@ def _demo_text() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_the_loss_on_text_is_that_of_bf16_within_two_percent() -> None:
     text = _demo_text()
     windows = text.ByteWindows(text.english_text(), 48)
@@ -260,15 +261,20 @@ def _exact_step(result: Result, batch: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Runs:
+def runs(request: pytest.FixtureRequest) -> Runs:
     torchao.load()
-    scenarios = {name: Scenario("tied_llama", strategy) for name, strategy in SAME.items()}
+    names = selected(request, {**SAME, **EXACT, **GATHERED})
+    scenarios = {name: Scenario("tied_llama", strategy) for name, strategy in SAME.items() if name in names}
     for name, rest in EXACT.items():
+        if name not in names:
+            continue
         scenarios[f"{name}, plain"] = Scenario("tied_llama", rest)
         scenarios[f"{name}, rounded"] = Scenario("tied_llama", [fp8("tensorwise"), *rest])
         step = {"step": _exact_step}
         scenarios[f"{name}, exact"] = Scenario("tied_llama", [fp8("tensorwise"), *rest], step)
     for name, (rest, *_) in GATHERED.items():
+        if name not in names:
+            continue
         scenarios[f"{name}, not gathered"] = Scenario("tied_llama", [fp8("tensorwise"), *rest])
         scenarios[f"{name}, gathered"] = Scenario("tied_llama", [GATHER, *rest])
     return run_scenarios(scenarios, 2)
@@ -288,12 +294,12 @@ def _on_ranks(runs: Runs, name: str) -> Trajectory:
     return trajectories[0]
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", named(SAME, often=("ddp", "fsdp, checkpoint", "pipeline")))
 def test_two_ranks_compute_what_one_process_does_in_fp8(name: str, runs: Runs, alone: Trajectory) -> None:
     assert_parity(compare(alone, _on_ranks(runs, name)))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", named(EXACT, often=("fsdp, amp",)))
 def test_nothing_but_rounding_is_different(name: str, runs: Runs) -> None:
     plain, exact, rounded = (_on_ranks(runs, f"{name}, {kind}") for kind in ("plain", "exact", "rounded"))
     assert_parity(compare(plain, exact))
@@ -302,7 +308,7 @@ def test_nothing_but_rounding_is_different(name: str, runs: Runs) -> None:
     assert found.max_loss_error < 0.1
 
 
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("name", named(GATHERED, often=("zero2, amp",)))
 def test_weights_gathered_in_fp8_are_those_rounded_afterwards(name: str, runs: Runs) -> None:
     _, param_tol, loss_tol = GATHERED[name]
     apart, gathered = (_on_ranks(runs, f"{name}, {kind}") for kind in ("not gathered", "gathered"))
