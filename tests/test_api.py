@@ -431,11 +431,13 @@ def test_accumulation_by_hand(strategy: Any) -> None:
     "strategy",
     [
         [("parallel_mode", ([("data", 2), ("zero", 2)], None)), "fsdp", "checkpoint"],
-        [("parallel_mode", ([("zero", 2), ("data", 2)], None)), "fsdp"],
-        [("parallel_mode", ([("zero", 2), ("data", 2)], [0, 2, 1, 3])), "zero2"],
+        pytest.param([("parallel_mode", ([("zero", 2), ("data", 2)], None)), "fsdp"], marks=pytest.mark.slow),
+        pytest.param(
+            [("parallel_mode", ([("zero", 2), ("data", 2)], [0, 2, 1, 3])), "zero2"], marks=pytest.mark.slow
+        ),
         [("parallel_mode", ([("zero", 2), ("data", 2)], None)), "zero1"],
         [("parallel_mode", ([("zero", 4)], None))],
-        [("parallel_mode", ([("zero", 4)], None)), "fsdp"],
+        pytest.param([("parallel_mode", ([("zero", 4)], None)), "fsdp"], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -38,9 +38,11 @@ from tests.opt_lib.scenarios import (
     backward,
     bad_step,
     error_of,
+    named,
     norms,
     run_scenarios,
     scheduled,
+    selected,
     two_groups,
 )
 from tests.warm import COLD_PYTHON
@@ -88,12 +90,22 @@ def _scenarios() -> dict[str, Scenario]:
 
 
 ON_TWO = _scenarios()
+OFTEN = (
+    "mlp-1",
+    "hf_llama-2",
+    "clipped-1",
+    "accumulating-2",
+    "evaluated-1",
+    "groups-2",
+    "replaced-1",
+    "fp16-2",
+)
 ON_FOUR = {"hybrid-1": Scenario("tied_llama", [OSS, MESH]), "four-2": Scenario("hf_llama", [SDP])}
 
 
 @pytest.fixture(scope="module")
-def on_two() -> Runs:
-    return run_scenarios(ON_TWO, 2)
+def on_two(request: pytest.FixtureRequest) -> Runs:
+    return run_scenarios(selected(request, ON_TWO), 2)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +113,7 @@ def on_four() -> Runs:
     return run_scenarios(ON_FOUR, 4)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", named(ON_TWO, often=OFTEN))
 def test_two_ranks_equal_one(name: str, on_two: Runs) -> None:
     assert_equals_one_process(ON_TWO[name], name, on_two)
 

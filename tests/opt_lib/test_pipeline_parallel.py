@@ -83,6 +83,7 @@ def test_two_stages_train_as_one_process() -> None:
     _assert_parity(jobs, 2)
 
 
+@pytest.mark.slow
 def test_four_stages_and_two_by_two_train_as_one_process() -> None:
     four = ("parallel_mode", [("pipeline", 4)])
     jobs: list[Any] = [
@@ -93,6 +94,7 @@ def test_four_stages_and_two_by_two_train_as_one_process() -> None:
     _assert_parity(jobs, 4)
 
 
+@pytest.mark.slow
 def test_stages_of_one_rank_divide_the_sequence_each_for_itself() -> None:
     mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
     steps = _with("Interleaved1F1B", ("tensor_parallel", {"sequence": True}), "checkpoint", mesh=mesh)

@@ -39,9 +39,11 @@ from tests.opt_lib.scenarios import (
     backward,
     bad_step,
     error_of,
+    named,
     norms,
     run_scenarios,
     scheduled,
+    selected,
     two_groups,
 )
 
@@ -94,14 +96,18 @@ def _scenarios() -> dict[str, Scenario]:
 
 
 SCENARIOS = _scenarios()
+OFTEN = (
+    *(f"{name}-1" for name in ("mlp", "clipped", "boundaries", "groups", "bf16")),
+    *(f"{name}-2" for name in ("hf_llama", "accumulating", "last-boundary", "reentrant", "compiled")),
+)
 
 
 @pytest.fixture(scope="module")
-def runs() -> Runs:
-    return run_scenarios(SCENARIOS, 2)
+def runs(request: pytest.FixtureRequest) -> Runs:
+    return run_scenarios(selected(request, SCENARIOS), 2)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", named(SCENARIOS, often=OFTEN))
 def test_equals_one_process(name: str, runs: Runs) -> None:
     assert_equals_one_process(SCENARIOS[name], name, runs)
 
