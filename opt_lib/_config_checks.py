@@ -48,7 +48,7 @@ def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | No
 
 
 def _namesakes(missing: Iterable[str], profile: Profile) -> str:
-    """Which classes of other modules have a name that is asked for, where there are several."""
+    """A clause listing requested class names that several modules define."""
     several = [found for found in map(profile.namesakes, missing) if len(found[1]) > 1]
     return "".join(
         f"; several are called {name}, {' and '.join(classes)}: name one in full" for name, classes in several
@@ -114,8 +114,8 @@ def one_axis_only(used: Callable[[Any], bool], backend: str) -> Conflict:
     """The conflict of ``backend`` with meshes on which its group is not all processes.
 
     Args:
-        used: whether a config of the method that this is for chooses the backend.
-        backend: its name, for the reason.
+        used: whether a config of the method chooses the backend.
+        backend: name of the backend, for the reason.
     """
     reason = (
         f"{backend} shards over all processes at once, so the mesh must have no more than one axis larger than 1, "

@@ -64,7 +64,7 @@ class ModuleReplaceConfig(MethodConfig):
     )
 
     def __hash__(self) -> int:
-        """Of what is written: ``configs`` are mappings, which have no hash."""
+        """Hash of the JSON form: ``configs`` are mappings, which have no hash."""
         return hash(json.dumps(self.as_json(), sort_keys=True))
 
     @classmethod
@@ -108,7 +108,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
             yield ModuleReplaceConfig()
 
     def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
-        """With what computes by torch alone: other packages' kernels cannot be traced without their device."""
+        """The model with replacements in plain torch: other packages' kernels cannot be traced without their device."""
         if not any(True for _ in self.options(profile, cluster)):
             return None
         made: set[nn.Module] = set()
@@ -182,7 +182,7 @@ def _chosen(config: ModuleReplaceConfig) -> list[Replacement]:
 
 
 def _unmet(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
-    """By name, why the job cannot use a replacement: the same on all ranks, or an error on all."""
+    """Why the job cannot use each replacement, by name: the same on all ranks, or an error on all."""
     dtype = _compute_dtype(job)
     divided = tuple(axis for axis in MODEL_AXES if job.plan.size(axis) > 1)
     unmet = {each.name: each.requirements.unmet(job.cluster, dtype, divided) for each in chosen}

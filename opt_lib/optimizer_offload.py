@@ -58,7 +58,7 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
     )
 
     def unavailable(self, config: OptimizerOffloadConfig, cluster: Cluster) -> str | None:
-        """On a CPU there is one memory."""
+        """On a CPU there is nothing to offload from."""
         return "the model is in host memory already" if cluster.device_type == "cpu" else None
 
     def plan(self, plan: Plan, config: OptimizerOffloadConfig) -> Plan:
@@ -66,7 +66,7 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
         return plan.changed(offload_optimizer=True, sharding={"frees_gradients": True})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[OptimizerOffloadConfig]:
-        """On one GPU, for models that fit in no other way; several shard."""
+        """The default config on one GPU, for models that fit in no other way; several GPUs shard."""
         if cluster.device_type == "cuda" and cluster.world_size == 1:
             yield OptimizerOffloadConfig()
 

@@ -118,7 +118,7 @@ def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch
     if stages is None:
         return gradient_norm
     uncounted = [
-        parameter if masters is None else masters.of(parameter)
+        parameter if masters is None else masters.master_of(parameter)
         for name, parameter in job.module.named_parameters(remove_duplicate=False)
         if plain_name(name) in job.gradients.remote_norm_names
     ]

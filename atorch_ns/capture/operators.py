@@ -125,7 +125,7 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> tuple[int, ...]
 
 
 def _convolution(args: Sequence[Any], out: torch.Tensor) -> tuple[int, ...]:
-    """Its input and weight in blocks, or its result in blocks, whichever is more; AMX copies them twice."""
+    """Input and weight in oneDNN's blocks, or the result, whichever is more; AMX copies them twice."""
     given, weight = args[0], args[1]
     if not onednn_computes_in(given.dtype):
         return _columns(out, weight, args[3:], (_bytes(out),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,15 +39,10 @@ class Container:
         return f"{self.path}.{place}" if self.path else str(place)
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """Containers that are shortened, by path; the others stay whole."""
-
-    containers: Mapping[str, Container] = field(default_factory=dict)
-
-
-def truncate(model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[str, str]) -> Truncation:
-    """Keeps the first block, the last, and between them one of each kind.
+def truncate(
+    model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[str, str]
+) -> dict[str, Container]:
+    """Containers to shorten, by path: they keep the first block, the last, and one of each kind in between.
 
     The first and the last block do not always save the same tensors as identical blocks in the middle.
 
@@ -71,7 +66,7 @@ def truncate(model: nn.Module, blocks: Mapping[str, nn.Module], prints: Mapping[
                 kinds=tuple(kinds[index] for index in kept),
                 counters=counters([blocks[path] for path in paths]),
             )
-    return Truncation(found)
+    return found
 
 
 def _choose(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:

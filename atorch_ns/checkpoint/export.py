@@ -46,7 +46,7 @@ def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
 def whole_tensors(
     result: Result, *, everywhere: bool = False, buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """As :func:`export_state_dict`, with tied parameters under their first name only; collective.
+    """Like :func:`export_state_dict`, with tied parameters under their first name only; collective.
 
     Args:
         result: result of ``auto_accelerate``.

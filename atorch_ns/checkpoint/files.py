@@ -84,7 +84,7 @@ def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list
 
     Args:
         rank: the rank whose share is wanted.
-        needed: for each rank the name of its machine, and the size of each file that it reads.
+        needed: machine name and sizes of the files to read, for each rank.
     """
     host = needed[rank][0]
     peers = [peer for peer, (other, _) in enumerate(needed) if other == host]

@@ -49,7 +49,7 @@ def check_here(options: Launch) -> None:
 
         if not torch.cuda.is_available():
             raise BackendError("--nproc=gpu: torch finds no GPU here. Give a number, or --nproc cpu.")
-    place = options.meeting_place
+    place = options.rendezvous_endpoint
     if place is None or options.node_rank not in (None, 0):
         return
     try:
@@ -131,7 +131,7 @@ def launch(
     if not dry_run:
         check_here(options)
     variables = options.environment(os.environ, num_cores=num_usable_cores())
-    line = options.line(variables)
+    line = options.shell_command(variables)
     if dry_run:
         typer.echo(line)
         return

@@ -9,8 +9,8 @@ from atorch_ns.cluster.calibrate import calibrate
 from atorch_ns.cluster.cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
 from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
-from atorch_ns.cluster.launch import join_process_group
 from atorch_ns.cluster.mesh import AXES, check_axes, fit, layout, mesh_ranks
+from atorch_ns.cluster.process_group import join_process_group
 from atorch_ns.cluster.spec import cluster_from_spec
 from atorch_ns.cluster.speed_probes import RING_STEPS
 

@@ -34,7 +34,7 @@ def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
 
     Args:
         num_ranks: ranks on the machine.
-        memory_bytes: of one rank; ``None`` for its share of :func:`machine_memory_bytes`.
+        memory_bytes: memory of one rank; ``None`` for its share of :func:`machine_memory_bytes`.
     """
     cores = max(1.0, (os.cpu_count() or 1) / num_ranks)
     rates = {name: figure.value * cores for name, figure in CPU_FIGURES.items() if name != "launch_s"}

@@ -12,7 +12,7 @@ class Figure(NamedTuple):
     """A figure of a data sheet.
 
     Attributes:
-        value: in the unit that its place names.
+        value: the figure, in the unit of the field that holds it.
         source: the title of the data sheet, or what was assumed and why.
     """
 
@@ -38,9 +38,9 @@ class Link:
     """How ranks talk on one level: inside a node, or between nodes.
 
     Attributes:
-        name: as ``"nvlink4"``, ``"ib400"``, ``"gloo"``.
-        rate: for collectives that have none of their own. Where the ranks of a node share an adapter, a
-            rank's part of it.
+        name: name, such as ``"nvlink4"``, ``"ib400"``, ``"gloo"``.
+        rate: rate of collectives without their own. Where the ranks of a node share an adapter, one rank's
+            share of it.
         collectives: rates by collective (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
             ``"all_to_all"``, ``"broadcast"``, ``"send"``) where they are known to differ.
         overlap: share of a collective's time that computation can hide. On a CPU both need the same cores.
@@ -65,7 +65,7 @@ class Device:
     Attributes:
         name: as the table and users write it: ``"H100-80GB"``.
         type: ``"cuda"`` or ``"cpu"``.
-        memory_bytes: of one device.
+        memory_bytes: memory of one device.
         memory_bytes_per_s: bytes that element-wise operators read and write, their new results included.
         in_place_bytes_per_s: the same for operators that write into tensors that are there already; 0 for no
             difference. On a CPU fresh memory is several times slower: the system maps its pages one by one.
@@ -139,7 +139,7 @@ class LinkSheet(NamedTuple):
 
     Attributes:
         level: where it can be: ``"within"`` a node, ``"between"`` nodes, or ``"both"``.
-        latency_s: of one message of a ring.
+        latency_s: latency of one message of a ring.
         bytes_per_s: one direction, of one device; of a whole node where :attr:`shared`.
         shared: whether the ranks of a node share it.
         overlap: share of a collective's time that computation can hide.

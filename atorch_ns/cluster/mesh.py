@@ -189,7 +189,7 @@ class Mesh:
 
     @property
     def copies(self) -> DeviceMesh:
-        """Those of :attr:`data` that hold the same experts: ``data`` and ``zero`` together, as one dimension."""
+        """Ranks of :attr:`data` that hold the same experts: ``data`` and ``zero`` together, as one dimension."""
         return self._copies
 
     @property
@@ -204,7 +204,7 @@ class Mesh:
 
     @property
     def replicate_and_shard(self) -> DeviceMesh:
-        """For fully sharded training: ``(replicate, shard)`` where zero is not alone, else one dimension.
+        """Mesh for fully sharded training: ``(replicate, shard)`` where zero is not alone, else one dimension.
 
         What is not sharded over ``expert`` is replicated there, as it is over ``data``.
         """

@@ -31,10 +31,10 @@ _OPERATOR_CHAIN: Final = 6
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpeed:
-    """What was measured of one device.
+    """Measured speed of one device.
 
     Attributes:
-        flops_per_s: by dtype, the median over shapes of products.
+        flops_per_s: FLOP/s by dtype, the median over shapes of products.
         memory_bytes_per_s, in_place_bytes_per_s, launch_s: as in :class:`Device`.
     """
 
@@ -217,7 +217,7 @@ def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
 
     Args:
         times: median seconds by ``"<collective>/<bytes>"``; other names are passed over.
-        num_ranks: of the ring.
+        num_ranks: ranks of the ring.
     """
     points: dict[str, list[tuple[float, float]]] = {}
     for name, seconds in times.items():

@@ -33,7 +33,7 @@ class AssumedLoss:
     """``(batch, output) -> loss``: the loss in the output, else the output's mean.
 
     Attributes:
-        assumed: which it was, as a sentence; empty before the first call.
+        assumed: the loss that was assumed, as a sentence; empty before the first call.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atorch_ns.estimate.estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate.price import Prices, estimate, price
-from atorch_ns.estimate.table import PlanTable, kind_of
+from atorch_ns.estimate.table import PlanTable, template_of
 from atorch_ns.estimate.time.predicted_collectives import unpredicted
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "TimeParts",
     "Workload",
     "estimate",
-    "kind_of",
     "price",
+    "template_of",
     "unpredicted",
 ]

@@ -27,7 +27,7 @@ class MemoryParts(NamedTuple):
 
     Attributes:
         parameters: weights as they are kept between steps, and buffers.
-        gradients: of parameters, communication buckets included.
+        gradients: gradients of parameters, communication buckets included.
         optimizer: states and fp32 master weights.
         activations: what is saved for the backward pass.
         temporaries: gathered parameters, casts, workspaces of operators, the optimizer's temporaries.
@@ -58,8 +58,8 @@ class TimeParts(NamedTuple):
         optimizer: the optimizer's update.
         offload: transfers between device and host, exposed.
         bubble: a pipeline's ranks waiting for each other.
-        overhead: starting operators and collectives, data, the step's own work.
-        exchange: of activations between ranks that hold parts of the model or of a sample.
+        overhead: launching operators and collectives, data, the step's own work.
+        exchange: sending activations between ranks that hold parts of the model or of a sample.
     """
 
     compute: float

@@ -51,7 +51,7 @@ class PlanTable:
         """The table of these plans, in their order."""
         kinds: dict[Plan, int] = {}
         uses: dict[AxisUse, int] = {}
-        index = [kinds.setdefault(AxisUse().onto(kind_of(plan)), len(kinds)) for plan in plans]
+        index = [kinds.setdefault(AxisUse().onto(template_of(plan)), len(kinds)) for plan in plans]
         used = [uses.setdefault(AxisUse.of(plan), len(uses)) for plan in plans]
         return cls(
             tuple(kinds),
@@ -119,7 +119,7 @@ def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
     return Sizes(data=data, zero=zero, micro_batches=micro_batches, use=use, uses=uses, **axes)
 
 
-def kind_of(plan: Plan, **changes: Any) -> Plan:
+def template_of(plan: Plan, **changes: Any) -> Plan:
     """The plan without its sizes and with ``changes`` applied: what rows of a table have in common.
 
     States that are sharded are divided along ``zero`` where a row has one, else along ``data``.

@@ -22,7 +22,7 @@ Clip = Callable[[Iterable[torch.Tensor], float, float], torch.Tensor]
 
 
 def never_synchronised() -> AbstractContextManager[None]:
-    """For jobs whose gradients stay on one rank."""
+    """The context for jobs whose gradients stay on one rank: none."""
     return nullcontext()
 
 
@@ -207,7 +207,7 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def _parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
-    """Those of ``names`` that train, each once, in the order of the names, so that all ranks agree on it."""
+    """The trainable parameters of ``names``, each once, in the order of the names, so that all ranks agree."""
     parameters = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
     seen: set[int] = set()
     for name in sorted(names):

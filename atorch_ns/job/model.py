@@ -41,7 +41,7 @@ class OriginalModel:
         model_class: name of its class.
         num_parameters: parameter elements.
         parameter_order: the first name of every parameter, in the model's order.
-        tied: for each parameter that has several names, the other names by the first one.
+        tied: other names of tied parameters, by the first name.
         groups: the user's parameter groups by name; ``None`` for one group of all that trains.
     """
 

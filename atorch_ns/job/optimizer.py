@@ -39,7 +39,7 @@ class MasterWeights:
                 master = parameter.detach().to(torch.float32)
                 self._masters[parameter] = torch.nn.Parameter(master)
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that the optimizer updates for ``parameter``."""
         return self._masters.get(parameter, parameter)
 
@@ -50,7 +50,8 @@ class MasterWeights:
     def groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
         """Parameter groups with every parameter replaced by its master."""
         return [
-            {**group, "params": [self.of(parameter) for parameter in group["params"]]} for group in groups
+            {**group, "params": [self.master_of(parameter) for parameter in group["params"]]}
+            for group in groups
         ]
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ class MasterWeights:
             torch.cuda.current_stream().synchronize()  # the host reads them next
 
     @torch.no_grad()
-    def give_weights(self) -> None:
+    def copy_to_parameters(self) -> None:
         """Rounds the masters into the parameters."""
         for parameter, master in self._masters.items():
             parameter.copy_(master, non_blocking=self._pinned)
@@ -170,7 +171,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if self.skipped:
             self.num_skipped += 1
         elif self.masters is not None:
-            self.masters.give_weights()
+            self.masters.copy_to_parameters()
         self._prepared = self._overflow = False
         return loss
 

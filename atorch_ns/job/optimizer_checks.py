@@ -202,7 +202,7 @@ def _parameters(dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
 
 
 def _gradients() -> list[list[torch.Tensor]]:
-    """Of each step: of one direction mostly, along which estimated step sizes grow."""
+    """Gradients of each step, mostly along one direction, along which estimated step sizes grow."""
     generator = torch.Generator().manual_seed(1)
     main = [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
     return [

@@ -137,7 +137,7 @@ class ParameterStates:
     Args:
         job: a built job.
         optimizer: the optimizer of its result.
-        holder: from the user's optimizer to the one that holds this rank's states, where those differ, as
+        holder: accessor of the optimizer that holds this rank's states inside the user's, where they differ, e.g.
             ``operator.attrgetter("optim")`` for ``ZeroRedundancyOptimizer``.
     """
 
@@ -162,7 +162,7 @@ class ParameterStates:
             if name in job.parts.packings
         }
         self._trained = {
-            name: p if masters is None else masters.of(p) for name, p in self._parameters.items()
+            name: p if masters is None else masters.master_of(p) for name, p in self._parameters.items()
         }
         self._names = {tensor: name for name, tensor in self._trained.items()}
         self._outer = None if optimizer is None else inner_optimizer(optimizer)
@@ -241,7 +241,7 @@ class ParameterStates:
                 self._holder.state[tensor] = state
 
     def _unpacked(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """``value`` in the user's order: itself, or a copy divided as it is."""
+        """``value`` in the user's order: itself, or a copy with the same placements."""
         packing = self._packing_of(name, value)
         if packing is None or not isinstance(value, DTensor):
             return value
@@ -255,7 +255,7 @@ class ParameterStates:
         return divided_like(packing.pack(value.full_tensor()), value)
 
     def _packing_of(self, name: str, value: torch.Tensor) -> Packing | None:
-        """That of a parameter, for whatever has its shape."""
+        """Packing of a parameter, for values of its shape."""
         return self._packings.get(name) if value.shape == self._parameters[name].shape else None
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:

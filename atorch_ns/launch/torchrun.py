@@ -61,7 +61,7 @@ class Launch:
         return [sys.executable, "-m", "torch.distributed.run", *self.arguments]
 
     @property
-    def meeting_place(self) -> tuple[str, int] | None:
+    def rendezvous_endpoint(self) -> tuple[str, int] | None:
         """Host and port of the rendezvous, if several nodes meet."""
         match = _ENDPOINT.fullmatch(self.rendezvous or "")
         return None if match is None else (match[1].strip("[]"), int(match[2]))
@@ -79,7 +79,7 @@ class Launch:
             return {}
         return {"OMP_NUM_THREADS": str(threads_of_rank(num_cores, int(self.nproc)))}
 
-    def line(self, variables: Mapping[str, str]) -> str:
+    def shell_command(self, variables: Mapping[str, str]) -> str:
         """The command as one would type it into a shell."""
         set_first = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         return " ".join([*set_first, "torchrun", shlex.join(self.arguments)])
@@ -106,7 +106,7 @@ class Launch:
         if self.node_rank is None:
             meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=atorch-ns"]
         else:
-            host, port = self.meeting_place or ("", 0)
+            host, port = self.rendezvous_endpoint or ("", 0)
             meeting = [f"--node-rank={self.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
         return [f"--nnodes={self.nnodes}", *meeting]
 
@@ -125,7 +125,7 @@ class Launch:
 
     def _node_problems(self) -> list[str]:
         """Problems of the rendezvous and of the node's rank among several nodes."""
-        problems, place, rank = [], self.meeting_place, self.node_rank
+        problems, place, rank = [], self.rendezvous_endpoint, self.node_rank
         if self.rendezvous is not None and place is None:
             problems.append(
                 f"--rendezvous={self.rendezvous!r} is no host:port, such as node0:29400 or [fd00::1]:29400."

@@ -64,7 +64,7 @@ class Deviation:
     """Deviation of a run from the reference.
 
     Attributes:
-        errors: for each parameter the largest difference, in units of its largest update.
+        errors: largest difference of each parameter, in units of its largest update.
         loss_error: the largest difference of a loss, relative to the loss or absolute below 1.
         missing: parameters that only the reference has.
     """
@@ -103,7 +103,7 @@ def run_reference(
         model: a model with values, on ``device``.
         inputs: the user's objects, with the loss, the format of a batch and the norm to clip to.
         batches: ``[step][part]``.
-        parts: for each data rank the part that it computes.
+        parts: the part that each data rank computes.
         num_micro_batches: number of micro-batches that each part is split into.
         device: the device to compute on.
         compute_dtype: dtype of weights and inputs in the forward pass; ``None`` for their own.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
-from atorch_ns.capture.structure import Truncation, copy_structure, truncate
+from atorch_ns.capture.structure import Container, copy_structure, truncate
 from atorch_ns.cluster import Cluster, agree, from_first
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Materialiser
@@ -54,7 +54,7 @@ def structure_of(model: nn.Module, *, shallow: bool) -> tuple[nn.Module, Origina
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor.detach().clone()
 
-    copied = copy_structure(model, make, shortened.containers)
+    copied = copy_structure(model, make, shortened)
     named = dict(model.named_parameters(remove_duplicate=False))
     originals = {}
     for path, module in copied.named_modules():
@@ -65,9 +65,9 @@ def structure_of(model: nn.Module, *, shallow: bool) -> tuple[nn.Module, Origina
     return copied, originals
 
 
-def _original_path(path: str, shortened: Truncation) -> str:
+def _original_path(path: str, shortened: Mapping[str, Container]) -> str:
     """The path, in the whole model, of a module of the shallow one."""
-    for container in shortened.containers.values():
+    for container in shortened.values():
         for place, index in enumerate(container.kept):
             copied = container.copy_path(place)
             if path == copied or path.startswith(f"{copied}."):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from atorch_ns.profile.record.recorder import Event, Recording, backward_of, forward_of
-from atorch_ns.profile.record.steps import Step
+from atorch_ns.profile.record.steps import RecordedStep
 from atorch_ns.profile.record.tensor_division import Division
 from atorch_ns.profile.trace import Growth, OperatorCost, PhaseCost, SegmentCost, growth, values_at
 
@@ -23,11 +23,11 @@ class Divisible:
     """The divisible parts of one stretch.
 
     Attributes:
-        dims: for each parameter that tensor parallelism divides the dim; names relative to the block, full ones
-            where the stretch is none.
+        dims: dim of each parameter that tensor parallelism divides; names relative to the block, full names
+            outside blocks.
         num_columns, num_rows: products in a forward pass, divided along their outputs and along their inputs.
         num_attentions: attentions in a forward pass.
-        heads: of queries and of keys, the greatest that divides those of all its attentions; 0 where unknown.
+        heads: numbers of query and key heads, of several the greatest common divisor; 0 where unknown.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -37,12 +37,12 @@ class Divisible:
     heads: tuple[int, int] = (0, 0)
 
 
-def kinds_of(step: Step, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
+def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
     """The divisible parts of each stretch.
 
     Args:
-        merged: for each recorded stretch the number of the one it counts to.
-        firsts: the first recorded stretch of each.
+        merged: segment that each recorded stretch belongs to.
+        firsts: first recorded stretch of each segment.
     """
 
     def per_stretch(counts: Mapping[int, int]) -> list[int]:
@@ -72,7 +72,7 @@ def kinds_of(step: Step, merged: Sequence[int], firsts: Sequence[int]) -> list[D
     return found
 
 
-def _heads(step: Step, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _heads(step: RecordedStep, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
     """The heads of the fused attentions, by stretch."""
     found: dict[int, tuple[int, int]] = {}
     for event, phase in step.recording.operators():
@@ -83,7 +83,7 @@ def _heads(step: Step, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _attentions(step: Step) -> dict[int, int]:
+def _attentions(step: RecordedStep) -> dict[int, int]:
     """The number of attentions, by forward phase: fused ones, else softmaxes over the last of four dims."""
     forward = [
         (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
@@ -124,7 +124,7 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
     """The cost of each stretch.
 
     Args:
-        merged: for each recorded stretch the number of the one it counts to, ascending from 0.
+        merged: segment that each recorded stretch belongs to, ascending from 0.
     """
     recording = measured.recording
     num = max(merged) + 1

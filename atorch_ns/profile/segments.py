@@ -15,7 +15,7 @@ from atorch_ns.capture.blocks import num_experts
 from atorch_ns.capture.structure import Container
 from atorch_ns.profile.analysis import Divisible, Measured, costs_of, kinds_of
 from atorch_ns.profile.record.recorder import Occurrence
-from atorch_ns.profile.record.steps import Step, Subject
+from atorch_ns.profile.record.steps import RecordedStep, Subject
 from atorch_ns.profile.trace import (
     Growth,
     ParameterSpec,
@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 
     Attributes:
         block: the path of the block in the user's model; empty for what runs between blocks.
-        recorded: its number among the stretches that were recorded.
+        recorded: number among the recorded stretches.
     """
 
     block: str
@@ -43,16 +43,16 @@ def merge_stretches(
 ) -> tuple[list[int], list[int]]:
     """Groups recorded stretches into segments.
 
-    A stretch between blocks that does nothing counts to the block before it, and so does one between two
+    A stretch between blocks that does nothing belongs to the block before it, and so does one between two
     blocks of one container that uses no parameters.
 
     Args:
         occurrences: the stretches as recorded.
-        worked: for each whether it ran an operator.
-        used: for each whether it used a parameter.
+        worked: whether each ran an operator.
+        used: whether each used a parameter.
 
     Returns:
-        For each recorded stretch the number of what it counts to, and the first recorded stretch of each.
+        The segment that each recorded stretch belongs to, and the first recorded stretch of each segment.
     """
     merged: list[int] = []
     firsts: list[int] = []
@@ -173,12 +173,12 @@ class _Maker:
         self,
         model: nn.Module,
         stretches: Sequence[Stretch],
-        prints: Mapping[str, str],
+        fingerprints: Mapping[str, str],
         uses: Mapping[str, Sequence[int]],
     ) -> None:
         self._model = model
         self._stretches = stretches
-        self._prints = prints
+        self._fingerprints = fingerprints
         self._uses = uses
         self._called: set[str] = set()
         self._names: dict[int, list[str]] = {}
@@ -208,7 +208,7 @@ class _Maker:
             name=path,
             paths=(path,),
             block_class=type(module).__name__,
-            fingerprint=self._prints[path],
+            fingerprint=self._fingerprints[path],
             parameters=tuple(specs),
             buffer_bytes=0 if again else _num_bytes(module.buffers()),
         )
@@ -271,13 +271,13 @@ class DifferentEventsError(Exception):
 
 
 def segments_of(
-    subject: Subject, steps: Mapping[str, Sequence[Step]], containers: Mapping[str, Container]
+    subject: Subject, steps: Mapping[str, Sequence[RecordedStep]], containers: Mapping[str, Container]
 ) -> tuple[Segment, ...]:
     """The segments of the whole model, with consecutive equal blocks as one.
 
     Args:
-        steps: by precision key, one step or more: with one B that shows what grows with it, at one T or at
-            three; or with two B at one T.
+        steps: recorded steps by precision key: of one B that shows what grows with it, at one T or at
+            three; or of two B at one T.
         containers: the containers that were shortened.
 
     Raises:
@@ -297,7 +297,7 @@ def segments_of(
     costs = {key: costs_of(_measured(own, subject.at), merged) for key, own in steps.items()}
     uses = {name: [merged[place] for place in places] for name, places in firsts_of_each[0].uses.items()}
     kinds = kinds_of(firsts_of_each[0], merged, firsts)
-    maker = _Maker(subject.model, stretches, subject.prints, uses)
+    maker = _Maker(subject.model, stretches, subject.fingerprints, uses)
     experts = num_experts(subject.model)
     segments: list[Segment] = []
     for index, stretch in enumerate(stretches):
@@ -310,7 +310,7 @@ def segments_of(
     return _with_incoming(segments)
 
 
-def _measured(steps: Sequence[Step], at: tuple[int, int]) -> Measured:
+def _measured(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measured:
     first = steps[0]
     if not all(first.recording.same_events(step.recording) for step in steps[1:]):
         raise DifferentEventsError("the steps with other sizes ran other operators")
@@ -325,14 +325,14 @@ def _measured(steps: Sequence[Step], at: tuple[int, int]) -> Measured:
     )
 
 
-def _coefficients(values: Sequence[Sequence[int]], steps: Sequence[Step], at: int) -> np.ndarray:
+def _coefficients(values: Sequence[Sequence[int]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
     if len({step.sizes[0] for step in steps}) > 1:
         return by_samples(values, [step.sizes[0] for step in steps])
     each = [by_divisor(own, steps[0].sizes[0], at) for own in values]
     return each[0] if len(steps) == 1 else by_lengths(each, [step.sizes[1] for step in steps])
 
 
-def _sums(values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[Step], at: int) -> np.ndarray:
+def _sums(values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
     """Coefficients of sums, found term by term: some terms grow and some do not."""
     terms = _coefficients([[size for group in own for size in group] for own in values], steps, at)
     owners = np.repeat(np.arange(len(values[0])), [len(group) for group in values[0]])

@@ -267,7 +267,7 @@ class Segment:
         name: path of the first block, or what it is: ``"before model.layers"``, ``"after model.layers"``.
         paths: module paths of the blocks; empty for a stretch between blocks.
         block_class: class of the blocks, empty for a stretch between blocks.
-        fingerprint: equal for blocks of equal structure, shapes and settings.
+        fingerprint: digest that is equal for blocks of equal structure, shapes and settings.
         parameters: parameters of one instance; for stretches between blocks, of the modules first used there.
         buffer_bytes: bytes of the buffers of one instance.
         costs: the costs of one instance, by :func:`precision_key`.
@@ -275,7 +275,7 @@ class Segment:
         num_columns: products in one forward pass whose weight tensor parallelism divides along its outputs.
         num_rows: the same along its inputs; the partial results of each are summed over ranks.
         num_attentions: attentions in one forward pass.
-        heads: of their queries and of their keys; of several the greatest common divisor, 0 where unknown.
+        heads: numbers of query and key heads; of several the greatest common divisor, 0 where unknown.
         num_routed: layers of experts in one forward pass.
     """
 
@@ -320,8 +320,8 @@ class OptimizerSpec:
         fixed_bytes: bytes of states of a fixed size for each parameter (step counters).
         temporary_copies: tensors of the size of all gradients that a step holds at its worst moment (1 for
             foreach implementations, 0 for fused ones and loops).
-        factored_dtypes: for a state that keeps of each matrix only its rows or its columns (Adafactor has one
-            of each), its dtype; rows first.
+        factored_dtypes: dtypes of states that keep only the rows or the columns of each matrix (Adafactor has
+            one of each); rows first.
         parameter_temporaries: tensors of the size of the largest parameter that a step holds temporarily.
         fused: whether one kernel updates all parameters.
         compact: states in fewer bits, of parameters that are large enough; ``state_dtypes`` are those of the others.

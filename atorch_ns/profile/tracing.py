@@ -28,7 +28,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.profile.optimizer import optimizer_spec
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.fake_steps import FakeSteps, record_real
-from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, Step, Subject
+from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, RecordedStep, Subject
 from atorch_ns.profile.segments import DifferentEventsError, segments_of
 from atorch_ns.profile.trace import Growth, Segment, Trace
 from atorch_ns.text import error_line
@@ -96,7 +96,7 @@ class TraceFallbacks:
 
     def _fake(self, truncated: bool, num_samples: int, lengths: Sequence[int]) -> Traced:
         subject = self._subject
-        containers = truncate(subject.model, subject.blocks, subject.prints).containers if truncated else {}
+        containers = truncate(subject.model, subject.blocks, subject.fingerprints) if truncated else {}
         fakes = FakeSteps(subject, containers, self._device)
         steps, notes = self._in_each_precision(
             lambda precision: [fakes.record(precision, (num_samples, length)) for length in lengths]
@@ -107,8 +107,8 @@ class TraceFallbacks:
         )
 
     def _in_each_precision(
-        self, record: Callable[[Precision], list[Step]]
-    ) -> tuple[dict[str, list[Step]], tuple[str, ...]]:
+        self, record: Callable[[Precision], list[RecordedStep]]
+    ) -> tuple[dict[str, list[RecordedStep]], tuple[str, ...]]:
         """Steps by precision key. The first precision must run; another that does not is noted."""
         first, *others = self._precisions
         steps, notes = {first.key: record(first)}, []
@@ -242,7 +242,7 @@ def profile_model(
         batch=batch,
         forward_loss=forward_loss,
         blocks=modules,
-        prints=fingerprints(modules),
+        fingerprints=fingerprints(modules),
         sizes=sizes,
         at=(num_samples or sizes[0], sizes[1]),
         keeps_output=keeps_output,

@@ -83,7 +83,7 @@ class Objective:
         return self.kind in ("time", "cost")
 
     def predicted(self, candidate: Candidate) -> float | None:
-        """From the estimate; ``None`` without one."""
+        """The objective by the estimate; ``None`` without one."""
         if candidate.estimate is None:
             return None
         value = candidate.estimate.step_seconds
@@ -94,7 +94,7 @@ class Objective:
         return value if value > 0 and math.isfinite(value) else None
 
     def measured(self, candidate: Candidate, outcome: TrialOutcome) -> float:
-        """From a trial that gave a step time.
+        """The objective by a trial that gave a step time.
 
         Memory that was not measured counts as predicted. The largest batch is the predicted one, made smaller
         where it would not fit with as many bytes more as the trial took above its own prediction.

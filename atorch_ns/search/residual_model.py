@@ -33,10 +33,10 @@ NUM_SAMPLES = 512
 
 @dataclass(frozen=True)
 class Features:
-    """In what respects the N candidates of a search resemble each other.
+    """Features by which the N candidates of a search resemble each other.
 
     Attributes:
-        indicators: [N, K] 1 where a candidate has a method or setting; those that all have are left out.
+        indicators: [N, K] 1 where a candidate has a method or setting; features common to all are left out.
         shares: [N, P] shares of the parts in the predicted step, less their means; zeros without estimates.
         methods: the names of the methods of each candidate.
     """

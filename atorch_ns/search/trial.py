@@ -79,10 +79,10 @@ class TrialOutcome:
     Attributes:
         status: how the trial ended.
         step_seconds: each timed step, the maximum over ranks.
-        peak_bytes: by rank, the most that tensors (CPU) or the allocator (GPU) held at once, beyond what the
-            process held before the trial; empty where it was not measured.
-        state_bytes: by rank, parameters, gradients and optimizer states after the last step.
-        collectives: by kind, calls and bytes in one step, as ``{"all_reduce": (3, 4096)}``.
+        peak_bytes: peak per rank of what tensors (CPU) or the allocator (GPU) held, beyond what the process
+            held before the trial; empty where it was not measured.
+        state_bytes: parameters, gradients and optimizer states per rank after the last step.
+        collectives: calls and bytes in one step by kind, as ``{"all_reduce": (3, 4096)}``.
         loss: mean over ranks of the last step's loss.
         setup_seconds: time from the task's arrival to the first timed step.
         total_seconds: time from the task's arrival to the report.

@@ -96,7 +96,7 @@ class Sharding:
         reduce_dtype: dtype of reduced gradients, where it differs.
         bucket_bytes: gradients are reduced in buckets of about this size; 0 for unit by unit.
         bucket_views: whether gradients lie in the buckets that are reduced; else both are kept.
-        flat_multiple: in the layout ``flat``, elements whose multiple each rank's piece is.
+        flat_multiple: in the layout ``flat``, divisor of the elements of each rank's piece.
         updates_copy: whether the optimizer updates a copy of its share, although the weights are in its dtype.
         frees_gradients: whether no gradient is alive once the optimizer has stepped.
         follows_compute: whether parameters are gathered in the compute dtype of a method that comes later.
@@ -205,7 +205,7 @@ class AxisUse(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> AxisUse:
-        """That of a plan."""
+        """The axis use of a plan."""
         return cls(plan.tensor, plan.sequence, plan.pipeline, plan.expert)
 
     def onto(self, plan: Plan) -> Plan:

@@ -61,12 +61,12 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        kind: what.
-        rank: on which rank; ``None`` on all.
-        place: in what of the user's: the loss, the model's forward pass, the dataset, the optimizer's step.
-        step: at which call of it, from 1 on.
-        trial: in the trial with this id only; ``None`` in every process.
-        seconds: for "slow".
+        kind: kind of fault.
+        rank: rank that fails; ``None`` for all.
+        place: user code that fails: the loss, the model's forward pass, the dataset, the optimizer's step.
+        step: number of the failing call, from 1.
+        trial: id of the only trial that fails; ``None`` for every process.
+        seconds: duration of a "slow" fault.
     """
 
     kind: Kind
@@ -112,14 +112,14 @@ def fault(
 
     Args:
         kind: what goes wrong.
-        rank: on which rank; ``None`` on all.
+        rank: rank that fails; ``None`` for all.
         at: ``"<place>:<step>"`` or ``"<place>"`` for its first call; a place is ``loss`` (also ``dryrun``),
             ``forward``, ``dataset`` or ``optimizer``.
-        trial: in the trial with this id only.
-        seconds: for "slow".
+        trial: id of the only trial that fails.
+        seconds: duration of a "slow" fault.
 
     Raises:
-        InputError: for a kind, place or step that there is not.
+        InputError: for an unknown kind, place or step.
     """
     place, _, step = at.partition(":")
     if kind not in get_args(Kind) or place not in _PLACES or not (step or "1").isdigit():

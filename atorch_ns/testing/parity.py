@@ -84,9 +84,9 @@ class ParityReport:
 
     Attributes:
         max_param_error: the largest entry of ``param_errors``; infinite when anything is not finite.
-        worst_param: its name.
+        worst_param: name of that parameter.
         max_loss_error: the largest absolute difference of two losses of the same step.
-        param_errors: for every parameter its deviation in units of its update.
+        param_errors: deviation of every parameter, in units of its update.
         initial_error: the largest absolute difference of the weights the runs began with.
         missing: parameters that only the reference has.
         unexpected: parameters that only the run has.
@@ -185,7 +185,7 @@ def reference_run(
         case: model, data and loss.
         steps: optimizer steps.
         global_batch: samples a step.
-        seed: of the data.
+        seed: seed of the data.
         optim_func: makes the optimizer from parameters (or groups) and ``optim_args``.
         optim_args: keyword arguments of ``optim_func``.
         optim_param_func: makes parameter groups of the model; None: all parameters in one group.
@@ -309,12 +309,12 @@ def accelerate_case(
 
     Args:
         case: model, data and loss.
-        strategy: as ``load_strategy``.
+        strategy: strategy, in any form of ``load_strategy``.
         steps: how many global batches the data holds.
         global_batch: samples a step, over all ranks.
-        seed: of the data.
-        model: in place of the case's own.
-        optim_args: for AdamW.
+        seed: seed of the data.
+        model: replacement for the case's own model.
+        optim_args: arguments of AdamW.
         arguments: more arguments of ``auto_accelerate``.
     """
     from atorch_ns.api import auto_accelerate
@@ -345,7 +345,7 @@ def accelerated_run(
 
     Args:
         case: model, data and loss.
-        strategy: as ``load_strategy``.
+        strategy: strategy, in any form of ``load_strategy``.
         step: trains on one batch and returns the mean loss; ``None`` for ``result.train_step``.
         arguments: of :func:`accelerate_case`.
     """

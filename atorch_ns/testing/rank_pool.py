@@ -304,7 +304,7 @@ class _Rank:
             os.killpg(self.pid, signal.SIGKILL)
 
     def outcome(self) -> Outcome[Any]:
-        """Its outcome, from its files."""
+        """Outcome of the rank, read from its files."""
         seen = Outcome[Any](
             rank=self.rank,
             status=self.stopped or "died",

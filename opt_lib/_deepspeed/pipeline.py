@@ -43,7 +43,7 @@ class StageLayer(nn.Module):
         device: the device on which the stage computes.
 
     Attributes:
-        losses: of the micro-batches since :meth:`begin`, 0-d float32 and detached; only filled on the last stage.
+        losses: losses of the micro-batches since :meth:`begin`, 0-d float32 and detached; only filled on the last stage.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ def _shapes(traced: Signature) -> str:
 
 
 def _seed(job: Job) -> int:
-    """Of the next batch: it goes on with training where a checkpoint was taken, and is another on other data."""
+    """Seed of the next batch: it continues after a checkpoint is loaded, and differs between data ranks."""
     state = job.step.randomness.state().tolist() if job.step.randomness is not None else [job.seed]
     text = repr((*state, job.data_rank)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")

@@ -56,7 +56,7 @@ def _follows(model: nn.Module, before: NamedModule, block: NamedModule) -> bool:
 
 
 def block_kinds(blocks: Sequence[NamedModule]) -> list[str]:
-    """For each block a text that is equal for blocks that compute alike."""
+    """A text per block, equal for blocks that compute alike."""
     return [
         "\n".join(
             f"{path}:{type(child).__qualname__}:{[(n, *p.shape) for n, p in child.named_parameters(recurse=False)]}"

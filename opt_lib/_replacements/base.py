@@ -67,7 +67,7 @@ class Requirements:
 
 
 ANYWHERE = Requirements()
-"""Of a replacement that needs nothing but torch."""
+"""Requirements of a replacement that needs nothing but torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class ClassPair(ModuleReplacement):
         return replace(self, config={**self.config, **config})
 
     def unknown_settings(self, config: Mapping[str, Any]) -> Mapping[str, Iterable[str]]:
-        """Those that neither the function nor the constructor takes."""
+        """Settings that neither the function nor the constructor takes, each with the accepted ones."""
         accepted = settings_of(self.convert)
         return {} if accepted is None else {key: accepted for key in config if key not in accepted}
 

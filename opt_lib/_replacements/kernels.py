@@ -25,7 +25,7 @@ LIGER: Final = Requirements(
     device_types=frozenset({"cuda"}),
     dtypes=_FLOATS,
 )
-"""Of Liger's Triton kernels."""
+"""Requirements of Liger's Triton kernels."""
 
 APEX: Final = Requirements(
     package="apex",
@@ -34,10 +34,10 @@ APEX: Final = Requirements(
     device_types=frozenset({"cuda"}),
     dtypes=_FLOATS,
 )
-"""Of apex' CUDA kernels."""
+"""Requirements of apex' CUDA kernels."""
 
 RmsKernel = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
-"""From x [..., D], weight [D] of the same dtype, eps and what is added to the weight: the normalised x."""
+"""``(x [..., D], weight [D] of the same dtype, eps, offset added to the weight) -> normalised x``."""
 
 
 def runs_kernels(*tensors: torch.Tensor | None) -> bool:
@@ -60,21 +60,21 @@ def apex() -> Any:
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """By torch. With an offset in fp32: ``1 + weight`` has no room for a small weight in half precision."""
+    """torch's kernel. With an offset in fp32: ``1 + weight`` has no room for a small weight in half precision."""
     if offset:
         x, weight = x.float(), weight.float() + offset
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def liger_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """By Liger; it may not write over the gradient that it is given, which others may read."""
+    """Liger's kernel; it may not overwrite the incoming gradient, which others may read."""
     casting = "gemma" if offset else "llama"  # gemma: the whole product in fp32
     result: torch.Tensor = liger().liger_rms_norm(x, weight, eps, offset, casting, False)
     return result
 
 
 def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """By apex."""
+    """apex' kernel."""
     if offset:
         x, weight = x.float(), weight.float() + offset
     with torch.autocast("cuda", enabled=False):  # apex would cast both to its dtype

@@ -159,7 +159,7 @@ def _probe(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result on a small input on the CPU, and the gradients of input and weight."""
     generator = torch.Generator().manual_seed(0)
-    # Of the leading dimensions none has the size D: a module that normalises another one is found out.
+    # No leading dimension has the size D, so a module that normalises another dimension is detected.
     shape = (*(size if size != num_features else size + 3 for size in leading), num_features)
     rows = torch.arange(shape[0]) % len(_ROW_SCALES)
     scale = torch.tensor(_ROW_SCALES)[rows].reshape(-1, *[1] * len(leading))

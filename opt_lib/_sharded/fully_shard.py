@@ -231,7 +231,7 @@ _REFUSE: Final = (nn.EmbeddingBag, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.Inst
 """Modules that refuse fp32 inputs (of the first: the weights of samples) beside reduced weights, and that autocast
 leaves alone."""
 _REFUSE_ON_CPU: Final = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
-"""On GPUs autocast computes these in fp32; on CPUs it leaves them alone."""
+"""Modules that autocast computes in fp32 on GPUs and leaves alone on CPUs."""
 
 
 def keeps_input_dtypes(job: Job, config: ShardConfig) -> bool:

@@ -62,7 +62,7 @@ def ignored_parameters(
 ) -> set[nn.Parameter]:
     """The parameters that are replicated instead of sharded, with memory if the model is on meta.
 
-    Those of ignored modules, and single numbers (a learned temperature, say), which cannot be divided.
+    They belong to ignored modules, or are scalars (a learned temperature, say), which cannot be divided.
     """
     modules = [found.module for found in select_modules(model, config.ignored)]
     materialiser.materialise(modules)

@@ -69,7 +69,7 @@ def test_kept_blocks() -> None:
     model = Stack(depth=9)
     model.layers[4] = nn.Linear(8, 8, bias=False)
     blocks = {block.name: block.module for block in repeated_blocks(model)}
-    container = truncate(model, blocks, fingerprints(blocks)).containers["layers"]
+    container = truncate(model, blocks, fingerprints(blocks))["layers"]
     assert container.kept == (0, 1, 4, 8)
     assert container.stands_for == (0, 1, 1, 1, 2, 1, 1, 1, 3)
 
@@ -99,7 +99,7 @@ def test_cost_of_tracing_is_constant_in_depth() -> None:
     for depth in (5, 50):
         model = Stack(depth)
         subject = subject_of(model, torch.randn(2, 8), square)
-        containers = truncate(model, subject.blocks, subject.prints).containers
+        containers = truncate(model, subject.blocks, subject.fingerprints)
         step = FakeSteps(subject, containers, "cpu").record(Precision.parse("float32"), (101, 1))
         events.append(len(step.recording.kinds))
     assert events[0] == events[1]

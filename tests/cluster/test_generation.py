@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
-from atorch_ns.cluster.launch import agree_on_generation, keeps_stores
+from atorch_ns.cluster.process_group import agree_on_generation, keeps_stores
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_small_updates_reach_16_bits_through_their_masters() -> None:
         optimizer.step()
         assert weight.grad is None, "the gradient is the master's"
         optimizer.zero_grad()
-    assert float(masters.of(weight)[0]) == 1.0 - 4 * 2.0**-10
+    assert float(masters.master_of(weight)[0]) == 1.0 - 4 * 2.0**-10
     assert float(weight[0]) == 1.0 - 2.0**-8, "the sum of what would each be lost"
 
 
@@ -36,7 +36,7 @@ def test_fp32_and_frozen_parameters_have_no_master() -> None:
     full, frozen, whole = _weight(), _weight(dtype=torch.float16).requires_grad_(False), torch.arange(2)
     masters = MasterWeights([full, frozen, whole])
     assert list(masters.pairs()) == []
-    assert masters.of(full) is full
+    assert masters.master_of(full) is full
     on_host = MasterWeights([full], on_host=True)
     assert on_host.of(full) is not full
     assert torch.equal(on_host.of(full), full)

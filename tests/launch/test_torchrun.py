@@ -13,11 +13,11 @@ from atorch_ns.launch import Launch, threads_of_rank
 def test_one_node() -> None:
     asked = Launch(target=("train.py", "--lr", "1e-3"), nproc="4")
     variables = asked.environment({}, num_cores=8)
-    assert asked.line(variables) == (
+    assert asked.shell_command(variables) == (
         "OMP_NUM_THREADS=2 torchrun --standalone --nproc-per-node=4 -- train.py --lr 1e-3"
     )
     assert asked.command[1:3] == ["-m", "torch.distributed.run"]
-    assert shlex.split(asked.line({}))[1:] == asked.command[3:]
+    assert shlex.split(asked.shell_command({}))[1:] == asked.command[3:]
 
 
 def test_several_nodes() -> None:
@@ -29,7 +29,7 @@ def test_several_nodes() -> None:
         rendezvous="node0:29400",
         max_restarts=2,
     )
-    assert asked.line(asked.environment({}, num_cores=8)) == (
+    assert asked.shell_command(asked.environment({}, num_cores=8)) == (
         "torchrun --nnodes=1:3 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --rdzv-id=atorch-ns "
         "--nproc-per-node=gpu --max-restarts=2 --module pkg.train"
     )
@@ -38,7 +38,7 @@ def test_several_nodes() -> None:
 def test_a_node_keeps_the_number_that_it_is_given() -> None:
     """torchrun's dynamic rendezvous would not look at it."""
     asked = Launch(target=("a.py",), nnodes="2", node_rank=1, rendezvous="node0:29400")
-    assert asked.line({}) == (
+    assert asked.shell_command({}) == (
         "torchrun --nnodes=2 --node-rank=1 --master-addr=node0 --master-port=29400 --nproc-per-node=1 a.py"
     )
     with pytest.raises(InputError, match="numbered as they come"):
@@ -58,7 +58,7 @@ def test_threads_are_the_share_of_the_cores_unless_they_are_set() -> None:
 
 def test_a_rendezvous_of_ip_version_6() -> None:
     asked = Launch(target=("a.py",), nnodes="2", rendezvous="[fd00::1]:80")
-    assert asked.meeting_place == ("fd00::1", 80)
+    assert asked.rendezvous_endpoint == ("fd00::1", 80)
     assert "--rdzv-endpoint=[fd00::1]:80" in asked.arguments
     numbered = Launch(target=("a.py",), nnodes="2", node_rank=0, rendezvous="[fd00::1]:80")
     assert {"--master-addr=fd00::1", "--master-port=80"} <= set(numbered.arguments)

@@ -85,7 +85,7 @@ def open_rendezvous(cluster: Cluster) -> tuple[Store, Rendezvous]:
 
 
 TRIAL_VARIABLE: Final = "ATORCH_NS_TRIAL"
-"""In the environment of a trial process: the task's id."""
+"""Environment variable of a trial process that holds the task's id."""
 
 REPORT: Final = TypeAdapter(RankReport)
 TASK: Final = TypeAdapter(TrialTask)

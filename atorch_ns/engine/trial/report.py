@@ -51,8 +51,8 @@ class CollectiveCount(TorchDispatchMode):
     """Counts the collectives that are started inside its ``with`` block, by Python or by C++ (DDP's buckets).
 
     Attributes:
-        found: by kind, the number of calls and the bytes of the whole tensors of all calls together (of the
-            gathered result, or of the reduced input).
+        found: by kind, the number of calls and the total bytes of the whole tensors (the gathered result, or
+            the reduced input).
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ def moment_names(trace: Trace) -> tuple[str, ...]:
     return (*names, "the optimizer's step")
 
 
-def places(kind: Kind) -> Iterator[tuple[int, Place, int, int]]:
+def places(kind: PlanGroup) -> Iterator[tuple[int, Place, int, int]]:
     """``(s, j, forward, backward)``: the ends of each run, with the indices of their moments.
 
     Where plans have different numbers of blocks, ``j`` is [R]; it means nothing where a rank has none.
@@ -67,21 +67,21 @@ def places(kind: Kind) -> Iterator[tuple[int, Place, int, int]]:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """R plans of one kind, with everything that their moments are made of.
+class PlanGroup:
+    """R plans that differ in sizes only, with what their moments are computed from.
 
     Attributes:
         plan: the plan that they have in common.
         activations: the activations of a micro-batch.
         parameters: the parameters of the model.
-        shares: [K, P] how states are divided, for K numbers of ranks.
+        shares: [K, P] division of states over K numbers of ranks.
         kept: [K] bytes of states.
-        row: [R] which of the K numbers of ranks.
+        row: [R] index of the plan's number of ranks among the K.
         degree: [R] ranks that states are divided over.
         num_ranks: [R] ranks that see different data.
         micro_batches: [R] micro-batches of a step.
-        parts: [R] which part of the model a rank has.
-        expanded: for each segment how many of its blocks stand in ``parameters`` one by one.
+        parts: [R] part of the model that a rank holds.
+        expanded: blocks of each segment that ``parameters`` lists one by one.
         is_cpu: whether collectives are gloo's, which copies what it reduces and gathers.
     """
 
@@ -162,7 +162,7 @@ class Kind:
         return np.asarray(temporaries[self.row])
 
 
-def owned_moments(kind: Kind) -> Iterator[Moment]:
+def owned_moments(kind: PlanGroup) -> Iterator[Moment]:
     """fairscale's ShardedDataParallel: each gradient is reduced to its owner as it comes and freed elsewhere.
 
     A gradient that is on its way to another rank is alive until it has arrived; half of those that are not the
@@ -184,7 +184,7 @@ def owned_moments(kind: Kind) -> Iterator[Moment]:
     yield Moment(kind.last_moment(), kept, 0.0, kind.step_temporaries())
 
 
-def flattened_moments(kind: Kind) -> Iterator[Moment]:
+def flattened_moments(kind: PlanGroup) -> Iterator[Moment]:
     """DeepSpeed's ZeRO 1 and 2: gradients are copied into one buffer of the size of the model.
 
     The buffer is made when the first gradient comes. Stage 1 keeps the gradients as well until the step;
@@ -216,13 +216,13 @@ def flattened_moments(kind: Kind) -> Iterator[Moment]:
     yield Moment(kind.last_moment(), everything / kind.degree, 0.0, kind.step_temporaries())
 
 
-def _alive_backward(kind: Kind, s: int, j: Place, passing: np.ndarray) -> np.ndarray:
+def _alive_backward(kind: PlanGroup, s: int, j: Place, passing: np.ndarray) -> np.ndarray:
     """[R] activations at the worst moment of a backward pass, where gradients are handed on at once or kept."""
     alive = [kind.activations.backward(s, j, life) for life in ("passing", "keeping")]
     return np.where(passing, *alive)
 
 
-def replicated_moments(kind: Kind) -> Iterator[Moment]:
+def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     """Gradients come one by one, and are gone when the next step begins.
 
     DDP's buckets stay, step after step. Gradients are views of them, so what backward makes is copied at once.

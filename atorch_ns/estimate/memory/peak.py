@@ -12,8 +12,8 @@ import numpy as np
 from atorch_ns.estimate.estimate import MemoryParts, Workload
 from atorch_ns.estimate.memory.activations import Activations, SegmentBytes
 from atorch_ns.estimate.memory.moments import (
-    Kind,
     Moment,
+    PlanGroup,
     flattened_moments,
     moment_names,
     owned_moments,
@@ -67,7 +67,7 @@ def price_memory(
 
 def _kind(
     plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, device_type: str, memo: Memo
-) -> Kind:
+) -> PlanGroup:
     sizes = parts.sizes
     # States are divided over the axis `zero` where there is one, whatever axes the template was made for.
     degree = np.where(sizes.zero > 1, sizes.zero, sizes.data * sizes.expert)
@@ -85,7 +85,7 @@ def _kind(
     of_segments = memo.get(
         ("bytes", computed_in(plan), parts), lambda: _segment_bytes(plan, trace, workload, parts)
     )
-    return Kind(
+    return PlanGroup(
         plan=plan,
         trace=trace,
         activations=Activations(
@@ -131,7 +131,7 @@ def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _price(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
+def _price(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
     """[R, 6] parts of the peak, and [R] the moment of the peak."""
     moments = list(_moments(kind))
     names = np.asarray([moment.name for moment in moments])
@@ -161,7 +161,7 @@ def _price(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
     return priced, names[chosen]
 
 
-def _masked(kind: Kind, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
+def _masked(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """[M, R] the bytes of M moments; none where the rank has no block that it is a moment of."""
     if not kind.parts.is_cut:
         return totals
@@ -171,7 +171,7 @@ def _masked(kind: Kind, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
     return np.where(has[names // 4], totals, -1.0)
 
 
-def _moments(kind: Kind) -> Iterator[Moment]:
+def _moments(kind: PlanGroup) -> Iterator[Moment]:
     """The moments of one micro-batch's passes, with what other micro-batches in a pipeline keep meanwhile."""
     if not kind.parts.is_cut:
         yield from _of_passes(kind)
@@ -187,7 +187,7 @@ def _moments(kind: Kind) -> Iterator[Moment]:
             )
 
 
-def _of_passes(kind: Kind) -> Iterator[Moment]:
+def _of_passes(kind: PlanGroup) -> Iterator[Moment]:
     plan = kind.plan
     if plan.sharding.updates_copy:
         return flattened_moments(kind)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from atorch_ns.estimate.memory.activations import Place
-from atorch_ns.estimate.memory.moments import Kind, Moment, places
+from atorch_ns.estimate.memory.moments import Moment, PlanGroup, places
 from atorch_ns.estimate.model_shard import DTYPE_BYTES, units_of
 
 
@@ -27,18 +27,18 @@ class UnitBytes:
 
     Attributes:
         units: segments whose blocks are units.
-        gathered: [R] for each segment its parameters as they are gathered, padding included.
-        gradients: for each segment its gradients as backward makes them.
-        waiting: for each segment gradients that wait for the last micro-batch.
-        reduced: [R] for each segment its gradients as they are reduced, padding included.
-        reduced_part: [R] a rank's part of these.
-        part: [R] the same in the dtype of the parameters; 0 where it leaves the device.
-        root: [R] what is gathered of the root.
+        gathered: [R] gathered parameters of each segment, padding included.
+        gradients: gradients of each segment as the backward pass produces them.
+        waiting: unreduced gradients of each segment, kept until the last micro-batch.
+        reduced: [R] gradients of each segment as they are reduced, padding included.
+        reduced_part: [R] a rank's part of the reduced gradients.
+        part: [R] the same part in the dtype of the parameters; 0 where it leaves the device.
+        root: [R] gathered parameters of the root.
         alone: [R] whether there is one rank, which gathers nothing.
         casts_part: whether a rank's part is cast after the reduction.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: PlanGroup) -> None:
         plan, every = kind.plan, range(len(kind.trace.segments))
         gathers = None if plan.sharding.gather_dtype is None else DTYPE_BYTES[plan.sharding.gather_dtype]
         reduces = gathers if plan.sharding.reduce_dtype is None else DTYPE_BYTES[plan.sharding.reduce_dtype]
@@ -113,7 +113,7 @@ class UnitBytes:
         return np.asarray(value)
 
 
-def sharded_moments(kind: Kind) -> Iterator[Moment]:
+def sharded_moments(kind: PlanGroup) -> Iterator[Moment]:
     """Moments with the parameters gathered, the gradients that wait for reduction, and the buffers of collectives."""
     sizes = UnitBytes(kind)
     yield from _forward(kind, sizes)
@@ -131,7 +131,7 @@ def sharded_moments(kind: Kind) -> Iterator[Moment]:
     yield from _end(kind, sizes)
 
 
-def _forward(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
+def _forward(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     acts, gloo = kind.activations, float(kind.is_cpu)
     counts = kind.parts.counts
     waiting = sizes.waiting_upto(len(counts) - 1, counts[-1] - 1)
@@ -150,7 +150,7 @@ def _forward(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
 
 
 def _unit_backward(
-    kind: Kind, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
+    kind: PlanGroup, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
 ) -> Iterator[Moment]:
     s, j, name = place
     acts, keeps = kind.activations, kind.plan.sharding.keeps_gathered
@@ -165,7 +165,7 @@ def _unit_backward(
 
 
 def _unit_reduction(
-    kind: Kind, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
+    kind: PlanGroup, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
 ) -> Iterator[Moment]:
     s, j, name = place
     after = kind.activations.leaving_backward(s, j)
@@ -175,13 +175,13 @@ def _unit_reduction(
     yield Moment(name, gradients + _reducing(kind, sizes, s), after, held)
 
 
-def _reducing(kind: Kind, sizes: UnitBytes, s: int) -> np.ndarray:
+def _reducing(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:
     """[R] what is reduced, gloo's copy of it, and a rank's part of the result."""
     parts = sizes.reduced_part[s] + sizes.part[s] * sizes.casts_part
     return np.asarray(sizes.reduced[s] * (1 + kind.is_cpu) + parts)
 
 
-def _end(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
+def _end(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     """The root's reduction, and the optimizer's step."""
     reduced = sizes.reduced_after(-1, 0)
     name = next(backward for _, _, _, backward in places(kind))
@@ -194,7 +194,7 @@ def _end(kind: Kind, sizes: UnitBytes) -> Iterator[Moment]:
     yield Moment(kind.last_moment(), gradients, 0.0, kind.step_temporaries())
 
 
-def _fetched(kind: Kind, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
+def _fetched(kind: PlanGroup, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
     """[R] the unit that the backward pass comes to next, on its way."""
     if kind.plan.sharding.keeps_gathered:
         return np.zeros(len(kind.row))

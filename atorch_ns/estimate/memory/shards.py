@@ -92,7 +92,7 @@ def row_share(parameters: Parameters, degrees: np.ndarray) -> Share:
     Parameters without dimensions are kept by every rank. The first rank holds most.
 
     Args:
-        parameters: of the model, or [N, P] of parts of it.
+        parameters: parameters of the model, or [N, P] of parts of it.
         degrees: [N], or [N, P] where some are divided over fewer ranks.
     """
     rows = np.maximum(parameters.rows, 1)
@@ -112,10 +112,10 @@ def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1
     """Equal pieces of each unit as one vector.
 
     Args:
-        parameters: in the order in which they are flattened.
+        parameters: parameters in the order in which they are flattened.
         degrees: [N] numbers of ranks.
-        multiple: the vector's length is a multiple of this for each rank.
-        fixed: what each parameter costs a rank that has a part of it, in elements; the dearest rank counts.
+        multiple: divisor of the length of each rank's piece.
+        fixed: extra elements per parameter on a rank that has a part of it; the most expensive rank counts.
 
     Padding is counted with the last parameter of each unit.
     """

@@ -54,8 +54,8 @@ def collective_seconds(
     nodes with its share, so a node's adapters work side by side.
 
     Args:
-        kind: as in :class:`~atorch_ns.estimate.Collective`.
-        num_bytes: of the whole tensors of all calls.
+        kind: kind of collective, as in :class:`~atorch_ns.estimate.Collective`.
+        num_bytes: bytes of the whole tensors of all calls.
         count: the number of calls.
     """
     within = groups.within
@@ -88,8 +88,8 @@ class PricingContext:
 
     Attributes:
         plan: the plan that they have in common.
-        sizes: of the axes, and the passes of a step.
-        parts: which part of the model the rank has that is priced: of a pipeline, the slowest.
+        sizes: axis sizes and micro-batches of a step.
+        parts: part of the model on the priced rank: in a pipeline, the slowest.
         num_tokens: tokens in a sample.
         global_batch: samples of a step.
         cluster: the cluster, with hardware figures.

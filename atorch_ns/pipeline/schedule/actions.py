@@ -7,14 +7,14 @@ from typing import Literal, NamedTuple
 
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo
 
-Kind = Literal["F", "B", "I", "W"]
+PassKind = Literal["F", "B", "I", "W"]
 """Forward, whole backward, backward for the input, backward for the weights."""
 
 
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage; stages are numbered in the order of the model."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
 

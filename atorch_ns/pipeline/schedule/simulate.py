@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule.actions import (
     Action,
-    Kind,
     Orders,
+    PassKind,
     actions,
     live_micro_batches,
 )
@@ -171,14 +171,14 @@ class _Pass(NamedTuple):
     seconds: float
 
 
-def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[Kind, int], _Pass]:
+def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[PassKind, int], _Pass]:
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     last = costs.num_stages - 1
     # What has to travel over each boundary: nothing between stages on one rank.
     crossing = [
         costs.send[stage] if rank_of.get(stage) != rank_of.get(stage + 1) else 0.0 for stage in range(last)
     ]
-    passes: dict[tuple[Kind, int], _Pass] = {}
+    passes: dict[tuple[PassKind, int], _Pass] = {}
     for stage in range(last + 1):
         before: tuple[int | None, float] = (stage - 1, crossing[stage - 1]) if stage else (None, 0.0)
         after: tuple[int | None, float] = (stage + 1, crossing[stage]) if stage < last else (None, 0.0)
@@ -194,7 +194,7 @@ def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple
 
 
 def _run(
-    orders: Sequence[Sequence[Action]], passes: Mapping[tuple[Kind, int], _Pass], hides_sends: bool
+    orders: Sequence[Sequence[Action]], passes: Mapping[tuple[PassKind, int], _Pass], hides_sends: bool
 ) -> list[list[float]]:
     """The start times of each rank's actions, as far as they can be run."""
     ended: dict[tuple[str, int, int], float] = {}

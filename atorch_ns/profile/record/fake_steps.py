@@ -14,7 +14,7 @@ from torch import nn
 from atorch_ns.capture.nests import map_tensors, resized, resized_shape
 from atorch_ns.capture.real_values import RealValues, fake_like, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
-from atorch_ns.profile.record.steps import Precision, Step, Subject, record_step
+from atorch_ns.profile.record.steps import Precision, RecordedStep, Subject, record_step
 from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
 
 
@@ -22,8 +22,8 @@ class FakeSteps:
     """Records steps of one model on fake tensors; what one step learns of operators' shapes the next reuses.
 
     Args:
-        containers: those that are shortened, by path.
-        device: that the fake tensors claim to be on.
+        containers: shortened containers, by path.
+        device: device that the fake tensors claim to be on.
     """
 
     def __init__(self, subject: Subject, containers: Mapping[str, Container], device: str) -> None:
@@ -33,7 +33,7 @@ class FakeSteps:
         self._mode = fake_tensor_mode()
         self._batches: dict[tuple[int, int], Any] = {}
 
-    def record(self, precision: Precision, sizes: tuple[int, int]) -> Step:
+    def record(self, precision: Precision, sizes: tuple[int, int]) -> RecordedStep:
         """One step with batches of the given B and T."""
         paths = copied_paths(self._subject, self._containers)
         with self.prepared(precision, sizes) as (model, batch):
@@ -75,7 +75,7 @@ def copied_paths(subject: Subject, containers: Mapping[str, Container]) -> tuple
     return tuple(paths)
 
 
-def record_real(subject: Subject, precision: Precision, num_samples: int) -> Step:
+def record_real(subject: Subject, precision: Precision, num_samples: int) -> RecordedStep:
     """One step of a deep copy of the model, with its values, on its device.
 
     Args:

@@ -55,13 +55,13 @@ class Recording:
         sizes: bytes for memory, floating point operations for operators.
         moved: bytes of each tensor that an operator reads or writes.
         gradients: storages that became gradients of parameters.
-        gradient_of: for each of these the number of the parameter among the given tensors.
+        gradient_of: number, among the given tensors, of the parameter of each gradient.
         casts: storages that are copies of parameters in another dtype.
-        uses: for each given tensor, by its number, the phases that read it, in order.
-        reads, writes: for the operator at each event what it reads and makes: a storage by its number, a given
+        uses: phases that read each given tensor, in order, by the tensor's number.
+        reads, writes: inputs and outputs of the operator at each event: a storage by its number, a given
             tensor as -1 less its number.
         products: the operators, by their events, that are products of matrices.
-        heads: for fused attentions, by their events, the heads of queries and of keys.
+        heads: numbers of query and key heads of fused attentions, by event.
     """
 
     kinds: list[int] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         given: tensors whose memory is not to be counted, numbered in this order.
-        parameters: those among them that are parameters: copies of them in another dtype are recorded as casts.
+        parameters: given tensors that are parameters: copies of them in another dtype are recorded as casts.
         counts_workspaces: whether the kernels of the device that is traced are those of the requested device.
     """
 

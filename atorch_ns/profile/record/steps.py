@@ -102,7 +102,7 @@ class Subject:
         sizes: B and T of the batch.
         at: B and T for which memory peaks are wanted.
         blocks: the repeated blocks, by path; none to follow the model as a whole.
-        prints: fingerprints of the blocks, by path.
+        fingerprints: fingerprints of the blocks, by path.
         keeps_output: whether the model's output is held through the backward pass, as the variable of a
             training loop holds it.
         counts_workspaces: whether memory that kernels take and return inside one call is counted: not where
@@ -115,7 +115,7 @@ class Subject:
     sizes: tuple[int, int]
     at: tuple[int, int]
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
-    prints: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
     keeps_output: bool = False
     counts_workspaces: bool = True
 
@@ -129,7 +129,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """A recorded step.
 
     Attributes:
@@ -172,7 +172,7 @@ def record_step(
     block_paths: Sequence[str],
     *,
     device_type: str,
-) -> Step:
+) -> RecordedStep:
     """Runs forward and backward pass once and records it. ``model`` is changed: hooks stay.
 
     Args:
@@ -207,7 +207,9 @@ def record_step(
     }
     division = _division(model, recorder.recording, boundaries.occurrences, inside)
     dims = {name: division.dims[number] for number, name in enumerate(parameters) if number in division.dims}
-    return Step(recorder.recording, boundaries.occurrences, uses, samples_and_tokens(batch), division, dims)
+    return RecordedStep(
+        recorder.recording, boundaries.occurrences, uses, samples_and_tokens(batch), division, dims
+    )
 
 
 def _division(

@@ -123,7 +123,7 @@ class Actual:
             )
 
     def as_outcome(self) -> TrialOutcome:
-        """In the form that a search learns from."""
+        """The trial outcome that a search learns from."""
         return TrialOutcome(
             status="ok",
             step_seconds=self.step_seconds,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.pipeline import PipelineStep
-from atorch_ns.pipeline.schedule.actions import Kind
+from atorch_ns.pipeline.schedule.actions import PassKind
 from atorch_ns.report.info.candidates import Figure, peak, seconds
 from atorch_ns.search import Row, SearchOutcome
 
@@ -139,7 +139,7 @@ class TimelineBlock(NamedTuple):
         lap: 0 for the first of the rank's stages, 1 for the next, and so on.
     """
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
     start: float
@@ -185,10 +185,10 @@ class TimelineInfo(NamedTuple):
     rows: tuple[TimelineRow, ...]
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[PassKind, ...]:
         """The kinds of passes that there are, in a fixed order."""
         found = {block.kind for row in self.rows for block in row.blocks}
-        every: tuple[Kind, ...] = ("F", "B", "I", "W")
+        every: tuple[PassKind, ...] = ("F", "B", "I", "W")
         return tuple(kind for kind in every if kind in found)
 
     @property

@@ -136,12 +136,12 @@ class CandidatesInfo(NamedTuple):
 
     @property
     def considered(self) -> tuple[CandidateLine, ...]:
-        """Those that were not pruned."""
+        """Candidates that were not pruned."""
         return tuple(line for line in self.lines if line.fate != "pruned")
 
     @property
     def pruned(self) -> tuple[CandidateLine, ...]:
-        """Those that were."""
+        """Candidates that were pruned."""
         return tuple(line for line in self.lines if line.fate == "pruned")
 
 
@@ -214,7 +214,7 @@ class HistoryPoint(NamedTuple):
         spread: standard error of that median, in seconds.
         num_steps: timed steps.
         best_seconds: median step of the best candidate up to here; ``None`` if none could be used yet.
-        best_trial: its number; 0 for none.
+        best_trial: number of the trial of that candidate; 0 for none.
         total_seconds: seconds of the trial, set-up included.
     """
 

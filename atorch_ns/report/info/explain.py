@@ -176,7 +176,7 @@ def _has(row: Row, name: str) -> bool:
 
 
 def _best(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
-    """By the objective; what was measured goes before what was not."""
+    """The best row by the objective; measured rows take precedence."""
     figure = peak if outcome.settings.objective == "memory" else seconds
     usable = [row for row in rows if row.fate not in ("failed", "pruned") and figure(row).value is not None]
     measured = [row for row in usable if figure(row).source == "measured"]

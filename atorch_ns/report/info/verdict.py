@@ -60,7 +60,7 @@ class PartChange(NamedTuple):
 
 
 class WaterfallInfo(NamedTuple):
-    """From the baseline to the winner.
+    """Differences between the baseline and the winner.
 
     Attributes:
         baseline, winner: their labels.

@@ -9,7 +9,7 @@ from typing import Any
 from atorch_ns.strategy import MODEL_AXES, Plan
 
 
-def effective(plan: Plan) -> Plan:
+def canonical(plan: Plan) -> Plan:
     """The plan with everything taken out that changes nothing; equal for plans that run alike.
 
     Axes of size 1 shard nothing. An axis ``zero`` that nothing is sharded over is more of ``data``, and one

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.estimate import Estimate, PlanTable, Prices, Workload, kind_of, price
+from atorch_ns.estimate import Estimate, PlanTable, Prices, Workload, price, template_of
 from atorch_ns.method import Chosen, fold_plan
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.profile import Profile, Trace
@@ -150,7 +150,7 @@ class _Kinds:
         if not any(segment.replaced_costs for segment in trace.segments):
             alike["replaced"] = False
         for one in templates:
-            kind = kind_of(one.plan, axes=_order(one.plan.axes), **alike)
+            kind = template_of(one.plan, axes=_order(one.plan.axes), **alike)
             index.append(kinds.setdefault(kind, len(kinds)))
             own = AxisUse.of(one.plan)
             use.append([uses.setdefault(each.plan.over(own), len(uses)) for each in options])

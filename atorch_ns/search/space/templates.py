@@ -22,7 +22,7 @@ from atorch_ns.method import (
 from atorch_ns.method.method import fit_config
 from atorch_ns.profile import Profile
 from atorch_ns.search.space.constraints import Constraints, why_not
-from atorch_ns.search.space.equivalence import effective
+from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
 
 EXCLUDED = "it is excluded."
@@ -253,7 +253,7 @@ def find_templates(
             if only is not None and any(item.method.name not in only for item in complete):
                 continue
             plan = fold_plan(complete) if resolved is None else resolved.plan
-            kind = _kind(effective(plan))
+            kind = _kind(canonical(plan))
             if kind not in distinct:
                 distinct[kind] = Template(chosen, plan, group)
             elif (

@@ -22,7 +22,7 @@ from atorch_ns.search.space.candidate import (
     refusal_keys,
 )
 from atorch_ns.search.space.constraints import Constraints
-from atorch_ns.search.space.equivalence import effective
+from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import Plan, Strategy
@@ -327,10 +327,10 @@ def _twins(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str
     """Keys of strategies that run like another, with that other's; the baseline is kept, else the first."""
     first: dict[Plan, str] = {}
     if baseline is not None:
-        first[effective(resolved[baseline].plan)] = baseline
+        first[canonical(resolved[baseline].plan)] = baseline
     found = {}
     for name, one in resolved.items():
-        kept = first.setdefault(effective(one.plan), name)
+        kept = first.setdefault(canonical(one.plan), name)
         if kept != name:
             found[name] = kept
     return found

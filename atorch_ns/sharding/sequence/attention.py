@@ -36,7 +36,7 @@ class AttentionCall:
         mask: broadcast to [..., H, T, S]; bool (True for what is attended to) or added to the scores.
         dropout: the share of weights dropped.
         causal: whether a query attends to keys up to its own place only.
-        scale: of the scores; ``None`` for 1/sqrt(E).
+        scale: factor of the scores; ``None`` for 1/sqrt(E).
         grouped: whether H / K query heads share a key head; else H = K.
     """
 

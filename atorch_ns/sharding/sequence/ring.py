@@ -170,7 +170,7 @@ def attend_backward(
     """The gradients that a part of the keys contributes and receives.
 
     Args:
-        gradient: of the merged result, float32 [..., H, T, E'].
+        gradient: gradient of the merged result, float32 [..., H, T, E'].
         tensors: queries, and the part's keys and values.
         result: the merged result, float32 [..., H, T, E'], and its logarithm [..., H, T].
         trains_mask: whether the mask has a gradient.

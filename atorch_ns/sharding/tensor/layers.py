@@ -17,7 +17,7 @@ from torch import nn
 
 from atorch_ns.sharding.rank_context import Region, TensorGroup, divide_class, local_part
 from atorch_ns.sharding.tensor.attention import DividedAttention
-from atorch_ns.sharding.tensor.plan import Kind
+from atorch_ns.sharding.tensor.plan import LayerKind
 from atorch_ns.sharding.vocabulary.logits import DividedLogits
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,7 +39,7 @@ class _Setting:
         keeps_divided: whether a head leaves its outputs divided.
     """
 
-    kind: Kind
+    kind: LayerKind
     group: TensorGroup
     region: Region | None
     keeps_divided: bool = False
@@ -125,7 +125,9 @@ _CLASSES = {
 }
 
 
-def as_divided(module: nn.Module, kind: Kind, style: str, group: TensorGroup, region: Region | None) -> None:
+def as_divided(
+    module: nn.Module, kind: LayerKind, style: str, group: TensorGroup, region: Region | None
+) -> None:
     """Makes ``module``, whose parameters are divided, compute in ``style``; ``kind`` is its kind when whole."""
     vars(module)["_tensor"] = _Setting(kind, group, region)
     count = {"colwise": kind.counts[0], "colwise_gather_output": kind.counts[0], "rowwise": kind.counts[1]}

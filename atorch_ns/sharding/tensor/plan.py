@@ -22,7 +22,7 @@ Compute = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor | None], torch
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """A kind of layer that can be divided.
 
     Attributes:
@@ -83,14 +83,14 @@ def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | Non
         held.update(before)
 
 
-LINEAR = Kind("linear", 0, 1, _linear, ("out_features", "in_features"))
-CONV1D = Kind("Conv1D", 1, 0, _conv1d, ("nf", "nx"))
-EMBEDDING = Kind("embedding", 0, 1, _embedding, ("", ""))
-_LINEAR_AS_WRITTEN = Kind("linear", 0, 1, _as_written, ("out_features", "in_features"))
-_EMBEDDING_AS_WRITTEN = Kind("embedding", 0, 1, _as_written, ("", ""))
+LINEAR = LayerKind("linear", 0, 1, _linear, ("out_features", "in_features"))
+CONV1D = LayerKind("Conv1D", 1, 0, _conv1d, ("nf", "nx"))
+EMBEDDING = LayerKind("embedding", 0, 1, _embedding, ("", ""))
+_LINEAR_AS_WRITTEN = LayerKind("linear", 0, 1, _as_written, ("out_features", "in_features"))
+_EMBEDDING_AS_WRITTEN = LayerKind("embedding", 0, 1, _as_written, ("", ""))
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> LayerKind | None:
     """The kind of a layer; ``None`` for a module that cannot be divided."""
     cls = type(module)
     weight = module._parameters.get("weight")
@@ -114,7 +114,7 @@ def layer_sizes(module: nn.Module) -> tuple[int, int]:
     return kind.sizes(module)
 
 
-def divided_dims(style: str, kind: Kind) -> dict[str, int]:
+def divided_dims(style: str, kind: LayerKind) -> dict[str, int]:
     """The dimension along which each parameter of a layer is divided; those not named stay whole."""
     if style == "rowwise":
         return {"weight": kind.in_dim}

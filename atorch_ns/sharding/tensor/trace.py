@@ -31,7 +31,7 @@ class BlockTrace:
     Attributes:
         chains: paths of blocks between which nothing else sees the hidden states, in the order of calls.
         results: the first tensor that each block returned at its first call.
-        users: for each parameter, by all its names, the paths of the blocks whose code uses it with gradients;
+        users: paths of the blocks whose code uses a parameter with gradients, by all names of the parameter;
             an empty path stands for code outside blocks.
         kept: reasons why hidden states of a block are seen outside it though it does not return them, by path.
     """
@@ -198,7 +198,7 @@ class LayerGraph:
     Attributes:
         nodes: the layers that were called, by path, in the order of first calls.
         outputs: layers whose outputs reach the model's output with no other layer between.
-        met: for parameters outside layers, by name, the layers whose outputs meet them in an operator.
+        met: layers whose outputs share an operator with a parameter outside layers, by the parameter's name.
         random: layers whose outputs reach an operator that draws random numbers.
         calls: the first call of every module, by path.
         blocks: the trace of the blocks that the model repeats.
@@ -224,7 +224,7 @@ def trace_layers(
     """Runs a copy of ``model`` once, in training mode; the model itself and all random states stay as they are.
 
     Args:
-        model: on any device, meta too.
+        model: the model, on any device, meta included.
         batch: a sample batch on the CPU, as ``run`` takes it.
         multiple_of: a divisor of the number of tokens, where that is chosen here.
         chains: whether to look for chains of blocks, between which the sequence can stay divided.

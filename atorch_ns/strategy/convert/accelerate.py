@@ -47,7 +47,7 @@ _UNSHARDED: Final = {
     "offload_params": "ddp keeps parameters on the device. fsdp with cpu_offload keeps them on the host, sharded; "
     "optimizer_offload with ddp keeps optimizer states there, in fp32 or bf16",
 }
-"""With NO_SHARD."""
+"""Keys without effect under NO_SHARD, each with the reason."""
 _POLICIES: Final = {
     "TRANSFORMER_BASED_WRAP": "TRANSFORMER_BASED_WRAP: a unit for each of the named classes, or for each repeated block",
     "SIZE_BASED_WRAP": "SIZE_BASED_WRAP: a unit for each module of that many parameters",

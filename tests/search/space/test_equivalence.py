@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atorch_ns.search.space.equivalence import effective
+from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.strategy import Plan
 
 REPLICATED = Plan(axes=(("data", 4),), gradient_sync="all_reduce").changed(sharding={"bucket_bytes": 25})
@@ -12,7 +12,7 @@ SHARDED = Plan(axes=(("data", 4),), gradient_sync="reduce_scatter").changed(
 
 
 def test_an_axis_that_nothing_is_sharded_over_is_more_data() -> None:
-    assert effective(replace(REPLICATED, axes=(("zero", 2), ("data", 2)))) == effective(REPLICATED)
+    assert canonical(replace(REPLICATED, axes=(("zero", 2), ("data", 2)))) == canonical(REPLICATED)
 
 
 def test_sharding_over_all_ranks_is_the_same_along_either_axis() -> None:
@@ -20,7 +20,7 @@ def test_sharding_over_all_ranks_is_the_same_along_either_axis() -> None:
         axes=(("zero", 4),),
         sharding={"parameters_over": ("zero",), "gradients_over": ("zero",), "optimizer_over": ("zero",)},
     )
-    assert effective(along_zero) == effective(SHARDED)
+    assert canonical(along_zero) == canonical(SHARDED)
 
 
 def test_sharding_within_groups_is_something_of_its_own() -> None:
@@ -28,20 +28,20 @@ def test_sharding_within_groups_is_something_of_its_own() -> None:
         axes=(("zero", 2), ("data", 2)),
         sharding={"parameters_over": ("zero",), "gradients_over": ("zero",), "optimizer_over": ("zero",)},
     )
-    assert effective(hybrid) != effective(SHARDED)
+    assert canonical(hybrid) != canonical(SHARDED)
 
 
 def test_on_one_rank_nothing_is_sharded_or_synchronised() -> None:
     one = (("data", 1),)
-    assert effective(SHARDED.changed(axes=one, sharding={"keeps_gathered": True, "units": ()})) == effective(
+    assert canonical(SHARDED.changed(axes=one, sharding={"keeps_gathered": True, "units": ()})) == canonical(
         Plan()
     )
-    assert effective(replace(REPLICATED, axes=one)) == effective(Plan())
+    assert canonical(replace(REPLICATED, axes=one)) == canonical(Plan())
 
 
 def test_settings_without_effect_are_taken_out() -> None:
-    assert effective(Plan().changed(recomputation={"every": 2})) == Plan()
-    assert effective(REPLICATED.changed(sharding={"units": (), "keeps_gathered": True})) == effective(
+    assert canonical(Plan().changed(recomputation={"every": 2})) == Plan()
+    assert canonical(REPLICATED.changed(sharding={"units": (), "keeps_gathered": True})) == canonical(
         REPLICATED
     )
 
@@ -54,4 +54,4 @@ def test_what_changes_something_stays() -> None:
         {"compiled": True},
         {"sharding": {"keeps_gathered": True}},
     ):
-        assert effective(SHARDED.changed(**change)) != effective(SHARDED), change
+        assert canonical(SHARDED.changed(**change)) != canonical(SHARDED), change

@@ -14,7 +14,7 @@ from atorch_ns.estimate import PlanTable, Workload, price
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, SearchSettings, Space, explore, from_json, to_json
-from atorch_ns.search.space.equivalence import effective
+from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
 
@@ -71,7 +71,7 @@ def test_every_candidate_can_be_applied() -> None:
 
 def test_no_two_candidates_amount_to_the_same() -> None:
     for spec in ("2xcpu", "4xcpu", "8xH100-80GB, 2 nodes, ib400"):
-        plans = [effective(resolve(one.strategy, cluster(spec), REGISTRY).plan) for one in free(space(spec))]
+        plans = [canonical(resolve(one.strategy, cluster(spec), REGISTRY).plan) for one in free(space(spec))]
         assert len(set(plans)) == len(plans), spec
 
 
@@ -305,7 +305,7 @@ def test_the_order_of_the_wishes_makes_no_other_candidates() -> None:
     first, second = (space(included=order).candidates for order in (constraints, constraints[::-1]))
     assert first == second
     base = space(base=constraints[::-1]).candidates
-    plans = [effective(resolve(one.strategy, cluster(), REGISTRY).plan) for one in base if one.pruned is None]
+    plans = [canonical(resolve(one.strategy, cluster(), REGISTRY).plan) for one in base if one.pruned is None]
     assert len(set(plans)) == len(plans)
     assert sum(one.is_baseline for one in base) == 1
 
