@@ -124,7 +124,7 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
     needs_process_group = True
 
     def roles(self, config: Ds3dParallelConfig) -> tuple[str, ...]:
-        """With ZeRO it also shards the optimizer."""
+        """The roles it fills; with ZeRO also the sharding of the optimizer."""
         return (*self.provides, "optimizer_sharding") if config.zero_stage else self.provides
 
     def check(self, config: Ds3dParallelConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:

@@ -79,7 +79,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         return unmatched_problem(self.name, "experts", config.experts, profile)
 
     def plan(self, plan: Plan, config: ExpertParallelConfig) -> Plan:
-        """Which experts are divided."""
+        """Experts are divided."""
         return plan.changed(expert={"modules": config.experts})
 
     def apply(self, job: Job, config: ExpertParallelConfig) -> None:

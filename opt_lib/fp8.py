@@ -161,7 +161,7 @@ class Fp8(Method[Fp8Config]):
                 job.warn(f"fp8: no linear's name contains {part!r}, which {key} names.{nearest}")
 
     def explain(self, config: Fp8Config, cluster: Cluster) -> str:
-        """What it is for, whatever the model has: what was replaced is told when it is applied."""
+        """The purpose only: the replaced layers are reported when it is applied."""
         return "for matrix products of linears, and for nothing else"
 
 

@@ -74,7 +74,7 @@ class Half(Method[HalfConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[HalfConfig]:
-        """With fp32 master weights only: bf16 weights without them lose small updates and converge otherwise.
+        """Configs with fp32 master weights only: bf16 weights without them lose small updates and converge differently.
 
         Whoever accepts that names it: ``included=[("half", "bf16")]``.
         """

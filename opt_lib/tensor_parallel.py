@@ -59,7 +59,7 @@ class TensorParallel(Method[TensorParallelConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[TensorParallelConfig]:
-        """With the residual stream whole, and divided, which takes memory off every block for as many bytes sent."""
+        """Residual stream whole, or divided: less memory per block for as many bytes sent."""
         if cluster.world_size == 1 or profile.trace is None:
             return
         yield TensorParallelConfig()

@@ -43,9 +43,9 @@ def dry_run(result: Result) -> torch.Tensor:
 
 
 def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
-    """Does what the strategy says to the user's objects; collective where there is a process group.
+    """Applies a strategy to the user's objects; collective where there is a process group.
 
-    The caller's random states are as before. The model is changed in place where methods do so.
+    The caller's random states are restored. The model is changed in place where methods do so.
 
     Raises:
         AtorchError: what a method or a user's function found wrong; on all ranks, where the failure of one

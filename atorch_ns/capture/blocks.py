@@ -294,7 +294,7 @@ def _rank(block: nn.Module) -> int:
 
 
 def _bases(module: nn.Module) -> list[type]:
-    """Its class and those it inherits from, without ``nn.Module`` itself."""
+    """The class of ``module`` and its bases, without ``nn.Module`` itself."""
     return [kind for kind in type(module).__mro__ if kind is not nn.Module]
 
 

@@ -36,7 +36,7 @@ _REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not as it was saved."""
+    """A checkpoint whose files differ from what was saved."""
 
 
 def step_name(step: int) -> str:

@@ -121,7 +121,7 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
     Args:
         path: the folder given to ``save``; it need not exist yet.
         result: result of ``auto_accelerate``, with the same model.
-        data_position: as for ``load``.
+        data_position: the argument of ``load``.
 
     Returns:
         What ``load`` returns, or ``None`` if there is no complete checkpoint.

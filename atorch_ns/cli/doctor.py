@@ -33,7 +33,7 @@ def doctor(
 ) -> None:
     """Check ports, limits, backends, packages, dtypes, collectives, disk and compiler. The exit code is 4 if one fails.
 
-    What is not in order comes with the line that mends it. Started by torchrun on several nodes, it looks at all of
+    Each problem comes with the command that fixes it. Started by torchrun on several nodes, it looks at all of
     them, at what is between them, and names the node that fails or is slow.
 
     Example: atorch-ns doctor --nproc 2

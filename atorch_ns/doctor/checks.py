@@ -33,7 +33,7 @@ CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
         "packages": check_packages,  # last: takes longest
     }
 )
-"""By name, in the order in which they are run."""
+"""Checks by name, in the order in which they run."""
 NODE_CHECKS: Final = ("nodes", "alike", "reach", "all-reduce")
 """Checks of several nodes, in their order; the first is always run, since the others need all ranks."""
 

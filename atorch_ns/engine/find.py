@@ -66,7 +66,7 @@ def find_strategy(
 
 
 def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster:
-    """The cluster with figures of what it does here, corrected by what earlier jobs have learned."""
+    """The cluster with measured figures, corrected by calibrations of earlier jobs."""
     known = cluster.with_hardware()
     group = dist.group.WORLD if cluster.distributed else None
     hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)

@@ -41,7 +41,7 @@ class Report:
     """What was decided and done.
 
     Attributes:
-        strategy: as it is saved: with what is left out here and can be used elsewhere.
+        strategy: the strategy as saved, with methods that are left out here and apply on other clusters.
         rows: one for every method, in order of application.
         notes: methods added, left out and fitted, each a sentence.
         world_size: number of processes.

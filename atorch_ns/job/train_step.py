@@ -164,7 +164,7 @@ class TrainStep:
         """Trains on ``batch``.
 
         Args:
-            batch: as the data loader gives it, before ``prepare_input``.
+            batch: batch from the data loader, before ``prepare_input``.
 
         Returns:
             The loss, 0-d and detached, averaged over all data-parallel ranks.

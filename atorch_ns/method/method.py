@@ -317,7 +317,7 @@ class ReplacesModules(Protocol):
 
 @runtime_checkable
 class CarriesState(Protocol):
-    """A method that users have told this process something about outside of a config, as by registering a class.
+    """A method with process state set by users outside of a config, e.g. by registering a class.
 
     Trials run in processes of their own, which receive it.
     """

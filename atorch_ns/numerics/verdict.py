@@ -92,7 +92,7 @@ class Verification:
         return sum(each.state != "not judged" for each in self.parameters)
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The verdict as plain values."""
         document = {"schema": 1, **vars(self), "num_judged": self.num_judged}
         return document | {"parameters": [vars(each) for each in self.parameters]}
 

@@ -106,10 +106,10 @@ class Measured:
     Attributes:
         recording: the course of events.
         sizes: [E, 4] coefficients of bytes and floating point operations, for each event.
-        moved: [E, 4] of bytes that operators move.
-        outputs: [S, 4] of the bytes that each stretch hands on.
+        moved: [E, 4] coefficients of the bytes that operators move.
+        outputs: [S, 4] coefficients of the bytes that each stretch outputs.
         at: the B and T that matter: the user's batch. The worst moment is that of these sizes.
-        division: what of it tensor parallelism would divide.
+        division: tensors and operators that tensor parallelism would divide.
     """
 
     recording: Recording

@@ -22,7 +22,7 @@ class Profile:
 
     Attributes:
         model_class: qualified name of the model's class.
-        module_classes: for every module path, its class names, bare and qualified, bases included.
+        module_classes: class names of every module by path, bare and qualified, bases included.
         blocks: paths of the repeated blocks.
         block_class: bare class name of the repeated blocks, empty if there are none or several.
         num_parameters: number of parameter elements, tied ones once.

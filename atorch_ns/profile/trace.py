@@ -216,7 +216,7 @@ class SegmentCost:
             each instance before has one ``kept`` more.
         cast_parameters: bytes of the copies of parameters in the compute dtype, which autocast makes and
             keeps until its context ends.
-        operators: the kinds of operators, dearest first.
+        operators: kinds of operators, most expensive first.
     """
 
     forward: PhaseCost

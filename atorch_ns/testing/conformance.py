@@ -123,7 +123,7 @@ class MethodConformance:
         assert not summary.startswith(kind.name), "the summary says what it does, not how it is called"
 
     def test_it_is_found_by_its_name(self) -> None:
-        """Its distribution registers it as an entry point, under its name and its aliases."""
+        """The method's distribution registers it as an entry point, under its name and its aliases."""
         registry = load_registry()
         for name in (self.method.name, *self.method.aliases):
             assert name in registry, f"no entry point of the group atorch_ns.methods gives {name!r}"
@@ -172,7 +172,7 @@ class MethodConformance:
         json.dumps(wanted.as_json(), allow_nan=False)
 
     def test_a_bad_config_is_refused(self, bad_config: tuple[Any, str | None]) -> None:
-        """By a StrategyError that names method and key."""
+        """The StrategyError names method and key."""
         config, key = bad_config
         profile = Profile.of(get_case(self.cases[0]).build())
         try:
@@ -250,7 +250,7 @@ class MethodConformance:
         self._assert_like_plain_torch(case_name, runs[0])
 
     def test_ranks_train_the_same_model(self, config: Any, case_name: str) -> None:
-        """On several ranks, twice: like plain torch in one process, and the ranks agree."""
+        """Two runs on several ranks match plain torch in one process, and the ranks agree."""
         get_case(case_name).build()  # what it imports, every rank would import anew
         ranks = run_ranks(
             self._three_runs, self.num_ranks, args=(case_name, self._strategy(config)), timeout_s=120
@@ -281,8 +281,8 @@ class MethodConformance:
             assert given == before, f"{before} became {given}"
         assert result is not None, "auto_accelerate gives no result"
         rows = {row.name: row.why for row in result.report.rows}
-        told = rows.get(self.method.name) or " ".join(result.report.notes)
-        assert told.strip(), "the report does not mention the method"
+        reported = rows.get(self.method.name) or " ".join(result.report.notes)
+        assert reported.strip(), "the report does not mention the method"
 
     # ---- helpers
 

@@ -347,7 +347,7 @@ def accelerated_run(
         case: model, data and loss.
         strategy: strategy, in any form of ``load_strategy``.
         step: trains on one batch and returns the mean loss; ``None`` for ``result.train_step``.
-        arguments: of :func:`accelerate_case`.
+        arguments: arguments of :func:`accelerate_case`.
     """
     result = accelerate_case(case, strategy, **arguments)
     initial, losses = whole_parameters(result), []

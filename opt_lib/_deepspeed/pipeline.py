@@ -69,10 +69,10 @@ class StageLayer(nn.Module):
             self._entries = None
 
     def forward(self, arrived: torch.Tensor | Wire) -> torch.Tensor | Wire:
-        """One micro-batch: what the previous stage packed in, what the next one unpacks out.
+        """Runs one micro-batch on what the previous stage packed, and packs the result for the next one.
 
         Args:
-            arrived: on the first stage any tensor; it is not looked at.
+            arrived: packed inputs; ignored on the first stage.
         """
         index = torch.tensor(self._count, device=self._device)
         self._count += 1
@@ -283,7 +283,7 @@ class DsPipelineRunner:
     _signature: object = None
 
     def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """As :class:`atorch_ns.job.BatchRunner` says."""
+        """See :class:`atorch_ns.job.BatchRunner`."""
         self._begin(micro_batches, training=True)
         self.job.gradients.sums.expect(self.job.module)
         self._run(_training_schedule(self.engine, len(micro_batches)))
@@ -293,7 +293,7 @@ class DsPipelineRunner:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """As :class:`atorch_ns.job.BatchRunner` says."""
+        """See :class:`atorch_ns.job.BatchRunner`."""
         self._begin(micro_batches, training=False)
         self._run(self.engine._inference_schedule(len(micro_batches)))
         return self._loss(len(micro_batches))

@@ -166,7 +166,7 @@ def require_elementwise(job: Job) -> None:
 def _warn_of_blocks(job: Job) -> None:
     try:
         optimizer = make_user_optimizer(job, [{"params": [nn.Parameter(torch.zeros(_ROWS, _COLUMNS))]}])
-    except Exception:  # the user's error, which is told where the optimizer is made
+    except Exception:  # the user's error, which is reported where the optimizer is made
         return
     if not keeps_blocks(optimizer):
         return

@@ -18,7 +18,7 @@ TORCHAO_KEYS = ("recipe", "fsdp_all_gather", "emulate")
 
 
 class Fp8Config(MethodConfig):
-    """Which linears compute in fp8, by which package, and how. A bare string is shorthand for ``backend``."""
+    """Selection of linears that compute in fp8, package and recipe. A bare string is shorthand for ``backend``."""
 
     backend: Literal["auto", "te", "torchao"] = Field(
         default="auto",

@@ -79,7 +79,7 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
 
 
 def _leave_fp8(scope: ForwardScope, _: nn.Module) -> None:
-    """From here on nothing is computed in fp8."""
+    """Ends computation in fp8."""
     scope.make = nullcontext
 
 

@@ -32,7 +32,7 @@ CHUNK_BYTES: Final = 64 * 2**20
 """Bytes of the fp32 logits that are computed at once."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int, str], torch.Tensor]
-"""From x [N, D], weight [V, D], bias [V], target [N], ignore_index and reduction (mean or sum) to a scalar."""
+"""``(x [N, D], weight [V, D], bias [V], target [N], ignore_index, reduction "mean" or "sum") -> scalar``."""
 
 
 class DeferredLogits:
@@ -40,7 +40,7 @@ class DeferredLogits:
 
     Args:
         head: the last layer.
-        x: what it is applied to, [B, T, D].
+        x: input of the last layer, [B, T, D].
     """
 
     def __init__(self, head: Any, x: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class DeferredLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
+        """The loss of transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
         operands = logits.operands(vocab_size) if isinstance(logits, DeferredLogits) else None
         if operands is None:
             return self._own(

@@ -38,8 +38,8 @@ def test_fp32_and_frozen_parameters_have_no_master() -> None:
     assert list(masters.pairs()) == []
     assert masters.master_of(full) is full
     on_host = MasterWeights([full], on_host=True)
-    assert on_host.of(full) is not full
-    assert torch.equal(on_host.of(full), full)
+    assert on_host.master_of(full) is not full
+    assert torch.equal(on_host.master_of(full), full)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

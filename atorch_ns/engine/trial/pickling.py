@@ -216,7 +216,7 @@ def unpack(data: bytes) -> Unpacked:
 
 
 def describe_unpicklable(inputs: Inputs, carried: Mapping[str, Any] | None = None) -> str | None:
-    """Which argument cannot be sent to a trial worker and why, as a clause; ``None`` if all can."""
+    """A clause naming the argument that cannot be sent to a trial worker, and why; ``None`` if all can."""
     try:
         _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
     except Exception as error:

@@ -154,7 +154,7 @@ def whole_share(parameters: Parameters, degrees: np.ndarray, weigh: Callable[[in
     Args:
         parameters: only those that train are given.
         degrees: [N] numbers of ranks.
-        weigh: what a parameter costs its rank, by its index; the dearest rank counts.
+        weigh: cost of a parameter to its rank, by its index; the most expensive rank counts.
     """
     own = np.flatnonzero(parameters.trainable)
     expanded = np.repeat(own, parameters.copies[own])

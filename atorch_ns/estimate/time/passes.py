@@ -88,25 +88,25 @@ def _is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) 
 
 
 _GATHER: Final = (24.0, 1.0)
-"""For each unit and each of its parameters, at every gather: hooks, buffers, views."""
+"""Operators per unit and per parameter of it, at every gather: hooks, buffers, views."""
 _REDUCE: Final = (32.0, 3.0)
 """The same at every reduction, with the sharded gradients made."""
 _PASS: Final = (8.0, 1.0)
 """The same at every backward pass that only accumulates."""
 _BUCKETED: Final = 1.0
-"""For each parameter whose gradient is copied to a bucket."""
+"""Operators per parameter whose gradient is copied to a bucket."""
 _BROADCAST: Final = 2.0
-"""For each updated parameter that is sent to the others."""
+"""Operators per updated parameter that is broadcast."""
 _RECOMPUTED: Final = 40.0
-"""For each recomputed block: saved-tensor hooks, random states, the error checks of the second pass."""
+"""Operators per recomputed block: saved-tensor hooks, random states, the error checks of the second pass."""
 _GUARDED: Final = 16.0
-"""For each compiled block, forward and backward: guards and the calls around the graph."""
+"""Operators per compiled block, forward and backward: guards and the calls around the graph."""
 _UPDATE: Final = (0.5, 1.2, 4.0)
-"""For each parameter of an optimizer with 0, 1, 2 states, operator by operator; Adam's step counter included."""
+"""Operators per parameter of an optimizer with 0, 1, 2 states, without foreach or fusion; Adam's step counter included."""
 _UPDATE_FUSED: Final = 0.65
 """The same where one call updates all: lists of tensors are unpacked, and step counters added to."""
 _DTENSOR: Final = 5.0
-"""An operator on a DTensor, as parameters sharded by rows are, over one on a plain tensor."""
+"""Host time of an operator on a DTensor (parameters sharded by rows), relative to one on a plain tensor."""
 _FOREACH_GPU: Final = 0.1
 """Share of these operators that remains where a few foreach kernels update all parameters, as on GPUs."""
 
@@ -185,7 +185,7 @@ class Passes:
     """All passes of a step.
 
     Attributes:
-        segments: for each segment its seconds in one micro-batch.
+        segments: seconds of each segment in one micro-batch.
         compute, recompute: [R] seconds of the whole step.
         operators: [R] number of operators launched by the host in the whole step.
     """

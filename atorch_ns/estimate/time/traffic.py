@@ -273,6 +273,6 @@ def _expert(context: PricingContext, groups: Groups, s: int, again: float) -> tu
 
 
 def _output(context: PricingContext, s: int) -> np.ndarray:
-    """[R] bytes of what a segment hands on: [B, T, D]."""
+    """[R] bytes of a segment's output [B, T, D]."""
     cost = cost_of(context.plan, context.trace.segments[s])
     return np.asarray(cost.output.at(context.num_samples, context.num_tokens), dtype=float)

@@ -169,8 +169,8 @@ class CallGraph:
     """One forward pass.
 
     Attributes:
-        calls: in the order in which they were made.
-        values: in the order in which they were computed, by number.
+        calls: calls in the order in which they were made.
+        values: values in the order in which they were computed, by number.
         results: numbers of the values of the model's result: the loss, or its outputs.
         reads: ``(position, value)``: after that many calls the code read the elements of that value, which depends
             on a call, and may have branched on them.
@@ -190,7 +190,7 @@ class CallGraph:
 
     @cached_property
     def needed_until(self) -> tuple[int, ...]:
-        """For each value the last call before which it is needed; -1 if nothing uses it."""
+        """The last call before which each value is needed; -1 if nothing uses it."""
         last = [-1] * len(self.values)
         for number, call in enumerate(self.calls):
             for value in call.arguments:

@@ -98,7 +98,7 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """From the first pass to the last."""
+        """Seconds from the start of the first pass to the end of the last."""
         return max(float(ends[-1]) for ends in self.ends if len(ends))
 
     @property

@@ -134,8 +134,7 @@ class RecordedStep:
 
     Attributes:
         occurrences: the stretches of its forward pass, blocks and what runs between them.
-        uses: for each parameter outside blocks, by its first name, the stretches that use it in the forward
-            pass, in order.
+        uses: stretches that use each parameter outside blocks in the forward pass, in order, by its first name.
         sizes: B and T that it ran with.
         division: tensors and operators that tensor parallelism would divide.
         dims: dim along which each divided parameter is divided, by its first name.

@@ -38,9 +38,9 @@ class Division:
     Attributes:
         storages: numbers of storages of which a rank holds a part.
         operators: events of operators of which a rank computes a part.
-        dims: for each divided parameter, by its number among the given tensors, the dim.
+        dims: dim of each divided parameter, by its number among the given tensors.
         words: numbers of storages that hold values for words of the vocabulary, between the head and the loss.
-        word_operators: events of operators that make them.
+        word_operators: events of operators that compute those values.
         loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
         columns, rows: for each phase of a forward pass, products divided along outputs and along inputs.
     """

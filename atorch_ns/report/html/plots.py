@@ -169,7 +169,7 @@ def _place(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
 
 
 def _ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tuple[float, ...]:
-    """From zero; from below the least where the values lie close together far from zero.
+    """Ticks from zero, or from below the least value where the values lie close together far from zero.
 
     Not so close that ticks would read alike.
     """

@@ -197,7 +197,7 @@ class TimelineInfo(NamedTuple):
         return max(len(row.stages) for row in self.rows)
 
     def first(self, most: int) -> tuple[TimelineRow, ...]:
-        """At most so many rows: evenly chosen ranks, the first and the last among them."""
+        """At most ``most`` rows: evenly spaced ranks, the first and the last included."""
         last = len(self.rows) - 1
         if last < most:
             return self.rows

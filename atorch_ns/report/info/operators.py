@@ -35,7 +35,7 @@ class OperatorsInfo(NamedTuple):
     """The operators of one rank's step.
 
     Attributes:
-        lines: those with the greatest share of either first.
+        lines: operators, those with the greatest share of either first.
         precision: the key of the costs that were read.
         num_samples: samples of one rank in a step.
         flops, num_bytes: totals of the whole step.

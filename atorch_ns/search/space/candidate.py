@@ -92,7 +92,7 @@ def named_features(candidate: Candidate) -> dict[str, str]:
 
 
 def refusal_keys(resolved: Resolved) -> tuple[tuple[str, str], ...]:
-    """By method, a digest of all that its refusal to be applied to this job's model would depend on.
+    """A digest, per method, of everything that decides whether it refuses to be applied to this model.
 
     That is its config, the sizes of the axes that divide the model, the methods that change the model before it,
     and the fields of the plan that it names (:attr:`~atorch_ns.method.Method.refuses_by`). A method that names

@@ -36,7 +36,7 @@ class Space:
     """The strategies that a search may choose from.
 
     Attributes:
-        candidates: those that are worth knowing, best first; pruned ones last, each with its reason.
+        candidates: candidates worth reporting, best first; pruned ones last, each with its reason.
         num_priced: strategies that were priced.
         notes: what was left out and why, as sentences.
     """

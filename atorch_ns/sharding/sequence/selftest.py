@@ -46,13 +46,13 @@ T = TypeVar("T")
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TOLERANCE: Final = 1e-3
-"""In units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1."""
+"""Error in units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1."""
 
 _LOCAL_LENGTHS: Final = (22, 26, 14, 10, 6, 34, 38, 4, 2, 8)
 """Numbers of positions of one rank in the test, preferred first: even, and unlike the sizes that models have."""
 _ROWS: Final = 2
 _MOST_SITES: Final = 5
-"""With more position numbers in a block than this, they are not guessed one by one."""
+"""Most position numbers in a block that are guessed one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)

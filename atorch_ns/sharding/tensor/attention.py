@@ -60,7 +60,7 @@ class DividedAttention:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``."""
+        """Same arguments and results as ``nn.MultiheadAttention.forward``."""
         batched = query.dim() == 3
         inputs = [_batch_first(self, x, batched) for x in (query, key, value)]
         q, k, v = _heads(self, [self._region.enter(x) for x in inputs])

@@ -170,7 +170,7 @@ class TensorPlan:
     Attributes:
         styles: a style of :data:`STYLES` by pattern. Layers that no pattern names stay whole.
         attributes: patterns of attributes, numbers that are divided by the degree (``"h.*.attn.num_heads"``).
-        parts: for layers of several fused matrices, the sizes of their outputs by pattern.
+        parts: output sizes of the matrices fused in a layer, by pattern.
         narrow_inputs: patterns of arguments of modules' forward (``"h.*.attn.x"``) that code sees with the width of
             one rank, since it takes their width for that of its results.
         where: who made the plan.

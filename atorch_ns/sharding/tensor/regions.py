@@ -106,7 +106,7 @@ def _numbers(home: nn.Module) -> tuple[tuple[str, int], ...]:
 
 
 _MOST_SUBSETS = 6
-"""With more numbers than this, only whole groups of them are tried."""
+"""Most numbers of which all subsets are tried; of more, only whole groups."""
 
 _MOST_LAYERS = 8
 """A region of more layers is no attention or MLP, and is slow to try."""

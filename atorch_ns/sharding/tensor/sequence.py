@@ -28,7 +28,7 @@ class StreamSpec:
     """Blocks that are called one after the other on a divided sequence.
 
     Attributes:
-        chains: for each chain, the paths of its blocks in order.
+        chains: paths of the blocks of each chain, in order.
         dim: the dimension of the sequence.
         tight: whether the gather at a region's entry also sums gradients (a reduce-scatter in the backward pass).
             Else they are summed at each column-parallel layer, which is right for any code before it.

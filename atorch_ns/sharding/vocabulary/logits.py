@@ -245,7 +245,7 @@ class DividedLogits(torch.Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
-        """As ``torch.nn.functional.cross_entropy``."""
+        """Same arguments and result as ``torch.nn.functional.cross_entropy``."""
         options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "reduction": reduction,

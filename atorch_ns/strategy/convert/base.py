@@ -85,7 +85,7 @@ class Conversion:
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The conversion as plain values."""
         return {
             "schema": 1,
             "source": self.source,
@@ -264,7 +264,7 @@ def _leaves(document: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 _AXIS_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
-"""From the inside out, as a search has them: ranks along ``tensor`` are neighbours."""
+"""Axes from the innermost out, as in a search: ranks along ``tensor`` are neighbours."""
 
 
 def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int | None = None) -> None:
@@ -378,7 +378,7 @@ def read_offload(
     Args:
         converter: holds the precision and the method of the ZeRO stage.
         method: the stage's method: ``ddp``, ``zero1``, ``zero2`` or ``fsdp``.
-        devices: for ``"optimizer"`` and ``"param"``, the key that was read and its device, or ``None``.
+        devices: the key that was read and its device, or ``None``, of ``"optimizer"`` and ``"param"``.
         one_process: whether the file says that there is only one.
 
     Raises:

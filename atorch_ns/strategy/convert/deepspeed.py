@@ -226,7 +226,7 @@ _FILLS: Final = {
     "gradient_accumulation_steps": (f"{_SECTION}gradient_accumulation_steps", "gradient_accumulation_steps"),
     "gradient_clipping": (f"{_SECTION}gradient_clipping",),
 }
-"""Which keys of Accelerate fill in an ``"auto"`` of DeepSpeed's file."""
+"""Keys of Accelerate that fill in an ``"auto"`` of DeepSpeed's file."""
 
 
 def read_deepspeed_section(converter: Converter, *, processes: int | None) -> None:
