@@ -25,6 +25,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
 from atorch_ns.search import SearchOutcome, SearchSettings
 from atorch_ns.strategy import Step, Strategy, canonical_text
+from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
     from atorch_ns.engine import EngineAddress
@@ -176,7 +177,7 @@ def auto_accelerate(
     except Exception as error:
         if raise_errors:
             raise
-        log.error("auto_accelerate failed: %s: %s", type(error).__name__, error)
+        log.error("auto_accelerate failed: %s", error_text(error))
         return False, None, None
     _log_applied(result, cluster, resolved, verbose)
     return True, result, strategy

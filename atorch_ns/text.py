@@ -53,9 +53,10 @@ def clipped(text: str, num_chars: int) -> str:
     return text if len(text) <= num_chars else f"{text[: num_chars - 3]}..."
 
 
-def first_few(names: Sequence[str], number: int = 5) -> str:
-    """The first names with commas between them, and ``…`` for those left out."""
-    return ", ".join(names[:number]) + (", …" if len(names) > number else "")
+def first_few(texts: Sequence[str], number: int = 5, separator: str = ", ") -> str:
+    """The first texts, joined, with how many are left out: ``"a, b, and 3 more"``."""
+    more = [f"and {len(texts) - number} more"] if len(texts) > number else []
+    return separator.join([*texts[:number], *more])
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

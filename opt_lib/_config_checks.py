@@ -13,6 +13,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import MissingPackageError, Problem
 from atorch_ns.method import Conflict, dtype_name
 from atorch_ns.profile import Profile
+from atorch_ns.text import error_text
 
 
 def unmatched_problem(
@@ -94,8 +95,9 @@ def require(package: str, *, needed_by: str, install: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except Exception as error:  # see the docstring
-        reason = f"{type(error).__name__}: {error}"
-        raise MissingPackageError(package, needed_by=needed_by, install=install, reason=reason) from error
+        raise MissingPackageError(
+            package, needed_by=needed_by, install=install, reason=error_text(error)
+        ) from error
 
 
 def missing_problem(method: str, package: str, *, install: str) -> list[Problem]:

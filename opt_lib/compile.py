@@ -21,7 +21,7 @@ from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from atorch_ns.text import counted
+from atorch_ns.text import clipped, counted, first_few
 from atorch_ns.torch_compat import (
     compile_records,
     graph_breaks,
@@ -112,16 +112,14 @@ class CompileWatch:
 def _short(reason: str) -> str:
     """The guard without the number of the compilation, on one line."""
     head, _, rest = reason.partition(": ")
-    text = " ".join((rest if "/" in head else reason).split())
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+    return clipped(" ".join((rest if "/" in head else reason).split()), _WIDTH)
 
 
 def _reasons(found: Counter[str]) -> str:
     if not found:
         return ""
-    shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in found.most_common(_SHOWN)]
-    more = len(found) - len(shown)
-    return " (" + "; ".join(shown) + (f"; and {more} more" if more else "") + ")"
+    shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in found.most_common()]
+    return f" ({first_few(shown, _SHOWN, '; ')})"
 
 
 _TRITON_CAPABILITY = 7

@@ -20,6 +20,7 @@ from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import BlockChain, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
+from atorch_ns.text import error_line
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._model_axes.sample_batch import sample_batch
 from opt_lib._model_axes.sequence_blocks import block_kinds, block_runs, names_inside
@@ -133,7 +134,7 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) ->
     except AtorchError:
         raise
     except Exception as error:  # of the user's model; the first step shows it where it comes
-        return f"two samples did not run ({type(error).__name__}: {_first_line(error)})"
+        return f"two samples did not run ({error_line(error)})"
     return ""
 
 
@@ -142,12 +143,8 @@ def _sample(job: Job) -> tuple[Any, str]:
     try:
         batch = sample_batch(job.inputs)
     except Exception as error:  # of the user's dataset or functions, as above
-        return None, f"two samples could not be taken ({type(error).__name__}: {_first_line(error)})"
+        return None, f"two samples could not be taken ({error_line(error)})"
     return batch, "there is no batch to look at" if batch is None else ""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], later: str) -> str:

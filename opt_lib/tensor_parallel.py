@@ -26,6 +26,7 @@ from atorch_ns.sharding import (
     trace_layers,
 )
 from atorch_ns.strategy import Plan
+from atorch_ns.text import error_text, first_few
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.sample_batch import sample_batch
 from opt_lib._model_axes.tensor import (
@@ -119,7 +120,7 @@ class TensorParallel(Method[TensorParallelConfig]):
         if chosen.stream is not None:
             job.explain(self.name, "the sequence is divided between divided layers")
             if len(chosen.stream.chains) > 1:
-                chains = ", ".join(_ends(chain) for chain in chosen.stream.chains[:6])
+                chains = first_few([_ends(chain) for chain in chosen.stream.chains], 6)
                 job.explain(
                     self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
@@ -127,9 +128,8 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.explain(self.name, "not tested, since self_test=False")
         left = [path for path in chosen.plan.left if path not in chosen.layout.layers]
         if left:
-            shown = [f"{path} ({chosen.plan.left[path]})" for path in left[:6]]
-            more = f" and {len(left) - 6} more" if len(left) > 6 else ""
-            job.explain(self.name, f"whole on every rank: {', '.join(shown)}{more}")
+            shown = first_few([f"{path} ({chosen.plan.left[path]})" for path in left], 6)
+            job.explain(self.name, f"whole on every rank: {shown}")
 
 
 def _ends(chain: Sequence[str]) -> str:
@@ -170,7 +170,7 @@ def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool
     except Exception as error:
         raise InputError(
             f"tensor_parallel cannot run {job.original.model_class} on a sample batch to follow its layers: "
-            f"{type(error).__name__}: {error}"
+            f"{error_text(error)}"
         ) from error
 
 

@@ -77,7 +77,9 @@ def test_long_texts_and_lists_are_shortened() -> None:
     assert clipped("12345678", 8) == "12345678"
     assert clipped("123456789", 8) == "12345..."
     assert first_few(["a", "b"], 2) == "a, b"
-    assert first_few(["a", "b", "c"], 2) == "a, b, …"
+    assert first_few(["a", "b", "c"], 2) == "a, b, and 1 more"
+    assert first_few(["a", "b", "c", "d"], 2, "; ") == "a; b; and 2 more"
+    assert first_few([]) == ""
 
 
 def test_errors_and_signals() -> None:

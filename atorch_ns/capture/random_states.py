@@ -1,4 +1,4 @@
-"""Guards of random states, buffers and training modes: an inspection of the user's model or data changes none of them."""
+"""Random states, buffers and training modes: kept while the user's model or data are inspected; seeds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the default generators of Python, numpy (which takes the low 32 bits) and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns._version import __version__
+from atorch_ns.capture.random_states import seed_all
 from atorch_ns.checkpoint.manifest import (
     Manifest,
     OptimizerRecord,
@@ -88,10 +89,7 @@ def restore_rng(
 
 def spread_rng(rank: int) -> None:
     """Seeds a rank without a saved state from the present state and its number."""
-    seed = (int(torch.randint(2**62, ())) + rank) % 2**62
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_all((int(torch.randint(2**62, ())) + rank) % 2**62)
 
 
 WEIGHT = "model."

@@ -169,7 +169,7 @@ def _match(
             f"{len(unmatched.unexpected_keys)} unexpected: {first_few(unmatched.unexpected_keys)}"
         )
     if problems:
-        raise CheckpointError("the weights are of another model: " + "; ".join(problems[:_SHOWN]))
+        raise CheckpointError("the weights are of another model: " + first_few(problems, _SHOWN, "; "))
     return keys, unmatched
 
 

@@ -11,6 +11,7 @@ from atorch_ns.checkpoint.folder import DamagedError, other_steps
 from atorch_ns.checkpoint.manifest import FileRecord, Manifest
 from atorch_ns.checkpoint.tensors import INDEX, stored_sizes
 from atorch_ns.errors import CheckpointError
+from atorch_ns.text import first_few
 
 _CHUNK_BYTES: Final = 4 * 1024**2
 _SHOWN: Final = 4
@@ -138,5 +139,4 @@ def _record(path: Path) -> FileRecord:
 
 def _raise(folder: Path, problems: Sequence[str]) -> None:
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise DamagedError(f"{folder} is damaged: {'; '.join(problems[:_SHOWN])}{more}.")
+        raise DamagedError(f"{folder} is damaged: {first_few(problems, _SHOWN, '; ')}.")

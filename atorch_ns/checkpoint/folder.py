@@ -26,6 +26,7 @@ from typing import Final
 
 from atorch_ns.errors import CheckpointError
 from atorch_ns.strategy import JSON
+from atorch_ns.system import write_whole
 
 MANIFEST: Final = "manifest.json"
 """Written last: a folder that has it is complete."""
@@ -118,9 +119,7 @@ def commit(folder: Path, step: int) -> Path:
     if place.exists():
         place.rename(replaced)
     folder.rename(place)
-    pointer = parent / f".tmp-{_POINTER}"
-    _write(pointer, place.name + "\n")
-    pointer.replace(parent / _POINTER)
+    write_whole(parent / _POINTER, f"{place.name}\n")
     _sync_folder(parent)
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -129,9 +128,7 @@ def commit(folder: Path, step: int) -> Path:
 
 def write_json(path: Path, document: JSON) -> None:
     """Writes ``document`` to ``path`` atomically, and syncs it to the disk."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    _write(temporary, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     _sync_folder(path.parent)
 
 
@@ -140,13 +137,6 @@ def _steps(parent: Path) -> list[Path]:
     complete = [place for place in parent.glob("step-*") if (place / MANIFEST).is_file()]
     numbered = [(int(match[1]), place) for place in complete if (match := STEP.fullmatch(place.name))]
     return [place for _, place in sorted(numbered, reverse=True)]
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -18,6 +18,7 @@ from atorch_ns.checkpoint.source import Source
 from atorch_ns.cluster import Cluster, agree, gathered, on_first
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
+from atorch_ns.text import error_text
 
 log = logging.getLogger("atorch_ns")
 
@@ -70,7 +71,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         source.read(distributed=cluster.distributed)
         source.restore()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".removesuffix(".")
+        reason = error_text(error).removesuffix(".")
         raise CheckpointError(
             f"loading {folder} failed after a part of it had been loaded: {reason}. The model and the optimizer are "
             "changed: load a checkpoint, or start anew, before training goes on. "

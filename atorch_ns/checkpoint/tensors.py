@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from atorch_ns.checkpoint.folder import DamagedError
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import StateSpec
+from atorch_ns.text import error_text, first_few
 
 
 class WholeChunks(DefaultLoadPlanner):
@@ -102,7 +103,7 @@ def write_tensors(
     except CheckpointException as error:
         raise CheckpointError(f"the checkpoint was not written: {_reasons(error)}") from error
     except (OSError, RuntimeError) as error:  # a full disk; a rank that has ended
-        raise CheckpointError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"the checkpoint was not written: {error_text(error)}") from error
 
 
 def describe_tensors(folder: Path) -> dict[str, StateSpec]:
@@ -179,8 +180,7 @@ def _index(folder: Path) -> Metadata:
     try:
         metadata: Metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:  # damaged pickles raise nearly anything
-        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise DamagedError(f"{folder / INDEX} is missing or damaged: {reason}.") from error
+        raise DamagedError(f"{folder / INDEX} is missing or damaged: {error_text(error)}.") from error
     return metadata
 
 
@@ -205,9 +205,5 @@ def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) 
 
 
 def _reasons(error: CheckpointException) -> str:
-    found = [
-        f"rank {rank}: {type(cause).__name__}: {cause}".removesuffix(": ")
-        for rank, (cause, _) in error.failures.items()
-    ]
-    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-    return "; ".join(found[:4]) + more
+    found = [f"rank {rank}: {error_text(cause)}" for rank, (cause, _) in error.failures.items()]
+    return first_few(found, 4, "; ")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from atorch_ns.cli._failures import described, exit_code
 from atorch_ns.cli._planning import read_strategy, say
 from atorch_ns.errors import InputError
+from atorch_ns.system import write_whole
 from atorch_ns.text import error_text, with_article
 from atorch_ns.usercode import build_model, check_format, chosen_format, load_object, load_sample
 
@@ -141,9 +142,7 @@ def main() -> NoReturn:
     if request.get("debug"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code, answer = _attempt(WORKS[work], request)
-    draft = folder / f"answer_{os.environ['RANK']}.tmp"
-    draft.write_text(json.dumps(answer))
-    draft.replace(draft.with_suffix(".json"))
+    write_whole(folder / f"answer_{os.environ['RANK']}.json", json.dumps(answer), durable=False)
     _leave()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import RankError
-from atorch_ns.text import clipped, error_text
+from atorch_ns.text import clipped, error_text, first_few
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,10 +49,9 @@ def agree(
     ranks = dist.get_process_group_ranks(group)
     failures = {rank: reason for rank, reason in zip(ranks, reasons, strict=True) if reason is not None}
     if failures:
-        shown = "\n".join(f"  rank {rank}: {reason}" for rank, reason in list(failures.items())[:8])
-        more = f"\n  and {len(failures) - 8} more" if len(failures) > 8 else ""
+        shown = first_few([f"rank {rank}: {reason}" for rank, reason in failures.items()], 8, "\n  ")
         raise RankError(
-            f"{what} failed on {len(failures)} other rank(s), so all stopped:\n{shown}{more}",
+            f"{what} failed on {len(failures)} other rank(s), so all stopped:\n  {shown}",
             failures=failures,
         )
     return result[0]

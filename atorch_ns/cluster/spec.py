@@ -29,7 +29,7 @@ from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, install
 from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
 from atorch_ns.errors import InputError
-from atorch_ns.text import clipped, did_you_mean
+from atorch_ns.text import clipped, did_you_mean, with_article
 
 _SIZES: Final = {
     "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -172,7 +172,7 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
         raise InputError(f"the cluster file {path} is not {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(values, Mapping):
         raise InputError(
-            f"the cluster file {path} holds a {type(values).__name__}; it should map {', '.join(SPEC_KEYS)}."
+            f"the cluster file {path} holds {with_article(values)}; it should map {', '.join(SPEC_KEYS)}."
         )
     refuse_unknown(values, SPEC_KEYS, "", problems)
     return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}

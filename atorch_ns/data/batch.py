@@ -21,7 +21,7 @@ from torch import nn
 from atorch_ns.capture.nests import Path, is_dataclass_instance, leaves, map_leaves
 from atorch_ns.data.samplers import nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
-from atorch_ns.text import did_you_mean
+from atorch_ns.text import did_you_mean, with_article
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
             if isinstance(data, (Mapping, list, tuple)):
                 how = "unpack_dict" if isinstance(data, Mapping) else "unpack_sequence"
                 error.add_note(
-                    f"The model was called with the whole batch, a {type(data).__name__}, as model_input_format=None "
+                    f"The model was called with the whole batch, {with_article(data)}, as model_input_format=None "
                     f"has it. If forward takes its items, pass model_input_format={how!r}."
                 )
             raise
@@ -242,14 +242,14 @@ def _misfit(model_input_format: str, wanted: str, data: Any) -> InputError:
 
 
 def _describe(data: Any) -> str:
-    kind = type(data).__name__
+    kind = with_article(data)
     if isinstance(data, torch.Tensor):
-        return f"a {kind} of shape {tuple(data.shape)}"
+        return f"{kind} of shape {tuple(data.shape)}"
     if isinstance(data, Mapping):
-        return f"a {kind} with the keys {[key for key, _ in zip(data, range(8), strict=False)]}"
+        return f"{kind} with the keys {[key for key, _ in zip(data, range(8), strict=False)]}"
     if isinstance(data, (list, tuple)):
-        return f"a {kind} of {len(data)} items"
-    return f"a {kind}"
+        return f"{kind} of {len(data)} items"
+    return kind
 
 
 def _has_to(value: Any) -> bool:
@@ -284,7 +284,7 @@ def _common_size(data: Any) -> int:
                 sizes.setdefault(leaf.shape[0], _access(path))
         elif _is_unsplittable(leaf):
             raise InputError(
-                f"{_access(path)} is a {type(leaf).__name__}, which cannot be split into micro-batches. "
+                f"{_access(path)} is {with_article(leaf)}, which cannot be split into micro-batches. "
                 "Turn it into tensors in prepare_input, or use one micro-batch."
             )
     if not sizes:

@@ -18,6 +18,7 @@ from atorch_ns.data.loader import TrainLoader
 from atorch_ns.data.loader_args import LoaderArgs, read_loader_args
 from atorch_ns.data.samplers import RankSampler, distributed_position, readable_epoch
 from atorch_ns.errors import InputError
+from atorch_ns.text import with_article
 
 T = TypeVar("T")
 _NEVER_SET = -1
@@ -183,7 +184,7 @@ def build_dataloader(
 def _is_stream(dataset: Any, num_ranks: int) -> bool:
     """Whether the dataset is iterated over instead of indexed."""
     if isinstance(dataset, DataLoader) or dataset is None:
-        raise InputError(f"dataset must be a dataset; it is a {type(dataset).__name__}.")
+        raise InputError(f"dataset must be a dataset; it is {with_article(dataset)}.")
     if isinstance(dataset, IterDataPipe) and num_ranks > 1:
         raise InputError(
             "dataset is a data pipe, which torch divides over all processes in its own way. Wrap it in a "
@@ -201,7 +202,7 @@ def _is_stream(dataset: Any, num_ranks: int) -> bool:
     if hasattr(dataset, "__iter__"):
         return True
     raise InputError(
-        f"dataset must have __getitem__ and __len__, or __iter__; it is a {type(dataset).__name__}."
+        f"dataset must have __getitem__ and __len__, or __iter__; it is {with_article(dataset)}."
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from atorch_ns.data.samplers import distributed_position, nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
-from atorch_ns.text import did_you_mean
+from atorch_ns.text import did_you_mean, with_article
 
 _OURS: Final = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 _PASSED: Final = (
@@ -77,7 +77,7 @@ def read_loader_args(
         InputError: for any other problem, or several; the message lists all of them.
     """
     if not isinstance(args or {}, Mapping):
-        raise InputError(f"dataloader_args must be a dictionary; it is a {type(args).__name__}.")
+        raise InputError(f"dataloader_args must be a dictionary; it is {with_article(args)}.")
     given = dict(args or {})
     position = (num_ranks, rank)
     size_problem = _batch_size_problem(given, num_ranks)
@@ -141,12 +141,12 @@ def _wrong_types(given: Mapping[str, Any]) -> list[str]:
     if size is not None and not _is_size(size):
         problems.append(f"dataloader_args['batch_size']={size!r} must be a positive integer.")
     if not isinstance(given.get("generator"), (torch.Generator, type(None))):
-        kind = type(given["generator"]).__name__
-        problems.append(f"dataloader_args['generator'] must be a torch.Generator; it is a {kind}.")
+        kind = with_article(given["generator"])
+        problems.append(f"dataloader_args['generator'] must be a torch.Generator; it is {kind}.")
     for key in ("sampler", "batch_sampler"):
         value = given.get(key)
         if value is not None and not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
-            problems.append(f"dataloader_args[{key!r}] must be iterable; it is a {type(value).__name__}.")
+            problems.append(f"dataloader_args[{key!r}] must be iterable; it is {with_article(value)}.")
         elif hasattr(value, "__next__"):
             problems.append(
                 f"dataloader_args[{key!r}] is an iterator, which is empty after one epoch: give a Sampler or a list."

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, documented, and not in torch's __all__
 
 from atorch_ns.doctor.rank_info import Who, open_store
+from atorch_ns.system import write_whole
 
 _NUM_BYTES: Final = 16 * 2**20
 _REPEATS: Final = 5
@@ -51,9 +52,7 @@ def main() -> None:
             "clocks": _clocks(who),
             "product_s": _product_s("cuda" if "nccl" in backends else "cpu"),
         }
-        draft = folder / f"draft_{who.rank}"
-        draft.write_text(json.dumps(figures))
-        draft.replace(folder / f"figures_{who.rank}")
+        write_whole(folder / f"figures_{who.rank}", json.dumps(figures), durable=False)
         dist.barrier()
         dist.destroy_process_group()
 

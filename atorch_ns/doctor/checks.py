@@ -18,6 +18,7 @@ from atorch_ns.doctor.machine import (
     check_shared_memory,
     check_versions,
 )
+from atorch_ns.text import error_text
 
 CHECKS: Final[Mapping[str, Check]] = MappingProxyType(
     {
@@ -53,6 +54,6 @@ def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
             found = check(place)
         except Exception as error:
             seconds = time.perf_counter() - began
-            text = f"the check itself failed after {seconds:.1f} s: {type(error).__name__}: {error}"
+            text = f"the check itself failed after {seconds:.1f} s: {error_text(error)}"
             found = [failed(name, text, "atorch-ns env --json   # and report it with this")]
         yield from found

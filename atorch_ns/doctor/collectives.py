@@ -8,6 +8,7 @@ from typing import Any, Final
 from atorch_ns.doctor.base import Finding, Place, failed, passed, warned
 from atorch_ns.doctor.node_findings import all_reduce_finding
 from atorch_ns.launch import RankEnd, run_local_ranks, scratch_folder
+from atorch_ns.text import clipped
 
 _NAME: Final = "all-reduce"
 _SHOWN_CHARS: Final = 300
@@ -78,5 +79,4 @@ def last_error(output: str) -> str:
     """The line of a rank's output that names the exception; Python's, rather than what threads print afterwards."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     raised = [line for line in lines if "Error" in line.partition(":")[0] and ":" in line]
-    last = (raised or lines or [""])[-1]
-    return last if len(last) <= _SHOWN_CHARS else last[: _SHOWN_CHARS - 3] + "..."
+    return clipped((raised or lines or [""])[-1], _SHOWN_CHARS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from atorch_ns.doctor.base import Finding, Place, Verdict, as_check, failed, isolated, passed, warned
-from atorch_ns.text import seconds_text
+from atorch_ns.text import error_text, seconds_text
 
 _COMPILER: Final = "compiler"
 _PROGRAM: Final = "#include <omp.h>\nint main() { return omp_get_max_threads() > 0 ? 0 : 1; }\n"
@@ -123,7 +123,7 @@ def _measure(dtype: str, device: str) -> Measured:
         exact = first.detach().double() @ second.detach().double()
         error = float((product.detach().double() - exact).abs().max() / exact.abs().max())
     except Exception as failure:
-        return Measured(float("nan"), float("nan"), f"{type(failure).__name__}: {failure}")
+        return Measured(float("nan"), float("nan"), error_text(failure))
     return Measured(statistics.median(times), error)
 
 

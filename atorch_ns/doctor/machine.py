@@ -19,7 +19,7 @@ from typing import Final
 
 from atorch_ns.cluster import OPTIONAL_PACKAGES, installed_packages
 from atorch_ns.doctor.base import Finding, Isolated, Place, as_check, failed, isolated, passed, warned
-from atorch_ns.text import bytes_text
+from atorch_ns.text import bytes_text, clipped
 
 _DISK: Final = "disk"
 _WRITTEN_BYTES: Final = 32 * 2**20
@@ -143,7 +143,8 @@ def check_packages(place: Place) -> Iterator[Finding]:
         tried = dict(zip(versions, pool.map(attempt, versions), strict=True))
     for package, outcome in tried.items():
         if outcome.problem:
-            text = f"{package} {versions[package]} is installed and cannot be imported: {_short(outcome.problem)}"
+            why = clipped(" ".join(outcome.problem.split()), 300)
+            text = f"{package} {versions[package]} is installed and cannot be imported: {why}"
             name = OPTIONAL_PACKAGES[package]
             yield warned(
                 _PACKAGES, text, f"pip install --force-reinstall {name}   # or: pip uninstall {name}"
@@ -153,11 +154,6 @@ def check_packages(place: Place) -> Iterator[Finding]:
     rest = f"; not installed: {', '.join(absent)}" if absent else ""
     text = f"usable: {', '.join(usable) or 'none'}{rest}"
     yield passed(_PACKAGES, text, figures={"versions": dict(versions)})
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 _PORTS: Final = "ports"

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from atorch_ns.doctor.base import Finding, Verdict, failed, passed, warned
 from atorch_ns.doctor.rank_info import Who
-from atorch_ns.text import bytes_text, seconds_text
+from atorch_ns.text import bytes_text, first_few, seconds_text
 
 _SLOW: Final = 0.5
 """A node with less than this share of the others' bandwidth or speed is named."""
@@ -66,8 +66,7 @@ class Nodes:
             )
             host = next(hosts, "")
             names.append(f"node {node} ({host})" if host else f"node {node}")
-        more = [f"{len(names) - most} more"] if len(names) > most else []
-        return ", ".join([*names[:most], *more])
+        return first_few(names, most)
 
     def of(self, ranks: Iterable[int]) -> list[int]:
         """The nodes of ranks, in order."""

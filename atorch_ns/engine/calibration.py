@@ -30,7 +30,7 @@ from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.estimate import Estimate
 from atorch_ns.method import Chosen, Registry, fold_plan, load_registry
 from atorch_ns.search import Candidate, SearchOutcome, TrialOutcome, from_json
-from atorch_ns.strategy.file import write_whole
+from atorch_ns.system import write_whole
 
 _SCHEMA: Final = 1
 _COMMUNICATED: Final = ("gather", "reduce", "offload")
@@ -126,7 +126,7 @@ class Calibration:
         whole = Calibration.load(target).merged(self) if target.exists() else self
         text = json.dumps(asdict(whole), indent=2, sort_keys=True)
         try:
-            write_whole(target, f"{text}\n".encode())
+            write_whole(target, f"{text}\n")
         except OSError as error:
             raise InputError(f"the calibration was not written: {error}") from error
 

@@ -27,6 +27,7 @@ from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import Sample, sample_inputs
 from atorch_ns.method import Registry
 from atorch_ns.search import Note, SearchOutcome
+from atorch_ns.text import first_few
 
 T = TypeVar("T")
 
@@ -180,9 +181,9 @@ def _on_first(cluster: Cluster, action: Callable[[], T], *, what: str) -> T | No
 def _why_nothing(outcome: SearchOutcome) -> str:
     lines = [f"no strategy could be run on {outcome.setting.world_size} process(es): {outcome.stop_reason}"]
     failed = [row for row in outcome.rows if row.fate in ("failed", "pruned")]
-    lines += [f"  {row.candidate.label}: {row.reason}" for row in failed[:8]]
-    if len(failed) > 8:
-        lines.append(f"  and {len(failed) - 8} more")
+    if failed:
+        shown = first_few([f"{row.candidate.label}: {row.reason}" for row in failed], 8, "\n  ")
+        lines.append(f"  {shown}")
     if outcome.nearest_miss:
         lines.append(outcome.nearest_miss)
     return "\n".join(lines)

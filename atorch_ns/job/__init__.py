@@ -6,7 +6,7 @@ from atorch_ns.job.gradients import GradientSums, SkipSync, clip_gradients, grad
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job, MakeRunner, MakeStates
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
-from atorch_ns.job.materialise import Materialiser, divided_like, is_on_meta, local_part
+from atorch_ns.job.materialise import Materialiser, divided_like, is_on_meta, is_poisoned, local_part
 from atorch_ns.job.memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
 from atorch_ns.job.model import parameter_names
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
@@ -61,6 +61,7 @@ __all__ = [
     "gradient_norm",
     "inner_optimizer",
     "is_on_meta",
+    "is_poisoned",
     "keeps_blocks",
     "local_part",
     "make_user_optimizer",

@@ -12,6 +12,7 @@ from torch import nn
 
 from atorch_ns.data import check_model_input_format
 from atorch_ns.errors import InputError
+from atorch_ns.text import with_article
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,4 +169,4 @@ def _is_distributed(model: nn.Module) -> bool:
 def _kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}; make an instance"
-    return f"a {type(value).__name__}"
+    return with_article(value)

@@ -119,7 +119,7 @@ class Materialiser:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed ^ zlib.crc32(self._names.get(module, "").encode()))
             self._init(module)
-        unset = [name for name, tensor in fresh.items() if _is_poisoned(tensor)]
+        unset = [name for name, tensor in fresh.items() if is_poisoned(tensor)]
         if unset:
             raise InputError(
                 f"the model is on the meta device, and initialising {self._path(module)} leaves "
@@ -149,7 +149,7 @@ class Materialiser:
         if made:
             tied = self._made.get(like, like)
             module._parameters[name] = tied
-            if not _is_poisoned(whole):
+            if not is_poisoned(whole):
                 tied.copy_(part)
         else:
             module._parameters[name] = self._made[like] = nn.Parameter(part, requires_grad=like.requires_grad)
@@ -204,7 +204,7 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
-def _is_poisoned(tensor: torch.Tensor) -> bool:
+def is_poisoned(tensor: torch.Tensor) -> bool:
     """Whether some value (integers: every value) is still the poison; takes no memory of the tensor's size."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False

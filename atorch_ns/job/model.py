@@ -14,6 +14,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.pipeline import PipelineStep
 from atorch_ns.sharding import Packing
+from atorch_ns.text import with_article
 from atorch_ns.torch_compat import plain_name
 
 
@@ -166,7 +167,7 @@ def _named(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
     for parameter in group["params"]:
         if id(parameter) not in names:
             raise InputError(
-                f"optim_param_func gave a {type(parameter).__name__} that is no parameter of the model it was "
+                f"optim_param_func gave {with_article(parameter)} that is no parameter of the model it was "
                 "called with. Build the groups from the model that is passed to the function."
             )
     options = {key: value for key, value in group.items() if key != "params"}
@@ -178,7 +179,7 @@ def _as_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
         entries = list(given)
     except TypeError:
         raise InputError(
-            f"optim_param_func returned a {type(given).__name__}; it must return parameters or groups of them."
+            f"optim_param_func returned {with_article(given)}; it must return parameters or groups of them."
         ) from None
     if all(isinstance(entry, dict) for entry in entries):
         return [{**entry, "params": _listed(entry)} for entry in entries]

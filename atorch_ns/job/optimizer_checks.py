@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import BackendError, InputError
 from atorch_ns.job.job import Job, ParameterGroups
+from atorch_ns.text import error_text
 from atorch_ns.torch_compat import TorchDispatchMode
 
 _SHAPES: Final = ((4, 6), (6, 4))
@@ -262,7 +263,7 @@ def _error(job: Job, why: str) -> BackendError:
 
 def _untried(job: Job, error: Exception) -> str:
     return (
-        f"{_name(job)} could not be tried with small parameters ({type(error).__name__}: {error}). Under this strategy "
+        f"{_name(job)} could not be tried with small parameters ({error_text(error)}). Under this strategy "
         "the optimizer of a rank has a part of the parameters, which is right only if it updates each by itself. If it "
         "looks at several, by a norm of all gradients or an estimated step size, use ddp, fsdp or zero2."
     )

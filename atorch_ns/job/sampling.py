@@ -19,6 +19,7 @@ from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.data import call_model, default_prepare_input, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, first_loss
+from atorch_ns.text import error_text, with_article
 
 _MAX_BYTES: Final = 256 * 2**20
 _NUM_BATCHES: Final = 64
@@ -173,7 +174,7 @@ def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -
         batch = (collate or default_collate)(kept)
     except Exception as error:
         raise InputError(
-            f"the samples of the dataset cannot be collated: {type(error).__name__}: {error}. Give a "
+            f"the samples of the dataset cannot be collated: {error_text(error)}. Give a "
             "collate_fn in dataloader_args."
         ) from error
     return Sample(
@@ -233,16 +234,14 @@ def _prepared(inputs: Inputs, batch: Any) -> Any:
     try:
         return prepare(batch, torch.device("cpu"))
     except Exception as error:
-        raise InputError(f"prepare_input raised {type(error).__name__}: {error}") from error
+        raise InputError(f"prepare_input raised {error_text(error)}") from error
 
 
 def num_samples(batch: Any) -> int:
     """Samples in a batch; raises InputError if its tensors do not say."""
     sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
     if not sizes:
-        raise InputError(
-            f"the sample batch, a {type(batch).__name__}, holds no tensor with a batch dimension."
-        )
+        raise InputError(f"the sample batch, {with_article(batch)}, holds no tensor with a batch dimension.")
     if len(sizes) != 1:
         raise InputError(
             f"the tensors of a batch must have the same size of dim 0; they have {sorted(sizes)}."

@@ -22,6 +22,7 @@ from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.sharding import Packing
+from atorch_ns.text import with_article
 
 T = TypeVar("T")
 
@@ -214,7 +215,7 @@ class ParameterStates:
                 elif value is None or isinstance(value, (bool, int, float, str)):
                     values.setdefault(name, {})[entry] = value
                 else:
-                    raise self._unsupported(f"its state {entry!r} of {name} is a {type(value).__name__}")
+                    raise self._unsupported(f"its state {entry!r} of {name} is {with_article(value)}")
         return OptimizerStates(tensors, values)
 
     def blank_states(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.errors import InputError
 from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
 from atorch_ns.job.optimizer_checks import refuse_what_fails
+from atorch_ns.text import with_article
 from atorch_ns.torch_compat import plain_name
 
 
@@ -66,7 +67,7 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
     with explained_groups(job, parameters):
         optimizer = job.inputs.optim_func(parameters, **arguments)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optim_func returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+        raise InputError(f"optim_func returned {with_article(optimizer)}, not a torch.optim.Optimizer.")
     refuse_what_fails(optimizer)
     return optimizer
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 import cloudpickle
 
 from atorch_ns.errors import InputError
+from atorch_ns.system import write_whole
 from atorch_ns.text import error_text
 
 CALL_MODULE: Final = "atorch_ns.launch.calls"
@@ -90,9 +91,7 @@ def main(folder: Path) -> int:
     except BaseException as error:
         trace = "".join(traceback.format_exception(error)).rstrip()
         outcome = Outcome(problem=error_text(error), trace=trace, when_s=time.monotonic())
-    draft = folder / f".outcome_{rank}"
-    draft.write_bytes(cloudpickle.dumps(asdict(outcome)))
-    draft.rename(_path(folder, rank))
+    write_whole(_path(folder, rank), cloudpickle.dumps(asdict(outcome)), durable=False)
     return 1 if outcome.problem else 0
 
 

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, Final
 
 from atorch_ns.errors import InputError
 from atorch_ns.launch.torchrun import num_usable_cores, threads_of_rank
+from atorch_ns.system import kill_group
 
 _LOCK: Final = ".owner"
 _PREFIX: Final = "atorch_ns_run_"
@@ -128,9 +129,7 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def send(self, number: int, *, rank: int | None = None) -> None:
@@ -191,8 +190,7 @@ class Ranks:
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 self._stopped.add(rank)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             process.wait()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from atorch_ns.errors import MethodNotFoundError, Problem, RegistrationError
 from atorch_ns.method.method import CarriesState, Method
-from atorch_ns.text import did_you_mean
+from atorch_ns.text import did_you_mean, error_text
 
 ENTRY_POINT_GROUP = "atorch_ns.methods"
 
@@ -106,7 +106,7 @@ def load_registry() -> Registry:
             registry.add(point.load(), origin=origin)
         except Exception as error:  # a broken plug-in must not take the built-in methods with it
             warnings.warn(
-                f"the method {point.name!r} of {origin} was not loaded: {type(error).__name__}: {error}",
+                f"the method {point.name!r} of {origin} was not loaded: {error_text(error)}",
                 stacklevel=2,
             )
     return registry

@@ -10,6 +10,7 @@ from torch import nn
 from atorch_ns.profile.compact_states import compact_states
 from atorch_ns.profile.record.recorder import Event, Recorder
 from atorch_ns.profile.trace import OptimizerSpec
+from atorch_ns.text import error_text
 
 _MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -40,7 +41,7 @@ def optimizer_spec(
         plain = many if compact is None else _Trial(make_optimizer, 4, device, shape=_SMALL)
     except Exception as error:  # the user's optimizer may want other parameters than these
         note = (
-            f"The optimizer could not be tried on small parameters ({type(error).__name__}: {error}), so it is "
+            f"The optimizer could not be tried on small parameters ({error_text(error)}), so it is "
             "taken to keep two states as Adam does."
         )
         return OptimizerSpec(name=getattr(make_optimizer, "__qualname__", "unknown")), (note,)

@@ -14,6 +14,7 @@ from torch import nn
 from atorch_ns.capture.blocks import class_names, fingerprint, repeated_blocks
 from atorch_ns.errors import InputError
 from atorch_ns.profile.trace import Trace
+from atorch_ns.text import clipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def loads(kind: type[_T], text: str | bytes) -> _T:
             f"the profile is not JSON: {error}. Write it anew with Profile.to_json()."
         ) from error
     if not isinstance(data, dict) or "schema" not in data:
-        raise InputError(f"the profile must be an object with a 'schema'; it is {_shortened(data)}.")
+        raise InputError(f"the profile must be an object with a 'schema'; it is {clipped(repr(data), 60)}.")
     schema = data.pop("schema")
     if schema != SCHEMA:
         raise InputError(
@@ -167,8 +168,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return value
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,8 @@ from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.fake_steps import FakeSteps, real_copy
 from atorch_ns.profile.record.steps import ForwardLoss, ModuleCall, Precision, Subject
 from atorch_ns.profile.trace import Segment, Trace
+from atorch_ns.system import write_whole
+from atorch_ns.text import error_text
 
 _SCHEMA = 1
 
@@ -87,7 +88,8 @@ class ProfileDatabase:
         with self._lock():
             entries = self._read()
             entries.update({key.text(): (value.forward, value.backward) for key, value in times.items()})
-            self._write(entries)
+            document = {"schema": _SCHEMA, "entries": dict(sorted(entries.items()))}
+            write_whole(self.path, json.dumps(document, indent=1), durable=False)
 
     def _read(self) -> dict[str, tuple[float, float]]:
         try:
@@ -104,17 +106,6 @@ class ProfileDatabase:
                 stacklevel=3,
             )
             return {}
-
-    def _write(self, entries: Mapping[str, Any]) -> None:
-        text = json.dumps({"schema": _SCHEMA, "entries": dict(sorted(entries.items()))}, indent=1)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -293,9 +284,7 @@ class _Measurement:
         try:
             return _time_block(self._subject.blocks[path], call, precision, self._device)
         except Exception as error:  # the user's block, perhaps without what it needs of the model around it
-            self.notes.append(
-                f"{path} could not be measured alone in {precision.key}: {type(error).__name__}: {error}"
-            )
+            self.notes.append(f"{path} could not be measured alone in {precision.key}: {error_text(error)}")
             return None
 
 

@@ -20,8 +20,8 @@ from atorch_ns.report.info.candidates import peak, seconds
 from atorch_ns.report.text.text import report_text
 from atorch_ns.search import Row, SearchOutcome, outcome_from_json, outcome_to_json
 from atorch_ns.strategy import Requires, Strategy
-from atorch_ns.strategy.file import write_whole
-from atorch_ns.text import with_period
+from atorch_ns.system import write_whole
+from atorch_ns.text import error_text, with_period
 
 if TYPE_CHECKING:
     from atorch_ns.engine.calibration import Calibration
@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
         InputError: if the folder is missing or cannot be written.
     """
     try:
-        write_whole(path, text.encode())
+        write_whole(path, text)
     except OSError as error:  # its own text names the temporary file
         raise InputError(with_period(f"{path} cannot be written: {error.strerror or error}")) from None
 
@@ -197,7 +197,7 @@ class TrainingReport:
                 pipeline=None if pipeline is None else _pipeline_from_json(pipeline),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{source} is a damaged report: {type(error).__name__}: {error}.") from error
+            raise InputError(f"{source} is a damaged report: {error_text(error)}.") from error
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> TrainingReport:

@@ -8,7 +8,7 @@ from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.ranking import RankedCandidate, tied_with_best
 from atorch_ns.search.space.candidate import Candidate, Fate, largest_part
 from atorch_ns.search.trial import Entry
-from atorch_ns.text import bytes_text, factor_text, seconds_text
+from atorch_ns.text import bytes_text, counted, factor_text, seconds_text
 
 UNEXPLAINED = "its predicted and measured memory does not explain"
 """Words about a trial that ran out of memory far below the limit."""
@@ -121,9 +121,9 @@ class Reasons:
         fate, reason = self._of(index, entry)
         if entry is None or not entry.lost or not entry.outcomes:
             return fate, reason
-        last, number = entry.lost[-1], len(entry.lost)
+        last = entry.lost[-1]
         why = f"{last.status}: {last.reason}" if last.reason else last.status
-        return fate, f"{reason}; after {number} failed attempt{'s' if number > 1 else ''}: {why}"
+        return fate, f"{reason}; after {counted(len(entry.lost), 'failed attempt')}: {why}"
 
     def _of(self, index: int, entry: Entry | None) -> tuple[Fate, str]:
         candidate = self._knowledge.candidates[index]

@@ -18,7 +18,7 @@ from atorch_ns.search.residual_model import read_features
 from atorch_ns.search.sampler import make_sampler
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, StopRule, TrialOutcome, TrialTask
-from atorch_ns.text import seconds_text
+from atorch_ns.text import counted, seconds_text
 
 CONFIRM_WITHIN = 0.1
 """The winner and its closest rival are run once more if they differ by less than this share."""
@@ -223,8 +223,7 @@ class Search:
 
     def _time_was_short(self) -> str:
         self._out_of_time = True
-        number = self._ledger.num_run
-        trials = f"{number or 'no'} trial{'s' if number > 1 else ''}"
+        trials = counted(self._ledger.num_run, "trial")
         return f"the time limit of {self.settings.time_limit_s:g} s left time for {trials}"
 
     def _all_tried(self) -> str:

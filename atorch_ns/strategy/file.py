@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -15,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from atorch_ns.errors import Problem, StrategyFileError
 from atorch_ns.strategy.values import JSON
+from atorch_ns.system import write_whole
+from atorch_ns.text import with_article
 
 
 class StepDocument(BaseModel):
@@ -129,27 +129,6 @@ def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
     return (text + "\n").encode()
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes next to ``path`` and renames, so that a reader sees the old file or the new.
-
-    Raises:
-        OSError: if the folder is missing or cannot be written; nothing is left behind.
-    """
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> None:
     """Writes ``document`` whole, as JSON or YAML by the suffix.
 
@@ -198,7 +177,7 @@ def _entries(items: list[Any]) -> list[Any]:
 def _check(document: Any, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise StrategyFileError(
-            f"holds a {type(document).__name__}; a strategy is a list of methods or a mapping with 'schema' "
+            f"holds {with_article(document)}; a strategy is a list of methods or a mapping with 'schema' "
             "and 'steps'",
             source=name,
         )

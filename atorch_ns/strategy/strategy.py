@@ -19,6 +19,7 @@ from atorch_ns.strategy.file import (
     write_atomically,
 )
 from atorch_ns.strategy.values import JSON, UnwritableValueError, canonical, canonical_text
+from atorch_ns.text import clipped, with_article
 
 
 @dataclass(frozen=True, init=False)
@@ -111,7 +112,7 @@ def _step_from(entry: Any) -> Step:
         return _make(entry["name"], entry.get("config"))
     if isinstance(entry, Sequence):
         return _step_from_sequence(entry)
-    raise _EntryError(f"is {_short(entry)}, a {type(entry).__name__}; write {ACCEPTED}")
+    raise _EntryError(f"is {clipped(repr(entry), 60)}, {with_article(entry)}; write {ACCEPTED}")
 
 
 def _step_from_sequence(entry: Sequence[Any]) -> Step:
@@ -119,21 +120,18 @@ def _step_from_sequence(entry: Sequence[Any]) -> Step:
     # search, not of the strategy, so the third item is read and not kept.
     if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
         return _make(entry[0], entry[1] if len(entry) > 1 else None)
-    raise _EntryError(f"is {_short(entry)}, which has {len(entry)} items; write {ACCEPTED}")
+    raise _EntryError(f"is {clipped(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
 
 
 def _make(name: Any, config: Any) -> Step:
     if not isinstance(name, str) or not name:
-        raise _EntryError(f"has {_short(name)} where a method's name should stand; write {ACCEPTED}")
+        raise _EntryError(
+            f"has {clipped(repr(name), 60)} where a method's name should stand; write {ACCEPTED}"
+        )
     try:
         return Step(name, config)
     except UnwritableValueError as error:
         raise _EntryError(f"cannot be kept: {error}", method=name) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 _NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")
@@ -233,7 +231,7 @@ class Strategy:
         if isinstance(source, Iterable):
             return cls(source)
         raise StrategyError(
-            f"a {type(source).__name__} is no strategy. Give a list of method names or (name, config) pairs, "
+            f"{with_article(source)} is no strategy. Give a list of method names or (name, config) pairs, "
             "a Strategy, a path, or the bytes of a strategy file."
         )
 

@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any, TypeAlias
 
+from atorch_ns.text import with_article
+
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 
@@ -73,7 +75,7 @@ def _canonical_mapping(value: Mapping[Any, Any]) -> dict[str, JSON]:
     result: dict[str, JSON] = {}
     for key, item in value.items():
         if not isinstance(key, str):
-            raise UnwritableValueError(f"the key {key!r} is a {type(key).__name__}; keys must be strings")
+            raise UnwritableValueError(f"the key {key!r} is {with_article(key)}; keys must be strings")
         result[key] = canonical(item)
     return result
 

@@ -55,6 +55,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.numerics.measure import distance, finite, largest_update, update_errors
 from atorch_ns.testing.models import Case, SyntheticDataset
+from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
 
 ADAMW: Final[Mapping[str, Any]] = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1, "eps": 5e-3})
@@ -264,7 +265,7 @@ def assert_ranks_agree(trajectories: list[Trajectory]) -> None:
         if differing:
             raise AssertionError(
                 f"ranks 0 and {rank} ended with different values in {len(differing)} parameters: "
-                f"{', '.join(sorted(differing)[:5])}"
+                f"{first_few(sorted(differing))}"
             )
 
 

@@ -8,11 +8,9 @@ collective.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import os
 import pickle
-import random
 import select
 import signal
 import sys
@@ -24,13 +22,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.random_states import seed_all
+from atorch_ns.system import arm_stack_dumps, kill_group, redirect_output, write_whole
+from atorch_ns.text import signal_text, with_article
 
 T = TypeVar("T")
 
@@ -97,8 +97,9 @@ def rank_main(
     exit_code = 1
     try:
         files = setup.files(rank)
-        _redirect_output(files.output)
-        _arm_stack_dumps(files, setup)
+        redirect_output(files.output)
+        stacks = os.open(files.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        arm_stack_dumps(setup.timeout_s + _ORPHAN_GRACE_S, stacks)
         try:
             _enter(setup, rank)
             report = Report(value=_pickled(fn(*args)))
@@ -106,7 +107,7 @@ def rank_main(
             report = _error_report(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        _write(files.report, report)
+        write_whole(files.report, pickle.dumps(report), durable=False)
         select.select([release_fd], [], [], None if report.value is not None else _LINGER_S)
         exit_code = 0
     except BaseException:
@@ -135,10 +136,7 @@ def _enter(setup: Setup, rank: int) -> None:
     # A rank leaves without cleaning up: its temporary files go when the run's folder goes.
     tempfile.tempdir = str(setup.folder)
     # Ranks that a launcher starts share no random state: a test must not pass because they do here.
-    random.seed(rank)
-    torch.manual_seed(rank)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(rank)
+    seed_all(rank)
     if setup.master_port is None:
         dist.init_process_group(
             "gloo",
@@ -149,29 +147,12 @@ def _enter(setup: Setup, rank: int) -> None:
         )
 
 
-def _redirect_output(path: Path) -> None:
-    """Redirects output of Python and C libraries to a file; the parent's captured streams are not changed."""
-    with path.open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-
-
-def _arm_stack_dumps(files: RankFiles, setup: Setup) -> None:
-    """Writes stacks on SIGUSR1 and on a crash, and ends a rank whose parent no longer waits for it."""
-    stacks = os.open(files.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=stacks)
-    faulthandler.dump_traceback_later(setup.timeout_s + _ORPHAN_GRACE_S, exit=True, file=stacks)
-
-
 class _Pickler(pickle.Pickler):
     """Refuses DTensors and meshes, which would be rebuilt without their ranks."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (DTensor, DeviceMesh)):
-            raise pickle.PicklingError(f"a {type(value).__name__} belongs to its ranks")
+            raise pickle.PicklingError(f"{with_article(value)} belongs to its ranks")
         return NotImplemented
 
 
@@ -204,12 +185,6 @@ def _surviving_pickle(error: BaseException) -> bytes | None:
     except Exception:
         return None
     return data
-
-
-def _write(path: Path, report: Report) -> None:
-    partial = path.with_name(f"{path.name}.{time.monotonic_ns()}")
-    partial.write_bytes(pickle.dumps(report))
-    partial.replace(path)
 
 
 _POLL_S: Final = 0.003
@@ -277,7 +252,7 @@ class _Rank:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
-                self._kill_group()
+                kill_group(self.pid)
 
     def has_reported(self) -> bool:
         return self.files.report.exists()
@@ -293,15 +268,10 @@ class _Rank:
     def kill(self) -> None:
         """Ends the process and all it started; returns when it is gone."""
         if self.exit_code is None:
-            self._kill_group()
+            kill_group(self.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def _kill_group(self) -> None:
-        # The group's number cannot be anybody else's as long as a process is left in it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def outcome(self) -> Outcome[Any]:
         """Outcome of the rank, read from its files."""
@@ -348,9 +318,7 @@ def _death(exit_code: int) -> str:
     """The end of a process that never reported, from its exit code."""
     if exit_code >= 0:
         return f"the process left with exit code {exit_code} before the function returned"
-    with contextlib.suppress(ValueError):
-        return f"the process was ended by {signal.Signals(-exit_code).name}"
-    return f"the process was ended by signal {-exit_code}"
+    return f"the process was ended by {signal_text(-exit_code)}"
 
 
 def _text(path: Path) -> str:
@@ -387,9 +355,7 @@ class RankPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_all()
 
     def wait(self, *, stop_on_failure: bool) -> None:

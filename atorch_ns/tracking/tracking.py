@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
@@ -264,9 +263,7 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _failed(self, what: str, error: Exception) -> None:

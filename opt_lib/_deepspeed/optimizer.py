@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from atorch_ns.cluster import gathered
 from atorch_ns.errors import StepError
+from atorch_ns.text import first_few
 from opt_lib._optimizer_parts import clip_parts, norm_of_parts
 
 _USE_CHECKPOINT = (
@@ -204,10 +205,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         if self._pipeline:  # all stages must stop, or the others would wait for those that do
             unused = set.union(*gathered(unused, distributed=True, group=self._all))
         if unused:
-            shown = ", ".join(sorted(unused)[:5]) + (", …" if len(unused) > 5 else "")
             raise StepError(
-                f"{len(unused)} trainable parameter(s) took no part in the loss: {shown}. DeepSpeed would step them "
-                "with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or "
+                f"{len(unused)} trainable parameter(s) took no part in the loss: {first_few(sorted(unused))}. "
+                "DeepSpeed would step them with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or "
                 "use another backend."
             )
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from atorch_ns.cluster import gathered
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, StateSpec, StateValue
+from atorch_ns.text import with_article
 
 _WHAT_PIECES_HAVE = "only states of one value, or of one value an element,"
 _OTHERWISE = (
@@ -182,7 +183,7 @@ class FlatStates:
             for entry, value in self._state(holder).items():
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise CheckpointError(
-                        f"{type(self.optimizer).__name__} keeps a {type(value).__name__} as {entry!r} of {name}; "
+                        f"{type(self.optimizer).__name__} keeps {with_article(value)} as {entry!r} of {name}; "
                         "checkpoints hold tensors, numbers and texts."
                     )
                 yield name, entry, value, piece

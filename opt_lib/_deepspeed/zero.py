@@ -25,6 +25,7 @@ from atorch_ns.job import (
 from atorch_ns.job.states import groups_of_all_stages
 from atorch_ns.method import Conflict
 from atorch_ns.strategy import Plan
+from atorch_ns.text import error_text
 from opt_lib._config_checks import missing_problem, one_axis_only, require
 from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
 from opt_lib._deepspeed.states import FlatStates, Piece
@@ -156,9 +157,7 @@ def require_elementwise(job: Job) -> None:
         flat = [_cut(gradient, cut) for gradient in gradients]
         pieces = _updated(job, _cut(start, cut), flat)
     except Exception as error:
-        raise _not_elementwise(
-            job, f"it fails on flat pieces with {type(error).__name__}: {error}"
-        ) from error
+        raise _not_elementwise(job, f"it fails on flat pieces with {error_text(error)}") from error
     if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise _not_elementwise(job, "its updates of a matrix and of the same matrix in pieces differ")
 

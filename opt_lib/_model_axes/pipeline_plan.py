@@ -38,6 +38,7 @@ from atorch_ns.pipeline import (
     uniform_floor_cuts,
 )
 from atorch_ns.strategy import Plan
+from atorch_ns.text import first_few
 from opt_lib._model_axes.sample_batch import local_batch_size, sample_micro_batch
 
 
@@ -273,11 +274,10 @@ def _num_micro_batches(
 def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo) -> None:
     num_stages = num_ranks * on_rank
     if len(graph.calls) < num_stages:
-        names = ", ".join(graph.paths[:8]) + (", …" if len(graph.paths) > 8 else "")
         raise InputError(
             f"pipeline={num_ranks} with {on_rank} stage(s) per rank ({info.name}) makes {num_stages} stages, but the "
-            f"model has {len(graph.calls)} units to make them of: {names}. Use pipeline={len(graph.calls) // on_rank} "
-            "or less, or name modules inside them in split_points."
+            f"model has {len(graph.calls)} units to make them of: {first_few(graph.paths, 8)}. Use "
+            f"pipeline={len(graph.calls) // on_rank} or less, or name modules inside them in split_points."
         )
 
 
@@ -348,7 +348,7 @@ def _positions(points: Sequence[str], graph: CallGraph) -> list[int]:
 
 def _names(graph: CallGraph) -> str:
     """The units that a stage after the first can begin with."""
-    return ", ".join(dict.fromkeys(graph.paths[1:25])) + (", …" if len(graph.paths) > 25 else "")
+    return first_few(list(dict.fromkeys(graph.paths[1:])), 24)
 
 
 def call_costs(

@@ -31,6 +31,7 @@ from atorch_ns.sharding import (
     study_logits,
     style_named,
 )
+from atorch_ns.text import error_line
 from atorch_ns.torch_compat import plain_name
 
 _MERAK_STYLES = {"col": "colwise", "row": "rowwise"}
@@ -250,7 +251,7 @@ def _by_numbers(job: Job, study: LossStudy, group: TensorGroup) -> tuple[str, st
     try:
         error = compare_losses(study, job.inputs.loss_func, group, seen)
     except Exception as failed:
-        failure = f"{type(failed).__name__}: {failed}".splitlines()[0]
+        failure = error_line(failed)
     failures = gathered((failure, list(seen.changed)), distributed=True, group=group.process_group)
     changed = next((names[0] for _, names in failures if names), "")
     if changed:

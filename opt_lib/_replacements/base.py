@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from atorch_ns.cluster import OPTIONAL_PACKAGES, Cluster
 from atorch_ns.errors import AtorchError, InputError, RegistrationError
 from atorch_ns.profile import Profile
+from atorch_ns.text import error_text, with_article
 from opt_lib._replacements.making import Convert, move_state, settings_of
 
 
@@ -184,8 +185,7 @@ def _import_error(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:  # a broken wheel raises anything
-        text = " ".join(str(error).split())
-        return f"{module} cannot be imported ({type(error).__name__}: {text[:200]})"
+        return f"{module} cannot be imported ({' '.join(error_text(error, 200).split())})"
     return None
 
 
@@ -262,7 +262,7 @@ class ClassPair(ModuleReplacement):
             raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
         if not isinstance(new, nn.Module if self.target is None else self.target):
             wanted = "a module" if self.target is None else f"a {self.target.__name__}"
-            raise RegistrationError(f"{old}: the function gave a {type(new).__name__} instead of {wanted}.")
+            raise RegistrationError(f"{old}: the function gave {with_article(new)} instead of {wanted}.")
         try:
             move_state(module, new)
         except RegistrationError as error:

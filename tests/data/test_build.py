@@ -126,7 +126,7 @@ class TestBadArguments:
             ({"dataset": [1]}, "argument of its own"),
             ({"batch_size": 0}, "positive integer"),
             ({"batch_size": True}, "positive integer"),
-            ({"generator": 5}, "torch.Generator; it is a int"),
+            ({"generator": 5}, "torch.Generator; it is an int"),
             ({"sampler": 5}, "must be iterable"),
             ({"sampler": iter([1])}, "empty after one epoch"),
             ({"sampler": [1], "shuffle": True}, "leave out shuffle"),

@@ -44,12 +44,12 @@ def test_everything_wrong_is_said_at_once() -> None:
     for words in (
         "the class Linear; make an instance",
         "optim_param_func must be callable; it is a str",
-        "distributed_sampler_cls must be a class; it is a int",
+        "distributed_sampler_cls must be a class; it is an int",
         "gradient_accumulation_steps must be a positive integer; it is True",
         "max_grad_norm must be a positive number or None; it is 0.0",
         "optim_args is given without optim_func",
         "lr_scheduler_args is given without lr_scheduler_cls",
-        "dataset must have __getitem__ and __len__, or __iter__; it is a int",
+        "dataset must have __getitem__ and __len__, or __iter__; it is an int",
         "model_input_format",
     ):
         assert words in str(caught.value)

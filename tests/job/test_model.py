@@ -67,7 +67,7 @@ def test_a_part_keeps_what_it_has_by_any_of_its_names() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda model: 3, "returned a int"),
+        (lambda model: 3, "returned an int"),
         (lambda model: [{"lr": 0.1}], "without 'params'; it has \\['lr'\\]"),
         (lambda model: [nn.Parameter(torch.ones(2))], "no parameter of the model"),
     ],

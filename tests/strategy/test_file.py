@@ -67,7 +67,7 @@ def test_missing_folder(tmp_path: Path) -> None:
         (b"{", "truncated"),
         (STRATEGY.to_bytes()[:-30], "truncated"),
         (b"\xff\xfe\x00garbage", "not a text file"),
-        (b"3", "holds a int"),
+        (b"3", "holds an int"),
         (b'{"schema": 2, "steps": []}', "schema 2"),
         (b'{"steps": []}', "schema None"),
         (b'{"schema": 1}', "steps"),

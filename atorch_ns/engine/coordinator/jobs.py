@@ -15,7 +15,7 @@ from pathlib import Path
 from atorch_ns.engine.coordinator.coordinator import Coordinator
 from atorch_ns.errors import CoordinatorError, InputError
 from atorch_ns.search import Candidate, History, SearchSettings, Setting, from_json, to_json
-from atorch_ns.strategy.file import write_whole
+from atorch_ns.system import write_whole
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class JobStore:
     def save(self, record: JobRecord) -> None:
         """Writes a job, whole or not at all."""
         try:
-            write_whole(self._path(record.job), to_json(record).encode())
+            write_whole(self._path(record.job), to_json(record))
         except OSError as error:
             _LOGGER.warning("job %s cannot be kept and ends with this process: %s", record.job, error)
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from atorch_ns.errors import InputError
-from atorch_ns.job import Inputs
+from atorch_ns.job import Inputs, is_poisoned
 from atorch_ns.text import error_text
 
 _SAMPLES: Final = 65536
@@ -85,7 +85,7 @@ class ValueFiller:
     def __call__(self, module: nn.Module) -> None:
         """Gives values to the parameters and buffers that ``module`` itself holds and that have none."""
         path = self._paths.get(module)
-        unset = {name: tensor for name, tensor in _own_tensors(module).items() if _is_unset(tensor)}
+        unset = {name: tensor for name, tensor in _own_tensors(module).items() if is_poisoned(tensor)}
         for name in list(unset):
             moments = None if path is None else self._moments.get(f"{path}.{name}" if path else name)
             if moments is not None:
@@ -93,24 +93,13 @@ class ValueFiller:
         if unset:
             _initialise(module)
         for tensor in unset.values():
-            if _is_unset(tensor):
+            if is_poisoned(tensor):
                 _draw(tensor, Moments(0.0, _UNKNOWN_STD, 0.0, 1.0))
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     named = (*module._parameters.items(), *module._buffers.items())
     return {name: tensor for name, tensor in named if tensor is not None and not tensor.is_meta}
-
-
-def _is_unset(tensor: torch.Tensor) -> bool:
-    """Whether it holds the marks that memory without values is filled with: NaN, or the least integer."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
-        return False
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.is_floating_point():
-        return bool(torch.isnan(tensor.detach().amin()))
-    return bool(tensor.amax() == torch.iinfo(tensor.dtype).min)
 
 
 def _initialise(module: nn.Module) -> None:

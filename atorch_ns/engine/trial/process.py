@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import os
-import random
 import signal
 import socket
 import sys
@@ -26,6 +24,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from atorch_ns.capture.random_states import seed_all
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.trial.pickling import Unpacked
 from atorch_ns.engine.trial.report import RankReport
@@ -33,6 +32,7 @@ from atorch_ns.engine.trial.run import TrialRun, run_trial
 from atorch_ns.engine.trial.worker_process import send
 from atorch_ns.method import Registry
 from atorch_ns.search import TrialTask
+from atorch_ns.system import arm_stack_dumps, redirect_output
 from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
@@ -217,28 +217,15 @@ class _Group:
 
 def _enter(setting: Setting, task: TrialTask, log: Path) -> None:
     os.environ[TRIAL_VARIABLE] = str(task.id)
-    _redirect_output(log)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2)
-    faulthandler.dump_traceback_later(task.deadline_s + _ORPHAN_GRACE_S, exit=True, file=2)
+    redirect_output(log)
+    arm_stack_dumps(task.deadline_s + _ORPHAN_GRACE_S)
     _prefer_as_oom_victim()
     torch.set_num_threads(setting.num_threads)
     torch.set_float32_matmul_precision(setting.matmul_precision)
     torch.set_default_dtype(setting.default_dtype)
     if setting.cluster.device_type == "cuda":
         torch.cuda.set_device(setting.cluster.local_rank)
-    random.seed(_SEED)
-    torch.manual_seed(_SEED)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(_SEED)
-
-
-def _redirect_output(log: Path) -> None:
-    with log.open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    seed_all(_SEED)
 
 
 def _prefer_as_oom_victim() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from atorch_ns.system import kill_group
 from atorch_ns.text import signal_text
 
 _LENGTH: Final = struct.Struct("!I")
@@ -184,8 +184,7 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
         if self._trial_pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._trial_pid, signal.SIGKILL)
+            kill_group(self._trial_pid)
             self._trial_pid = None
 
     def _close_pipes(self) -> None:

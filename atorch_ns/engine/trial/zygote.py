@@ -34,6 +34,7 @@ from atorch_ns.engine.trial.worker_process import Receiver, send
 from atorch_ns.errors import BackendError
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
+from atorch_ns.system import kill_group
 from atorch_ns.text import error_text
 
 _PARENT_CHECK_S: Final = 0.5
@@ -124,8 +125,7 @@ class _Trial:
 
     def kill(self) -> None:
         """Ends it and whatever it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         self.signal(signal.SIGKILL)
 
 
@@ -215,9 +215,7 @@ class _Zygote:
         if not pid:
             return
         self._pass_on()
-        # The group's number cannot be anybody else's as long as a process is left in it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(trial.pid, signal.SIGKILL)
+        kill_group(trial.pid)
         os.close(trial.receiver.fileno())
         self._trial = None
         send(self._events_fd, {"is": "ended", "exit_code": os.waitstatus_to_exitcode(status)})

@@ -9,12 +9,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO, cast
 
 from atorch_ns.report.info.verdict import verdict
 from atorch_ns.report.live.progress import Progress, event_lines, live_view
 from atorch_ns.search import Ended, Event
+from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -54,15 +54,13 @@ class SearchView(ABC):
             if not self._closed:
                 self._show(event)
         except Exception as error:
-            log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
+            log.debug("the search is no longer shown: %s", error_text(error))
             self.close()
 
     def __enter__(self) -> SearchView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
@@ -228,7 +226,7 @@ class SafeStream:
                 action()
             except (OSError, ValueError) as error:
                 self._broken = True
-                log.debug("the search is no longer shown: %s: %s", type(error).__name__, error)
+                log.debug("the search is no longer shown: %s", error_text(error))
 
 
 class Heartbeat:

@@ -20,6 +20,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.sharding.compare import gradient_floor, gradients_of, relative_error, weighted_sum
 from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts
 from atorch_ns.sharding.expert.list import ExpertCalls, intercept, release
+from atorch_ns.text import error_text
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +48,7 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
             tokens, index, weights = _sample(experts, first)
             whole = _call(experts, tokens, index, weights)
         except Exception as error:
-            return f"calling it with a few tokens fails: {type(error).__name__}: {error}"
+            return f"calling it with a few tokens fails: {error_text(error)}"
         if not bool(torch.isfinite(whole).all()):  # values that were never set: nothing can be compared
             return None
         try:
@@ -56,7 +57,7 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
                 for k in range(index.size(1))
             )
         except Exception as error:
-            return f"with 1/{ranks} of the experts it fails: {type(error).__name__}: {error}"
+            return f"with 1/{ranks} of the experts it fails: {error_text(error)}"
     assert isinstance(parts, torch.Tensor)
     off = relative_error(parts, whole)
     if off <= _TOLERANCE.get(whole.dtype, _LOW_PRECISION_TOLERANCE):
@@ -75,7 +76,7 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
         try:
             tokens, whole = _whole(listed)
         except Exception as error:  # the user's code, on an input of a guessed shape
-            return f"calling it with a few tokens fails: {type(error).__name__}: {error}"
+            return f"calling it with a few tokens fails: {error_text(error)}"
         if not all(bool(torch.isfinite(tensor).all()) for tensor in whole):
             return None  # values that were never set: nothing can be compared
         calls = ExpertCalls(str(listed))
@@ -85,7 +86,7 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
         except StepError as error:
             return str(error)
         except Exception as error:  # as above: on what experts have not computed
-            return f"it fails when its experts are computed together: {type(error).__name__}: {error}"
+            return f"it fails when its experts are computed together: {error_text(error)}"
         finally:
             calls.end()
             release(listed.experts)

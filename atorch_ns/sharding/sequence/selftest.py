@@ -41,6 +41,7 @@ from atorch_ns.sharding.sequence.plan import (
     gather_results,
     sequence_dims,
 )
+from atorch_ns.text import error_text
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
             failure = error if failure is None or squares else failure
     raise InputError(
         f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
-        f"fails on it undivided: {type(failure).__name__}: {failure}"
+        f"fails on it undivided: {error_text(failure)}"
     ) from failure
 
 
@@ -152,7 +153,7 @@ def _error_of(
         plan, outcome = _run_divided(subject, plan, layout, _for_one_run(arguments), whole)
         error, why = _compare(whole, outcome)
     except Exception as failure:  # a wrong guess fails in whatever way the block's code does
-        why = f"it raises {type(failure).__name__}: {failure}"
+        why = f"it raises {error_text(failure)}"
     (worst,) = worst_of_ranks([error], subject.settings.group, subject.settings.device)
     return worst, plan, why
 

@@ -23,6 +23,7 @@ from atorch_ns.sharding.tensor.regions import candidate_regions, layout_of, regi
 from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
 from atorch_ns.sharding.tensor.sequence import StreamSpec, stream_of
 from atorch_ns.sharding.tensor.trace import LayerGraph
+from atorch_ns.text import first_few
 
 Source = Literal["auto", "model", "found"]
 
@@ -162,7 +163,7 @@ def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGr
         )
     unfit = misfits(model, plan.resolve(model), degree)
     if unfit:
-        lines = "; ".join(f"{path}: {why}" for path, why in list(unfit.items())[:6])
+        lines = first_few([f"{path}: {why}" for path, why in unfit.items()], 6, "; ")
         works = ", ".join(map(str, degrees(model) or _degrees_by_size(model, graph)))
         raise InputError(
             f"the plan of tensor_parallel does not fit tensor={degree}: {lines}. Degrees that divide the model: "

@@ -22,6 +22,7 @@ from atorch_ns.sharding.tensor.plan import (
 )
 from atorch_ns.sharding.tensor.regions import candidate_regions, counts_heads
 from atorch_ns.sharding.tensor.trace import LayerGraph
+from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
 
 
@@ -127,7 +128,7 @@ def no_layer_divides(
         left: the reasons why layers stay whole, by path.
         works: degrees that divide some of its layers.
     """
-    reasons = "; ".join(f"{path}: {why}" for path, why in list(left.items())[:3])
+    reasons = first_few([f"{path}: {why}" for path, why in left.items()], 3, "; ")
     advice = f"Use tensor in {_set(works)}, " if works else ""
     return InputError(
         f"tensor={degree} divides no layer of {type(model).__name__}{f' ({reasons})' if reasons else ''}. "

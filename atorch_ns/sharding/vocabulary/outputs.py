@@ -28,7 +28,7 @@ from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.layers import keep_divided
 from atorch_ns.sharding.tensor.trace import ways_to_run
 from atorch_ns.sharding.vocabulary.logits import DividedLogits, LogitUses, LossCall, whole_logits
-from atorch_ns.text import error_line
+from atorch_ns.text import error_line, first_few
 from atorch_ns.torch_compat import plain_name
 
 LOSS_TOLERANCE = 1e-4
@@ -95,10 +95,9 @@ def _read(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
 
 
 def _refusal(names: Sequence[str]) -> StepError:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return StepError(
-        f"loss_func computes with {shown or 'weights'}, of which each rank of the tensor axis holds a part (a DTensor), "
-        "and with plain tensors. Take the whole value, weight.full_tensor(), or of a result such as "
+        f"loss_func computes with {first_few(names, 4) or 'weights'}, of which each rank of the tensor axis "
+        "holds a part (a DTensor), and with plain tensors. Take the whole value, weight.full_tensor(), or of a result such as "
         "weight.pow(2).sum().full_tensor(); or use the optimizer's weight_decay for a penalty on weights."
     )
 

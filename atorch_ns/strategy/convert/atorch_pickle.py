@@ -13,6 +13,7 @@ from typing import Any
 
 from atorch_ns.errors import InputError, StrategyFileError
 from atorch_ns.strategy.strategy import Strategy
+from atorch_ns.text import with_article
 
 _BUILTINS = frozenset({"list", "dict", "tuple", "set", "frozenset", "str", "int", "float", "bool", "bytes"})
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -114,7 +115,7 @@ def _no_module_class(module: str, name: str) -> str | None:
     found = vars(sys.modules[module]).get(name)
     if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
         return None
-    kind = f"a {type(found).__name__}" if not isinstance(found, type) else "a class of another kind"
+    kind = f"{with_article(found)}" if not isinstance(found, type) else "a class of another kind"
     return f"it is {kind}"
 
 
@@ -124,7 +125,7 @@ def _entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
         value = state.get("opt_list", value.items)
     if not isinstance(value, (list, tuple)):
         raise StrategyFileError(
-            f"holds a {type(value).__name__} where a list of methods is expected", source=source
+            f"holds {with_article(value)} where a list of methods is expected", source=source
         )
     return [_entry(item, classes) for item in value]
 

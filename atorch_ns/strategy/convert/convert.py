@@ -13,6 +13,7 @@ from atorch_ns.strategy.convert.atorch_pickle import convert_pickle
 from atorch_ns.strategy.convert.base import Conversion, Remark, parsed, read_bytes
 from atorch_ns.strategy.convert.deepspeed import convert_deepspeed
 from atorch_ns.strategy.strategy import Strategy
+from atorch_ns.text import with_article
 
 _CONVERTERS: Final[Mapping[str, Callable[..., Conversion]]] = {
     "accelerate": convert_accelerate,
@@ -69,7 +70,7 @@ def convert_file(
         return _as_it_is(Strategy.load(place))
     if not isinstance(document, Mapping):
         raise StrategyFileError(
-            f"a config of {system} is a mapping; this holds a {type(document).__name__}", source=str(place)
+            f"a config of {system} is a mapping; this holds {with_article(document)}", source=str(place)
         )
     return _CONVERTERS[system](document, name=str(place))
 

@@ -24,6 +24,7 @@ from atorch_ns.strategy.convert.base import (
     use_axes,
 )
 from atorch_ns.strategy.file import Requires
+from atorch_ns.text import with_article
 
 _ZERO: Final = "zero_optimization"
 _PRECISIONS: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
@@ -281,7 +282,7 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
         ) from None
     if not isinstance(document, Mapping):
         raise StrategyFileError(
-            f"{_FILE}={file!r} holds a {type(document).__name__}; a config of DeepSpeed is a mapping",
+            f"{_FILE}={file!r} holds {with_article(document)}; a config of DeepSpeed is a mapping",
             source=converter.name,
         )
     inner = _converter(_filled(converter, document, file), str(place))

@@ -1,0 +1,66 @@
+"""The operating system: files written whole, and a process's output, stacks and group. Light to import."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Writes next to ``path`` and renames, so that a reader sees the old file or the new; text as UTF-8.
+
+    Args:
+        path: the file to make or to replace.
+        content: its whole content.
+        durable: whether the content is synced to the disk before the rename, for files that outlive a crash.
+
+    Raises:
+        OSError: if the folder is missing or cannot be written; nothing is left behind.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with draft.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def redirect_output(path: Path) -> None:
+    """Appends this process's output, of Python and of C libraries, to a file; streams that were replaced stay."""
+    with path.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def arm_stack_dumps(limit_s: float, file: int = 2) -> None:
+    """Writes the stacks of all threads on SIGUSR1 and on a crash, and ends this process after ``limit_s`` seconds.
+
+    Args:
+        limit_s: seconds after which whoever started the process no longer waits for it.
+        file: descriptor that takes stacks on SIGUSR1 and at the end; those of a crash go to the standard error.
+    """
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=file)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
+
+
+def kill_group(pid: int) -> None:
+    """Kills the process group that ``pid`` leads, if a process is left in it.
+
+    Its number cannot be anybody else's as long as one is left.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
