@@ -119,6 +119,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
             return _outcome(subject, output, arguments), seen, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
             failure = error if failure is None or squares else failure
+    assert failure is not None  # there is a length to test
     raise InputError(
         f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
         f"fails on it undivided: {error_text(failure)}"
