@@ -133,6 +133,7 @@ def test_two_ranks_hold_what_was_predicted(name: str) -> None:
     _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::3], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_four_ranks_hold_what_was_predicted() -> None:
     _check("llama, small", ON_FOUR, 4)

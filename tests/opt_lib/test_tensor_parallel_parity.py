@@ -8,6 +8,7 @@ import torch
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
+from tests.opt_lib.scenarios import named
 from tests.opt_lib.tensor_cases import NAMES, SEQUENCE, TENSOR, by_hand, check, of_model, trajectories
 from tests.sharding.tensor_models import BETWEEN, Between, FusedParts, Heads, WithNorms
 
@@ -23,7 +24,9 @@ class TestParity:
             strategies["with its sequence divided"] = [TENSOR, SEQUENCE, "checkpoint"]
         check(CASES[name], 2, strategies)
 
-    @pytest.mark.parametrize("name", ["mlp", "tied_llama", "hf_gpt2", "hf_bert", "encoder_decoder"])
+    @pytest.mark.parametrize(
+        "name", named(("mlp", "tied_llama", "hf_gpt2", "hf_bert", "encoder_decoder"), often=("hf_gpt2",))
+    )
     def test_four_ranks(self, name: str) -> None:
         strategies = {
             "tensor 4": [("parallel_mode", [("tensor", 4)])],
@@ -44,6 +47,7 @@ class TestParity:
     def test_code_between_blocks_sees_whole_sequences(self, what: str) -> None:
         check(of_model(lambda: Between(what)), 2, {"pieces": [TENSOR, SEQUENCE]})
 
+    @pytest.mark.slow
     def test_heads_that_do_not_divide_can_be_kept_whole(self) -> None:
         keep = ("tensor_parallel", {"undivided": "keep"})
         mesh = ("parallel_mode", [("tensor", 4)])
@@ -63,6 +67,7 @@ class TestParity:
         }
         check(by_hand(WithNorms, tied=True), 2, strategies)
 
+    @pytest.mark.slow
     def test_stages_of_a_pipeline(self) -> None:
         mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
         check(CASES["tied_llama"], 4, {"plain": [mesh], "pieces": [mesh, SEQUENCE]})

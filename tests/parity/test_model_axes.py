@@ -27,6 +27,7 @@ from atorch_ns.testing.parity import (
     reference_run,
 )
 from atorch_ns.testing.workers import run_ranks
+from tests.opt_lib.scenarios import named
 from tests.parity.variants import TOLERANCES, global_batch
 
 MODELS = ("tied_llama", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "hf_mixtral", "encoder_decoder")
@@ -138,6 +139,13 @@ TABLE: dict[str, tuple[int, list[Row]]] = {
 }
 
 
+OFTEN = (
+    *("tensor 2", "sequence 2 ulysses", "sequence 2 ring", "expert 2", "tensor 2 x pipeline 2"),
+    *(f"pipeline 2 {name}" for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
+)
+"""Run whenever the tests run; the others by `make test-all`."""
+
+
 def case_of(name: str) -> Case:
     """The case, or the one that is deep."""
     return _deep() if name == DEEP else get_case(name)
@@ -179,7 +187,7 @@ def _train_all(rows: list[Row]) -> list[Trajectory | str]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", named(TABLE, often=OFTEN))
 def test_parity(name: str) -> None:
     num_ranks, rows = TABLE[name]
     for case in {row.case for row in rows}:

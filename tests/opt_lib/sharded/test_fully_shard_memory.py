@@ -60,7 +60,10 @@ def _kept_after_a_step(strategy: Sequence[Any], gradients: bool) -> StateBytes:
     return state_bytes(result.model, result.optim)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+RANKS = (2, pytest.param(4, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(
     ("strategy", "sharded"),
     [
@@ -81,7 +84,7 @@ def test_a_rank_keeps_its_share(strategy: Sequence[Any], sharded: tuple[str, ...
             assert getattr(kept, name) == (WHOLE // num_ranks if strategy == ["zero2"] else whole[name])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_shards_cover_the_model_once(num_ranks: int) -> None:
     ranks = run_ranks(_kept_after_a_step, num_ranks, args=(["fsdp"], False))
     assert sum(rank.parameters for rank in ranks) == WHOLE
@@ -112,7 +115,7 @@ def _materialised(strategy: Sequence[Any]) -> Allocated:
     return allocated(lambda: _accelerate(model, strategy))[1]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(
     "strategy", [["fsdp"], ["zero2", "checkpoint"], [("fsdp", {"sync_module_states": False})]], ids=str
 )
