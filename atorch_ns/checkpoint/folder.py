@@ -105,6 +105,8 @@ def clean(parent: Path) -> None:
             shutil.rmtree(place)
     for place in parent.glob(".tmp-step-*"):
         shutil.rmtree(place)
+    for draft in parent.glob(f".{_POINTER}.*"):
+        draft.unlink()
 
 
 def commit(folder: Path, step: int) -> Path:
