@@ -28,7 +28,7 @@ from atorch_ns.cli._failures import (
     wants_json,
 )
 
-__all__ = ["app", "described", "exit_code", "main"]
+__all__ = ["app", "exit_code", "main"]
 
 app = typer.Typer(
     name="atorch-ns",

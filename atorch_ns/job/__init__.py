@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from atorch_ns.job.gradients import GradientSums, SkipSync, clip_gradients, gradient_norm
+from atorch_ns.job.gradients import GradientSums, SkipSync
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job, MakeRunner, MakeStates
+from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, divided_like, is_on_meta, is_poisoned, local_part
 from atorch_ns.job.memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
@@ -21,7 +21,7 @@ from atorch_ns.job.states import (
     TrainingStates,
     on_all_stages,
 )
-from atorch_ns.job.train_step import StepSummary, StepTimes, TrainStep
+from atorch_ns.job.train_step import StepSummary, TrainStep
 from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer, optimizer_arguments
 from atorch_ns.sharding import Packing
 
@@ -33,8 +33,6 @@ __all__ = [
     "Inputs",
     "Job",
     "LossScaling",
-    "MakeRunner",
-    "MakeStates",
     "Materialiser",
     "MemoryTracker",
     "MethodRow",
@@ -51,14 +49,11 @@ __all__ = [
     "StateValue",
     "StepOptimizer",
     "StepSummary",
-    "StepTimes",
     "TrainStep",
     "TrainingStates",
-    "clip_gradients",
     "divided_like",
     "explained_groups",
     "first_loss",
-    "gradient_norm",
     "inner_optimizer",
     "is_on_meta",
     "is_poisoned",

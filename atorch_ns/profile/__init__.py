@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from atorch_ns.capture.blocks import repeated_blocks
-from atorch_ns.profile.compact_states import CompactStates, plain_tensors
+from atorch_ns.profile.compact_states import plain_tensors
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.steps import ALL_PRECISIONS
-from atorch_ns.profile.timing import BlockKey, BlockSeconds, ProfileDatabase, device_name, measure_blocks
+from atorch_ns.profile.timing import BlockKey, BlockSeconds, ProfileDatabase, measure_blocks
 from atorch_ns.profile.trace import (
     Growth,
     OperatorCost,
@@ -24,7 +24,6 @@ __all__ = [
     "ALL_PRECISIONS",
     "BlockKey",
     "BlockSeconds",
-    "CompactStates",
     "Growth",
     "OperatorCost",
     "OptimizerSpec",
@@ -35,7 +34,6 @@ __all__ = [
     "Segment",
     "SegmentCost",
     "Trace",
-    "device_name",
     "measure_blocks",
     "plain_tensors",
     "precision_key",

@@ -25,11 +25,11 @@ from atorch_ns.search.outcome import (
     outcome_to_json,
     to_json,
 )
-from atorch_ns.search.search import Known, Recorder, Search
+from atorch_ns.search.search import Known, Search
 from atorch_ns.search.space.candidate import Candidate, Fate, Pruned
 from atorch_ns.search.space.constraints import read_constraints
 from atorch_ns.search.space.space import Space, explore
-from atorch_ns.search.space.write_out import Limits, memory_limit
+from atorch_ns.search.space.write_out import memory_limit
 from atorch_ns.search.trial import StopRule, TrialOutcome, TrialStatus, TrialTask
 
 __all__ = [
@@ -39,13 +39,11 @@ __all__ = [
     "Fate",
     "History",
     "Known",
-    "Limits",
     "Note",
     "Observer",
     "Priced",
     "Profiling",
     "Pruned",
-    "Recorder",
     "Row",
     "Search",
     "SearchOutcome",

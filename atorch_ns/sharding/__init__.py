@@ -14,7 +14,7 @@ from atorch_ns.sharding.sequence.plan import SequenceSettings
 from atorch_ns.sharding.tensor.apply import divide
 from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan
 from atorch_ns.sharding.tensor.divisibility import parameter_dims
-from atorch_ns.sharding.tensor.plan import Layout, Packing, RegionSpec, TensorPlan, kind_of, style_named
+from atorch_ns.sharding.tensor.plan import Layout, Packing, TensorPlan, kind_of, style_named
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph, trace_layers
 from atorch_ns.sharding.vocabulary.logits import LogitUses
@@ -40,7 +40,6 @@ __all__ = [
     "LogitUses",
     "LossStudy",
     "Packing",
-    "RegionSpec",
     "SequenceSettings",
     "StreamSpec",
     "TensorGroup",

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.torch_compat.attention import FlashAttention
 from atorch_ns.torch_compat.compile import (
-    CompileRecord,
     CpuMemoryRecord,
     compile_records,
     graph_breaks,
@@ -53,7 +52,6 @@ from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn
 
 __all__ = [
     "WRAPPER_PREFIXES",
-    "CompileRecord",
     "CpuMemoryRecord",
     "FlashAttention",
     "TorchDispatchMode",
