@@ -47,7 +47,7 @@ class Zero1Config(MethodConfig):
 
     @property
     def deepspeed(self) -> bool:
-        """Whether DeepSpeed does it."""
+        """Whether DeepSpeed shards the optimizer."""
         return self.use_ds_zero or self.backend == "deepspeed"
 
 

@@ -1,4 +1,4 @@
-"""The command ``atorch-ns``. One file a verb; ``--help`` imports no torch."""
+"""The command ``atorch-ns``. One file per subcommand; ``--help`` imports no torch."""
 
 from __future__ import annotations
 

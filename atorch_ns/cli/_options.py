@@ -1,4 +1,4 @@
-"""Options that several verbs share, and checks of their values."""
+"""Options that several subcommands share, and checks of their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from atorch_ns.errors import InputError
 
-# typer reads these for a verb's help, so they hold no type that needs torch.
+# typer reads these for a subcommand's help, so they hold no type that needs torch.
 Model = Annotated[
     str | None,
     typer.Option(help="The model: pkg.mod:name or file.py:name of a class or a function that builds it."),

@@ -1,4 +1,4 @@
-"""Inputs of planning verbs: the cluster, the profile, the settings and strategies, from options and files."""
+"""Inputs of planning subcommands: the cluster, the profile, the settings and strategies, from options and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Program of each rank of a verb that trains: ``python -m atorch_ns.cli._rank_work VERB FOLDER``."""
+"""Program of each rank of a subcommand that trains: ``python -m atorch_ns.cli._rank_work COMMAND FOLDER``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ app = typer.Typer(help="Run searches for many jobs, and remember what they found
 
 @app.callback()
 def _group() -> None:
-    """Keeps ``serve`` a verb of its own while it is the only one."""
+    """Keeps ``serve`` a subcommand while it is the only one."""
 
 
 @app.command()

@@ -37,7 +37,7 @@ _SEEN: Final = (
 
 
 def environment() -> dict[str, Any]:
-    """Everything, as plain values; sizes in bytes say so in their names."""
+    """The environment as plain values; sizes have ``bytes`` in their names."""
     return {
         "schema": 1,
         "atorch_ns": __version__,

@@ -38,7 +38,7 @@ def validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list
 def expand(
     chosen: list[Chosen], cluster: Cluster, registry: Registry
 ) -> tuple[list[Chosen], list[Note], list[Problem]]:
-    """Puts what methods stand for in their places, says so, and finds what cannot stand there."""
+    """Replaces methods that stand for others, with a note for each, and reports expansions that are not valid."""
     result: list[Chosen] = []
     notes: list[Note] = []
     problems: list[Problem] = []

@@ -45,9 +45,9 @@ class ProbeResult:
         passed: whether the strategy trains as one process does. False also where the probe could not run.
         ran: whether there was anything to compare; a strategy that raises has not been compared.
         loss_error: the largest difference of a step's loss.
-        worst_parameter: the parameter that is furthest from what it should be, in units of its tolerance.
-        worst_error: its error, in units of its update.
-        tolerance: its tolerance.
+        worst_parameter: parameter with the largest error, in units of its tolerance.
+        worst_error: error of that parameter, in units of its update.
+        tolerance: tolerance of that parameter.
         num_judged, num_parameters: parameters that were compared, and all.
         seconds: wall time.
         reason: why it failed or did not run; empty if it passed.

@@ -76,7 +76,7 @@ def _numerics_check(probe: TrialOutcome | None, *, unfinished: str) -> str | Non
     A check that could not run proves nothing, so it does not rule the candidate out.
 
     Args:
-        probe: its outcome; ``None`` if it was not run.
+        probe: outcome of the check; ``None`` if it was not run.
         unfinished: why the search was over before it, where it was to be run.
     """
     what = "numerics against one process, with SGD"

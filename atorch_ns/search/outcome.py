@@ -60,7 +60,7 @@ class Row:
 
     Attributes:
         candidate: the candidate, with its predictions.
-        fate: its fate.
+        fate: what became of the candidate.
         reason: why it won, lost, failed, was pruned or not tried, in one sentence with its numbers.
         trial: the measurements; ``None`` if it was not tried.
         trial_number: 1 for the first trial; 0 if it was not tried.

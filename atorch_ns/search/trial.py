@@ -33,7 +33,7 @@ class StopRule:
         min_steps, max_steps: limits of the number of timed steps.
         max_seconds: limit of the time of all timed steps.
         best_seconds: median step of the best trial so far; ``None`` for the first.
-        best_noise: its standard error in seconds.
+        best_noise: standard error of that median, in seconds.
         confidence: a trial stops once its interval at this confidence lies wholly above the best's.
         precision: a trial stops once the half-width of its interval is this share of its median.
     """

@@ -280,5 +280,5 @@ def divide_logits(job: Job, found: LossOnParts, layout: Layout) -> None:
 
 
 def guard_loss(job: Job) -> None:
-    """Lets a loss that reads divided weights say so."""
+    """Explains the error of a loss that reads divided weights."""
     job.step.watch_loss = lambda loss: explain_divided_weights(loss, job.module)

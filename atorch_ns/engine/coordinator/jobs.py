@@ -29,7 +29,7 @@ class JobRecord:
     """A job of a standalone engine.
 
     Attributes:
-        job: its name.
+        job: name of the job.
         world_size: number of ranks.
         setting, settings, candidates: arguments of its search.
     """

@@ -122,9 +122,9 @@ class TrialUnderWay:
 
     Attributes:
         task: the task, numbered by the coordinator.
-        search_id: its id in the search.
+        search_id: id of the task in the search.
         world_size: number of ranks that report.
-        started: its start, on the coordinator's clock.
+        started: start of the trial, on the coordinator's clock.
         grace_s: seconds by which a rank may overrun the task's deadline, and within which it ends a cancelled
             trial.
     """

@@ -30,14 +30,14 @@ class TrialWatch:
     """One trial, as the user's process sees it.
 
     Attributes:
-        process: the helper that forks it.
-        task: the task that it runs.
+        process: helper process that forks the trial.
+        task: task of the trial.
         rank: this rank.
-        log: file of its output.
-        phase: the phase that it reported last.
-        report: its report; ``None`` before it.
+        log: file with the output of the trial.
+        phase: last reported phase.
+        report: report of the trial; ``None`` until it arrives.
         secondary: whether the report blames another rank.
-        exit_code: its exit code, or minus the number of the signal that ended it; ``None`` while it runs.
+        exit_code: exit code of the trial's process, or minus the signal's number; ``None`` while it runs.
     """
 
     process: WorkerProcess

@@ -23,10 +23,10 @@ class Carried:
     """One tensor that crosses a cut.
 
     Attributes:
-        value: its number in the graph.
-        spec: its shape and dtype.
+        value: number of the tensor in the graph.
+        spec: shape and dtype.
         call: the call that returned it; for an argument the first call after the cut.
-        leaf: its index among the tensors of that output, or of those arguments.
+        leaf: index among the tensors of that output, or of those arguments.
         is_argument: whether it reaches the stage's code as an argument.
     """
 

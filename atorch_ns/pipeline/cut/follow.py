@@ -50,7 +50,7 @@ class Follower(TorchFunctionMode):
 
     Args:
         model: the model whose forward pass is followed, on fake or real tensors.
-        units: its units, none inside another.
+        units: units of the model, none inside another.
         trainable: whether parameters alone decide which tensors need gradients, for passes without autograd.
     """
 

@@ -87,7 +87,7 @@ class StagePass:
         """The output of the unit at ``path`` in this pass.
 
         Args:
-            path: its path in the user's model.
+            path: path of the unit in the user's model.
             unit: the module, if this rank has it.
             args, kwargs: the arguments that the model's code passes.
 

@@ -38,10 +38,10 @@ class FoundExperts:
     """A module whose experts can be divided.
 
     Attributes:
-        name: its path in the model.
-        divided: names of its parameters that hold one expert at each index of the first dimension.
-        whole: names, below it, of its other parameters.
-        counts: names of its attributes that hold the number of experts.
+        name: path of the module in the model.
+        divided: names of parameters that hold one expert at each index of the first dimension.
+        whole: names of the other parameters, relative to the module.
+        counts: names of attributes that hold the number of experts.
         arguments: names of ``forward``'s arguments for tokens, indices and weights.
     """
 

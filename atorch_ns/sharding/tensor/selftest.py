@@ -105,9 +105,9 @@ class SelfTest:
         """Tests the innermost called module at or around ``path``.
 
         Args:
-            path: a module's path; empty for the model.
-            layout: the model's; what lies outside the unit is left out.
-            regions: the model's, likewise.
+            path: path of a module; empty for the model.
+            layout: layout of the model; entries outside the unit are ignored.
+            regions: regions of the model; those outside the unit are ignored.
             stream: blocks of the unit between which the sequence is divided.
             training: whether it must run in training as well as in evaluation.
             may_read_values: whether numbers alone decide where the code fails on fake tensors undivided too, as a
