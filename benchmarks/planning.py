@@ -17,7 +17,8 @@ from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.estimate import PlanTable, Workload, price
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
-from atorch_ns.search import SearchSettings, Space, explore
+from atorch_ns.search import SearchSettings, explore
+from atorch_ns.search.space.space import Space
 from atorch_ns.strategy import Plan, Strategy
 from benchmarks._bytes import resident
 from benchmarks._llama import next_token_loss

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
-    WRAPPER_PREFIXES,
     CpuMemoryRecord,
     FlashAttention,
     TorchDispatchMode,
@@ -50,6 +49,7 @@ from atorch_ns.torch_compat import (
     unwrap_checkpoint,
     watch_compiled,
 )
+from atorch_ns.torch_compat.modules import WRAPPER_PREFIXES
 
 
 def test_checkpoint_wrapper_keeps_names_and_calls_through() -> None:

@@ -1,7 +1,5 @@
 """Applying a resolved strategy to a job, and building what the user trains with."""
 
-from __future__ import annotations
-
 from atorch_ns.apply.apply import apply_strategy, dry_run
 
 __all__ = ["apply_strategy", "dry_run"]

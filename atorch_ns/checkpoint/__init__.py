@@ -8,8 +8,6 @@
     checkpoint.export_safetensors(result, "my-model")        # transformers' from_pretrained("my-model")
 """
 
-from __future__ import annotations
-
 from atorch_ns.checkpoint.export import Unmatched, export_state_dict, import_state_dict
 from atorch_ns.checkpoint.folder import latest
 from atorch_ns.checkpoint.load import load, resume

@@ -1,7 +1,5 @@
 """Data: loaders that give every rank its part of a global batch, and what is done with a batch."""
 
-from __future__ import annotations
-
 from atorch_ns.data.batch import (
     batch_sizes,
     call_model,

@@ -1,7 +1,5 @@
 """Estimates: plans and a profile on a cluster, priced in bytes and seconds."""
 
-from __future__ import annotations
-
 from atorch_ns.estimate.estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate.price import Prices, estimate, price
 from atorch_ns.estimate.table import PlanTable, template_of

@@ -1,15 +1,13 @@
 """A training job: what the user gave, what methods decide about it, and what comes out."""
 
-from __future__ import annotations
-
-from atorch_ns.job.gradients import GradientSums, SkipSync
+from atorch_ns.job.gradients import SkipSync
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
-from atorch_ns.job.materialise import Materialiser, divided_like, is_on_meta, is_poisoned, local_part
-from atorch_ns.job.memory_use import MemoryTracker, PeakMemory, StateBytes, state_bytes, track_memory
+from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
+from atorch_ns.job.memory_use import PeakMemory, state_bytes, track_memory
 from atorch_ns.job.model import parameter_names
-from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job.optimizer import StepOptimizer
 from atorch_ns.job.optimizer_checks import keeps_blocks
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
@@ -23,38 +21,31 @@ from atorch_ns.job.states import (
 )
 from atorch_ns.job.train_step import StepSummary, TrainStep
 from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer, optimizer_arguments
-from atorch_ns.sharding import Packing
 
 __all__ = [
     "OPTIMIZER",
     "Autocast",
     "BatchRunner",
-    "GradientSums",
     "Inputs",
     "Job",
     "LossScaling",
     "Materialiser",
-    "MemoryTracker",
     "MethodRow",
     "OptimizerStates",
-    "Packing",
     "ParameterStates",
     "PeakMemory",
     "Report",
     "Result",
     "SharedRandomness",
     "SkipSync",
-    "StateBytes",
     "StateSpec",
     "StateValue",
     "StepOptimizer",
     "StepSummary",
     "TrainStep",
     "TrainingStates",
-    "divided_like",
     "explained_groups",
     "first_loss",
-    "inner_optimizer",
     "is_on_meta",
     "is_poisoned",
     "keeps_blocks",

@@ -1,7 +1,5 @@
 """Starting processes that train together: by torchrun, or as ranks of one command on this machine."""
 
-from __future__ import annotations
-
 from atorch_ns.launch.ranks import RankEnd, Ranks, run_local_ranks, scratch_folder
 from atorch_ns.launch.torchrun import Launch, num_usable_cores, run_torchrun, threads_of_rank
 

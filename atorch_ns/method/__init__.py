@@ -1,7 +1,5 @@
 """Methods: their contract, the order they are applied in, and the registry."""
 
-from __future__ import annotations
-
 from atorch_ns.method.chosen import Chosen, Note, fold_plan, ordered
 from atorch_ns.method.method import (
     CarriesState,

@@ -1,7 +1,5 @@
 """Pipelines: where a model is cut, which schedule runs the stages, and how long that takes."""
 
-from __future__ import annotations
-
 from atorch_ns.capture.nests import num_rows
 from atorch_ns.pipeline.cut.crossing import plan_crossings, refused_cuts
 from atorch_ns.pipeline.cut.graph import CallGraph, find_units
@@ -15,14 +13,13 @@ from atorch_ns.pipeline.cut.partition import (
 )
 from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values, without_memory
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
-from atorch_ns.pipeline.run.stage import StageModule, Unit
+from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.pipeline.schedule.actions import actions, live_bytes
 from atorch_ns.pipeline.schedule.choose import BlockCosts, ScheduleChoice, choose_for_device, split_backward
-from atorch_ns.pipeline.schedule.schedules import SCHEDULES, ScheduleInfo, get_schedule, train_step_only
+from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule, train_step_only
 from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simulate
 
 __all__ = [
-    "SCHEDULES",
     "BlockCosts",
     "CallGraph",
     "CallTracer",
@@ -37,7 +34,6 @@ __all__ = [
     "StageModule",
     "StageSet",
     "StageSettings",
-    "Unit",
     "actions",
     "choose_for_device",
     "custom_cuts",

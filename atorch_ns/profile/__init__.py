@@ -1,12 +1,9 @@
 """Profiles: a model's structure and the cost of its training step, found without running it."""
 
-from __future__ import annotations
-
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.profile.compact_states import plain_tensors
 from atorch_ns.profile.profile import Profile
-from atorch_ns.profile.record.steps import ALL_PRECISIONS
-from atorch_ns.profile.timing import BlockKey, BlockSeconds, ProfileDatabase, measure_blocks
+from atorch_ns.profile.timing import ProfileDatabase, measure_blocks
 from atorch_ns.profile.trace import (
     Growth,
     OperatorCost,
@@ -21,9 +18,6 @@ from atorch_ns.profile.trace import (
 from atorch_ns.profile.tracing import profile_model
 
 __all__ = [
-    "ALL_PRECISIONS",
-    "BlockKey",
-    "BlockSeconds",
     "Growth",
     "OperatorCost",
     "OptimizerSpec",

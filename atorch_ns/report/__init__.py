@@ -4,8 +4,6 @@ Data first, picture second: ``x_info`` functions turn a search's outcome into na
 to the number; tables, pictures and the page only draw them.
 """
 
-from __future__ import annotations
-
 from atorch_ns.report.info.accuracy import (
     AccuracyInfo,
     AccuracyPoint,

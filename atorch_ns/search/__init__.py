@@ -4,8 +4,6 @@ Everything here is pure but for the file of :class:`History`: no process, socket
 :meth:`Search.tell`.
 """
 
-from __future__ import annotations
-
 from atorch_ns.search.history.history import History, StudyRecord, TrialRecord, read_history
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.outcome import (
@@ -25,10 +23,10 @@ from atorch_ns.search.outcome import (
     outcome_to_json,
     to_json,
 )
-from atorch_ns.search.search import Known, Search
-from atorch_ns.search.space.candidate import Candidate, Fate, Pruned
+from atorch_ns.search.search import Search
+from atorch_ns.search.space.candidate import Candidate, Fate
 from atorch_ns.search.space.constraints import read_constraints
-from atorch_ns.search.space.space import Space, explore
+from atorch_ns.search.space.space import explore
 from atorch_ns.search.space.write_out import memory_limit
 from atorch_ns.search.trial import StopRule, TrialOutcome, TrialStatus, TrialTask
 
@@ -38,18 +36,15 @@ __all__ = [
     "Event",
     "Fate",
     "History",
-    "Known",
     "Note",
     "Observer",
     "Priced",
     "Profiling",
-    "Pruned",
     "Row",
     "Search",
     "SearchOutcome",
     "SearchSettings",
     "Setting",
-    "Space",
     "StopRule",
     "StudyRecord",
     "TrialEnded",

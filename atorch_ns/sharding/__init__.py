@@ -1,7 +1,5 @@
 """Dividing layers, samples and experts over ranks: plans, collectives, checks."""
 
-from __future__ import annotations
-
 from atorch_ns.sharding.expert.balance import GlobalBalance
 from atorch_ns.sharding.expert.check import why_not_answerable, why_not_dividable
 from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts, UnfitExperts, find_experts

@@ -1,7 +1,5 @@
 """Strategies: their forms, their file, and the plan that one amounts to."""
 
-from __future__ import annotations
-
 from atorch_ns.strategy.convert.atorch_pickle import convert_pickle
 from atorch_ns.strategy.convert.base import Conversion, Remark
 from atorch_ns.strategy.convert.convert import convert_file

@@ -6,8 +6,6 @@
 The rest of the package imports nothing from here.
 """
 
-from __future__ import annotations
-
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.launch.ranks import reserve_port
 from atorch_ns.testing.models import CASES, Case, SyntheticDataset, get_case, take

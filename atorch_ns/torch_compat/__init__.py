@@ -3,8 +3,6 @@
 ``tests/test_torch_compat.py`` fails when torch moves one of them.
 """
 
-from __future__ import annotations
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.torch_compat.attention import FlashAttention
@@ -38,7 +36,6 @@ from atorch_ns.torch_compat.fake import (
     tensor_without_storage,
 )
 from atorch_ns.torch_compat.modules import (
-    WRAPPER_PREFIXES,
     checkpoint_wrapper,
     inner_hooks,
     is_stand_in,
@@ -51,7 +48,6 @@ from atorch_ns.torch_compat.modules import (
 from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn_computes_in
 
 __all__ = [
-    "WRAPPER_PREFIXES",
     "CpuMemoryRecord",
     "FlashAttention",
     "TorchDispatchMode",

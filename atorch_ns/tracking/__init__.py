@@ -7,8 +7,6 @@
 :data:`METRICS` lists what is written, with units.
 """
 
-from __future__ import annotations
-
 from atorch_ns.tracking.trackers import JsonlTracker, ProgressTracker, TensorBoardTracker, WandbTracker
 from atorch_ns.tracking.tracking import METRICS, Metric, StepMeter, Tracker, Tracking
 

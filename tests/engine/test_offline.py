@@ -21,8 +21,9 @@ from atorch_ns.engine.offline import (
 )
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.profile import Profile
-from atorch_ns.search import Pruned, SearchSettings
+from atorch_ns.search import SearchSettings
 from atorch_ns.search.conclude import pareto
+from atorch_ns.search.space.candidate import Pruned
 from atorch_ns.strategy import Strategy
 from tests.report.outcomes import estimated, row
 

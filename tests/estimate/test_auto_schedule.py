@@ -16,15 +16,8 @@ from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.stages import stages_of
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.pipeline import _share
-from atorch_ns.pipeline import (
-    SCHEDULES,
-    StageCosts,
-    actions,
-    choose_for_device,
-    get_schedule,
-    live_bytes,
-    simulate,
-)
+from atorch_ns.pipeline import StageCosts, actions, choose_for_device, get_schedule, live_bytes, simulate
+from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.profile import Profile, Trace, profile_model
 from atorch_ns.strategy import AxisUse, Plan
 from atorch_ns.testing.models import get_case

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
-from atorch_ns.job import Inputs, Job, Packing, Result, first_loss
+from atorch_ns.job import Inputs, Job, Result, first_loss
 from atorch_ns.method import Method, MethodConfig, Phase, Registry, load_registry, resolve
+from atorch_ns.sharding import Packing
 from atorch_ns.sharding.collectives import copy_to, reduce_from
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import Case, SyntheticDataset, get_case

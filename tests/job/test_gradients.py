@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.job import GradientSums
+from atorch_ns.job.gradients import GradientSums
 from atorch_ns.testing import run_ranks
 
 

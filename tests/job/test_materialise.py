@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from atorch_ns import auto_accelerate
 from atorch_ns.errors import InputError
-from atorch_ns.job import Materialiser, divided_like, is_on_meta, local_part
+from atorch_ns.job import Materialiser, is_on_meta, local_part
+from atorch_ns.job.materialise import divided_like
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerated_run, snapshot
 from atorch_ns.testing.workers import run_ranks

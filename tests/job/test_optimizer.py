@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from atorch_ns.errors import StepError
-from atorch_ns.job import LossScaling, StepOptimizer, inner_optimizer
+from atorch_ns.job import LossScaling, StepOptimizer
 from atorch_ns.job.loss import LossScaler
-from atorch_ns.job.optimizer import MasterWeights
+from atorch_ns.job.optimizer import MasterWeights, inner_optimizer
 
 
 def _weight(value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -10,8 +10,8 @@ from torch import nn
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.nests import samples_and_tokens
-from atorch_ns.profile import ALL_PRECISIONS, Segment, SegmentCost
-from atorch_ns.profile.record.steps import ForwardLoss, Precision, Subject
+from atorch_ns.profile import Segment, SegmentCost
+from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, Subject
 from atorch_ns.profile.tracing import TraceFallbacks
 from atorch_ns.testing.models import get_case
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.profile import BlockKey, BlockSeconds, ProfileDatabase
+from atorch_ns.profile import ProfileDatabase
+from atorch_ns.profile.timing import BlockKey, BlockSeconds
 
 
 def _key(name: str) -> BlockKey:

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
-from atorch_ns.search import (
-    Candidate,
-    Fate,
-    Pruned,
-    Row,
-    SearchOutcome,
-    SearchSettings,
-    Setting,
-    TrialOutcome,
-)
+from atorch_ns.search import Candidate, Fate, Row, SearchOutcome, SearchSettings, Setting, TrialOutcome
+from atorch_ns.search.space.candidate import Pruned
 
 MIB = 2**20
 

@@ -7,8 +7,6 @@ import pytest
 
 from atorch_ns.search import (
     Candidate,
-    Known,
-    Pruned,
     Search,
     SearchOutcome,
     SearchSettings,
@@ -16,6 +14,8 @@ from atorch_ns.search import (
     outcome_from_json,
     outcome_to_json,
 )
+from atorch_ns.search.search import Known
+from atorch_ns.search.space.candidate import Pruned
 from atorch_ns.text import seconds_text
 from tests.search.fakes import GIB, World, candidate, setting
 

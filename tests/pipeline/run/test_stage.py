@@ -13,7 +13,6 @@ from atorch_ns.pipeline import (
     HowToRun,
     StageSet,
     StageSettings,
-    Unit,
     divide_parameters,
     find_units,
     install_stages,
@@ -22,6 +21,7 @@ from atorch_ns.pipeline import (
 )
 from atorch_ns.pipeline.cut.install import ranges
 from atorch_ns.pipeline.run.forward_pass import backward_splits
+from atorch_ns.pipeline.run.stage import Unit
 from atorch_ns.testing.models import get_case
 from atorch_ns.torch_compat import plain_name
 from tests.pipeline.chains import CPU, assert_same, chain_pass, trace, whole_pass

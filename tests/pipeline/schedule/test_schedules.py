@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline import SCHEDULES, ScheduleInfo, actions, get_schedule
+from atorch_ns.pipeline import ScheduleInfo, actions, get_schedule
 from atorch_ns.pipeline.schedule.actions import Action, live_micro_batches
+from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from tests.warm import COLD_PYTHON
 
 NAMES = [info.name for info in SCHEDULES]

@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline import (
-    SCHEDULES,
-    ScheduleInfo,
-    StageCosts,
-    actions,
-    get_schedule,
-    live_bytes,
-    simulate,
-)
+from atorch_ns.pipeline import ScheduleInfo, StageCosts, actions, get_schedule, live_bytes, simulate
 from atorch_ns.pipeline.schedule.actions import Action
+from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.pipeline.schedule.simulate import Timeline
 
 

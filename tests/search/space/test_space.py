@@ -13,8 +13,9 @@ from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.estimate import PlanTable, Workload, price
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
-from atorch_ns.search import Candidate, SearchSettings, Space, explore, from_json, to_json
+from atorch_ns.search import Candidate, SearchSettings, explore, from_json, to_json
 from atorch_ns.search.space.equivalence import canonical
+from atorch_ns.search.space.space import Space
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
 
