@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from atorch_ns.cli._failures import described, exit_code
 from atorch_ns.cli._planning import read_strategy, say
@@ -17,9 +17,6 @@ from atorch_ns.errors import InputError
 from atorch_ns.system import write_whole
 from atorch_ns.text import error_text, with_article
 from atorch_ns.usercode import build_model, check_format, chosen_format, load_object, load_sample
-
-if TYPE_CHECKING:
-    from atorch_ns.search import SearchOutcome
 
 _SEED = 0
 
@@ -92,7 +89,7 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     report = result.report
     found = report.search
     assert found is not None
-    if "Ctrl-C" in found.stop_reason and not _is_measured(found):
+    if "Ctrl-C" in found.stop_reason and not (found.winner is not None and found.winner.trial is not None):
         raise KeyboardInterrupt
     if request["save"] is not None:
         strategy.save(request["save"])
@@ -103,11 +100,6 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
         "report": report.to_json(),
         "stop_reason": found.stop_reason,
     }
-
-
-def _is_measured(found: SearchOutcome) -> bool:
-    """Whether the winner was tried."""
-    return found.winner is not None and found.winner.trial is not None
 
 
 def _constraints(given: list[Any]) -> list[Any] | None:

@@ -209,7 +209,7 @@ def _take(dataset: Any, wanted: int) -> list[Any]:
             )
         for sample in itertools.islice(stream, wanted):
             samples.append(sample)
-            held += _num_bytes(sample)
+            held += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(sample))
             if held > _MAX_BYTES:
                 break
     except InputError:
@@ -247,10 +247,6 @@ def num_samples(batch: Any) -> int:
             f"the tensors of a batch must have the same size of dim 0; they have {sorted(sizes)}."
         )
     return int(sizes.pop())
-
-
-def _num_bytes(sample: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(sample))
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

@@ -57,12 +57,8 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
     if not total or not share:
         return LowBitShare()
     flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
-    moved = share * _operand_bytes(products, num_samples, num_tokens) / total
+    moved = share * _sum((each.moved for each in products), num_samples, num_tokens) / total
     return LowBitShare(flops, moved * plan.precision.narrow.casts_per_operand)
-
-
-def _operand_bytes(products: Iterable[OperatorCost], num_samples: float, num_tokens: float) -> float:
-    return _sum((each.moved for each in products), num_samples, num_tokens)
 
 
 def _sum(values: Iterable[Growth], num_samples: float, num_tokens: float) -> float:
@@ -254,7 +250,7 @@ def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, w
     seconds = factor * _roofline(
         context, phase, moved, context.num_samples, context.num_tokens, place, narrow
     )
-    measured = context.trace.seconds.get(f"{segment.fingerprint}:{_key(plan)}:{which}")
+    measured = context.trace.seconds.get(f"{segment.fingerprint}:{precision_key(*computed_in(plan))}:{which}")
     if measured is None or fused or not segment.fingerprint:
         return seconds
     # On a CPU the time of a block holds that of starting its operators, which is counted by itself.
@@ -293,10 +289,6 @@ def _roofline(
         products = flops * ((1 - narrow.flops) / peak + narrow.flops / faster)
         num_bytes = num_bytes + flops * narrow.bytes_per_flop
     return np.asarray(products + num_bytes * moved / device.memory_bytes_per_s)
-
-
-def _key(plan: Plan) -> str:
-    return precision_key(*computed_in(plan))
 
 
 def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:

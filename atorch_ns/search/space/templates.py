@@ -62,7 +62,7 @@ def find_choices(
     refused: dict[str, str] = {}
     options: dict[str, tuple[Chosen | None, ...]] = {}
     for method in registry:
-        if base is not None and not _named(method, base):
+        if base is not None and not any(name in base for name in (method.name, *method.aliases)):
             continue
         configs, reason = _configs(method, profile, cluster, constraints, base)
         if reason is not None and (not configs or reason != EXCLUDED):
@@ -90,10 +90,6 @@ def _axes(chosen: Sequence[Chosen]) -> set[str]:
     return {axis for item in chosen if item.method.default_for is not None for axis in axes_of(item)}
 
 
-def _named(method: Method[Any], strategy: Strategy) -> bool:
-    return any(name in strategy for name in (method.name, *method.aliases))
-
-
 def _configs(
     method: Method[Any], profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
 ) -> tuple[list[MethodConfig], str | None]:
@@ -112,7 +108,7 @@ def _configs(
             reason = EXCLUDED
             continue
         if (
-            _is_default(method, config)
+            (method.default_for is not None and config == method.Config())
             and fixed is None
             and not constraints.requires(method.name)
             and base is None
@@ -132,11 +128,6 @@ def _base_configs(method: Method[Any], base: Strategy | None) -> list[MethodConf
     return [
         method.Config.model_validate(base[name]) for name in (method.name, *method.aliases) if name in base
     ]
-
-
-def _is_default(method: Method[Any], config: MethodConfig) -> bool:
-    """Whether ``resolve`` adds just this where its role is needed."""
-    return method.default_for is not None and config == method.Config()
 
 
 def axes_of(item: Chosen) -> tuple[str, ...]:

@@ -222,7 +222,7 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: dist.P
         mask=None if call.mask is None else _mask_of_heads(call.mask, call.num_heads, layout, group),
         grouped=grouped,
     )
-    return _to_positions(whole.run(), layout, group)
+    return all_to_all(layout.by_rank(whole.run(), _POSITIONS), _POSITIONS, _HEADS, group)
 
 
 def _enough_heads(call: AttentionCall, ranks: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -241,11 +241,6 @@ def _enough_heads(call: AttentionCall, ranks: int) -> tuple[torch.Tensor, torch.
 def _to_heads(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
     """All positions, in order and without padding, of this rank's heads."""
     return layout.in_order(all_to_all(x, _HEADS, _POSITIONS, group), _POSITIONS)
-
-
-def _to_positions(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
-    """All heads of this rank's positions."""
-    return all_to_all(layout.by_rank(x, _POSITIONS), _POSITIONS, _HEADS, group)
 
 
 def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:

@@ -93,7 +93,7 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self._depth > 0:
             self._keep(result)
-        elif not _reads_metadata(func):
+        elif getattr(getattr(func, "__self__", None), "__name__", "") not in _METADATA:
             self._note((args, kwargs))
             self._refuse((args, kwargs), result)
         return result
@@ -165,11 +165,6 @@ class _Watch(TorchFunctionMode):
 
     def _block(self, index: int) -> str:
         return f"block {index} ({type(self._blocks[index]).__qualname__})"
-
-
-def _reads_metadata(func: Any) -> bool:
-    """Whether a call only reads a tensor's dtype, device and the like, which are the same for a part of it."""
-    return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
 
 
 Pair = tuple[int, int]

@@ -339,7 +339,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         out = torch.zeros((*query.shape[:-1], value.size(-1)), dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
-        groups = _sharing(query, key)
+        groups = query.size(-3) // key.size(-3) if query.dim() > 2 and key.dim() > 2 else 1
         for sender, (keys, values) in ring.turns(key, value):
             step = ring.step(sender, mask)
             if step is not None:
@@ -391,11 +391,6 @@ class _RingAttention(torch.autograd.Function):
 
 def _views(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
-
-
-def _sharing(query: torch.Tensor, key: torch.Tensor) -> int:
-    """The number of query heads that share a key head."""
-    return query.size(-3) // key.size(-3) if query.dim() > 2 and key.dim() > 2 else 1
 
 
 def _spread(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -35,11 +35,6 @@ class Divided:
     packings: dict[str, Packing] = field(default_factory=dict)
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by path; of wrappers, the modules inside."""
-    return {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
-
-
 def divide(
     model: nn.Module,
     layout: Layout,
@@ -58,7 +53,7 @@ def divide(
     """
     done = Divided()
     names = names_of(model)
-    modules = _modules(model)
+    modules = {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
     parts_made: dict[int, nn.Parameter] = {}
     region_of = _regions(modules, regions, group, stream)
     for path, layer in layout.layers.items():
