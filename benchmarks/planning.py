@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster, cluster_from_spec
-from atorch_ns.estimate import PlanTable, Workload, price
+from atorch_ns.estimate import Workload, price
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import SearchSettings, explore
@@ -22,6 +22,7 @@ from atorch_ns.search.space.space import Space
 from atorch_ns.strategy import Plan, Strategy
 from benchmarks._bytes import resident
 from benchmarks._llama import next_token_loss
+from benchmarks._plan_tables import product
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings
 
@@ -193,7 +194,7 @@ def _pricing(size: _Size, num_plans: int) -> list[Mapping[str, Any]]:
         world = cluster.world_size
         meshes = [(world // zero, zero) for zero in range(1, world + 1) if world % zero == 0]
         repeats = -(-num_plans // (len(templates) * len(meshes)))
-        table = PlanTable.product(templates, meshes, [1 + index % 8 for index in range(repeats)])
+        table = product(templates, meshes, [1 + index % 8 for index in range(repeats)])
         workload = Workload(global_batch=8 * 7 * 5 * 3 * world, num_tokens=_NUM_TOKENS)
         price(table, profile, cluster, workload)  # the first call imports and reads
         best = min(

@@ -15,8 +15,8 @@ import networkx
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-# Bounds that may only be lowered: the aim is 360 files and 55,000 lines that are not blank.
-MOST_FILES, MOST_LINES = 363, 57_700
+# Bounds that may only be lowered; lines are those that are not blank.
+MOST_FILES, MOST_LINES = 360, 55_000
 GENERATED = "coordinator_pb2.py"
 
 
@@ -54,9 +54,9 @@ def test_sizes() -> None:
     assert 100 <= statistics.median(modules) <= 220
 
 
-def test_tests_are_more_than_half_of_the_source() -> None:
+def test_tests_are_at_least_three_fifths_of_the_source() -> None:
     tests = sum(_non_blank(file) for file in (ROOT / "tests").rglob("*.py"))
-    assert tests >= 0.55 * sum(_non_blank(file) for file in FILES)
+    assert tests >= 0.6 * sum(_non_blank(file) for file in FILES)
 
 
 def test_rooms_have_at_most_twenty_things_in_sight() -> None:

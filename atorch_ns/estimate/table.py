@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,27 +62,6 @@ class PlanTable:
             np.asarray([[plan.size(name) for name in MODEL_AXES] for plan in plans], dtype=np.int64),
             np.asarray(used, dtype=np.int64),
             tuple(uses),
-        )
-
-    @classmethod
-    def product(
-        cls, templates: Iterable[Plan], meshes: Sequence[tuple[int, int]], micro_batches: Sequence[int]
-    ) -> PlanTable:
-        """Every template on every mesh, ``(data, zero)``, with every number of micro-batches."""
-        kinds = cls.of(list(dict.fromkeys(templates)))
-        numbers = np.asarray(micro_batches, dtype=np.int64)
-        grid = np.meshgrid(np.arange(len(kinds)), np.arange(len(meshes)), numbers, indexing="ij")
-        kind, mesh, passes = (axis.ravel() for axis in grid)
-        data, zero = np.asarray(meshes, dtype=np.int64).reshape(-1, 2)[mesh].T
-        return cls(
-            kinds.templates,
-            kinds.template[kind],
-            data,
-            zero,
-            passes,
-            kinds.model[kind],
-            kinds.use[kind],
-            kinds.uses,
         )
 
     def sizes(self, index: int, workload: Workload, memo: Memo) -> tuple[np.ndarray, Sizes]:

@@ -155,11 +155,6 @@ class Search:
         winner = self._knowledge.winner
         return winner.candidate.key if winner is not None else None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no trial will follow."""
-        return self._over
-
     def outcome(self) -> SearchOutcome:
         """Everything found so far."""
         return conclude(

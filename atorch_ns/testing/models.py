@@ -1,28 +1,6 @@
-"""Reference models that strategies are checked on, each with its data and its loss.
+"""Reference models that strategies are checked on, each with its data and its loss (docs/design/parity.md).
 
 Legend: B batch, T tokens, F features, V vocabulary.
-
-===============  ===================  ===========================================  ===============
-case             batch                what it adds                                 input format
-===============  ===================  ===========================================  ===============
-mlp              (features, targets)  float inputs, biases, LayerNorm, mean        unpack_sequence
-                                      squared error
-tied_llama       tokens [B, T]        one weight used as embedding and head        None
-hf_llama         dict of input_ids    transformers' modules, grouped-query         unpack_dict
-                 and attention_mask   attention, an untied head
-hf_gpt2          dict of input_ids    learned positions, Conv1D, a fused qkv,      unpack_dict
-                 and attention_mask   tied weights
-hf_bert          dict of input_ids,   no causal mask, rows of padding, a masked    unpack_dict
-                 attention_mask and   language model whose head shares a weight
-                 labels               and has a bias of its own
-hf_vit           dict of              images, a convolution, parameters that       unpack_dict
-                 pixel_values and     belong to no layer (class token, positions)
-                 labels
-hf_mixtral       dict of input_ids    experts in one tensor, two of four for       unpack_dict
-                 and attention_mask   each token, no loss of the router's
-encoder_decoder  dict of source and   two kinds of blocks, cross attention, an     unpack_dict
-                 target               embedding used three times
-===============  ===================  ===========================================  ===============
 
 Every model is float32, has no dropout, and is built equal on every call and every rank. All samples have
 the same number of targets, so the mean of the ranks' losses is the loss of the global batch. The ``hf_`` cases import

@@ -1,38 +1,7 @@
-"""Parity of a strategy with one process: every parameter is compared, not the loss.
+"""Parity of a strategy with one process: every parameter is compared, not the loss, in which a lost gradient hides.
 
-A lost gradient hides in the loss: dropping an embedding's gradient for a few steps moved the loss of a small
-decoder by 4e-5, and the embedding itself by all of its update. So the measure is, for every parameter,
-
-    error = max|p - p_ref| / max|p_ref - p_initial|
-
-the largest deviation in units of the largest update after a few AdamW steps (:mod:`atorch_ns.numerics.measure`).
-
-**Why eps = 5e-3.** AdamW divides a gradient by its own size. With a small eps the first steps are almost
-``lr * sign(gradient)``, which fails the measure twice: rounding decides the sign where a gradient should be
-zero (the key part of GPT-2's fused bias), and a gradient that is 1% or a factor of two off gives the very
-same step. With eps near the gradients' size the step is nearly linear in the gradient. Measured on mlp,
-tied_llama, hf_llama and hf_gpt2 over 5 steps, batch 8, learning rate 1e-2; "noise" is the largest error of
-DDP on 2 and 4 ranks and of ``fully_shard`` on 2, "signal" the smallest over all parameters of the error seen
-when that one parameter's gradient is 1% too large:
-
-=======  ========  ========
-eps      noise     signal
-=======  ========  ========
-1e-8     3e-2      0
-1e-6     2e-4      3e-6
-1e-5     1e-4      5e-6
-1e-4     2e-5      4e-5
-1e-3     4e-6      3e-4
-5e-3     7e-6      8e-4
-1e-2     1e-5      1e-3
-=======  ========  ========
-
-The tolerance of 2e-4 lies 28 times above the noise and 4 times below the signal. One rank training alone is
-off by more than 1.
-
-**Why a batch of 128 for bf16.** As soon as two runs differ in the last bit, bf16 rounds their activations
-differently, and the mean loss of a batch carries that noise whatever the learning rate: plain DDP against one
-process, both under bf16 autocast, differs by up to 2e-3 with a global batch of 8 and by at most 4e-4 with 128.
+The measure is, for every parameter, ``max|p - p_ref| / max|p_ref - p_initial|``: the largest deviation in units of the
+largest update after a few AdamW steps (:mod:`atorch_ns.numerics.measure`). docs/design/parity.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -59,9 +28,9 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
 
 ADAMW: Final[Mapping[str, Any]] = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1, "eps": 5e-3})
-"""The optimizer settings of the measure; the module's docstring says why eps is so large."""
+"""The optimizer settings of the measure; docs/design/parity.md says why eps is so large."""
 BF16_GLOBAL_BATCH: Final = 128
-"""The global batch for comparing losses in bf16; the module's docstring says why it is so large."""
+"""The global batch for comparing losses in bf16; docs/design/parity.md says why it is so large."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from atorch_ns.estimate import PlanTable, Workload
 from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.strategy import Plan
+from benchmarks._plan_tables import product
 
 SHARDED = dict.fromkeys(("parameters_over", "gradients_over", "optimizer_over"), ("data",))
 FSDP = Plan(axes=(("data", 8),)).changed(gradient_sync="reduce_scatter", sharding=SHARDED)
@@ -36,7 +37,7 @@ def test_ways_to_use_axes_are_no_kinds() -> None:
 
 
 def test_a_product_has_every_mesh_with_every_number_of_micro_batches() -> None:
-    table = PlanTable.product([FSDP], [(8, 1), (2, 4)], [1, 2])
+    table = product([FSDP], [(8, 1), (2, 4)], [1, 2])
     found = {
         (plan.size("data"), plan.size("zero"), plan.num_micro_batches) for plan in map(table.plan, range(4))
     }

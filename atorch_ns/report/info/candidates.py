@@ -48,11 +48,8 @@ def seconds(row: Row) -> Figure:
     if trial is not None and trial.succeeded:
         spread = trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0
         return Figure(trial.median_seconds, "measured", len(trial.step_seconds), spread)
-    if row.corrected_seconds is not None:
-        return Figure(row.corrected_seconds, "corrected")
-    if row.candidate.estimate is not None:
-        return Figure(row.candidate.estimate.step_seconds, "predicted")
-    return Figure(None, "unknown")
+    estimate = row.candidate.estimate
+    return _without_trial(row.corrected_seconds, estimate and estimate.step_seconds)
 
 
 def peak(row: Row) -> Figure:
@@ -61,11 +58,14 @@ def peak(row: Row) -> Figure:
     if trial is not None and trial.succeeded and trial.peak_bytes:
         highest, lowest = max(trial.peak_bytes), min(trial.peak_bytes)
         return Figure(float(highest), "measured", len(trial.peak_bytes), float(highest - lowest))
-    if row.corrected_bytes is not None:
-        return Figure(row.corrected_bytes, "corrected")
-    if row.candidate.estimate is not None:
-        return Figure(row.candidate.estimate.peak_bytes, "predicted")
-    return Figure(None, "unknown")
+    estimate = row.candidate.estimate
+    return _without_trial(row.corrected_bytes, estimate and estimate.peak_bytes)
+
+
+def _without_trial(corrected: float | None, predicted: float | None) -> Figure:
+    if corrected is not None:
+        return Figure(corrected, "corrected")
+    return Figure(predicted, "unknown" if predicted is None else "predicted")
 
 
 def is_planned(outcome: SearchOutcome) -> bool:

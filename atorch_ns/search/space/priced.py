@@ -174,8 +174,6 @@ class _Rows:
     Attributes:
         choices: the alternatives of every method.
         options: options for the axes that divide the model.
-        profile: profile of the model.
-        workload: samples and tokens of a step.
         max_micro_batches: largest number of micro-batches without a pipeline.
         known: meshes with their micro-batches, by group and setting of the axes.
         possible: options that are possible, by group and what a template sets itself.

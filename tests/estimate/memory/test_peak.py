@@ -24,6 +24,7 @@ from atorch_ns.profile import (
 from atorch_ns.strategy import Extra, Plan
 from atorch_ns.testing.workers import run_ranks
 from benchmarks._memory_cases import sized_case
+from benchmarks._plan_tables import product
 from benchmarks.estimate_memory import WORST_LIMIT, compare, measured, plan_of, profile_of
 
 STRATEGIES: dict[str, list[list[Any]]] = {
@@ -136,9 +137,7 @@ def test_a_plain_step_in_figures() -> None:
     "plan", [SHARDED, REPLICATED, SHARDED.changed(sharding={"keeps_gathered": True})], ids=str
 )
 def test_rows_of_a_table_are_plans(plan: Plan) -> None:
-    table = PlanTable.product(
-        [plan, plan.changed(recomputation={"kind": "blocks"})], [(8, 1), (2, 4), (1, 1)], [1, 2]
-    )
+    table = product([plan, plan.changed(recomputation={"kind": "blocks"})], [(8, 1), (2, 4), (1, 1)], [1, 2])
     memory, *_ = price_memory(table, _trace(), WORKLOAD)
     alone = [_peak(table.plan(row)) for row in range(len(table))]
     np.testing.assert_allclose(memory.sum(axis=1), alone)
@@ -159,7 +158,7 @@ def test_what_saves_memory_saves_memory() -> None:
 
 def test_more_ranks_never_need_more() -> None:
     for plan in (SHARDED, REPLICATED):
-        table = PlanTable.product([plan], [(size, 1) for size in (2, 4, 8, 16)], [1])
+        table = product([plan], [(size, 1) for size in (2, 4, 8, 16)], [1])
         peaks = price_memory(table, _trace(), WORKLOAD)[0].sum(axis=1)
         assert (np.diff(peaks) < 0).all()
 

@@ -15,6 +15,7 @@ from atorch_ns.estimate.time.context import Groups, collective_seconds, groups_a
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import Growth, OptimizerSpec, ParameterSpec, PhaseCost, Segment, SegmentCost, Trace
 from atorch_ns.strategy import Extra, Plan
+from benchmarks._plan_tables import product
 
 WIDTH = 1024
 GFLOP, MB = 1e9, 1e6
@@ -215,7 +216,7 @@ def test_sharding_inside_nodes_beats_sharding_across_slow_links() -> None:
 
 
 def test_many_plans_are_priced_at_once_and_as_one_by_one() -> None:
-    table = PlanTable.product(PLANS, [(8, 1), (4, 2), (1, 8)], range(1, 400))
+    table = product(PLANS, [(8, 1), (4, 2), (1, 8)], range(1, 400))
     started = time.process_time()
     times = price_time(table, TRACE, _cluster(), WORKLOAD)
     seconds = time.process_time() - started
