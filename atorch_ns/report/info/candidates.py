@@ -49,7 +49,7 @@ def seconds(row: Row) -> Figure:
         spread = trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0
         return Figure(trial.median_seconds, "measured", len(trial.step_seconds), spread)
     estimate = row.candidate.estimate
-    return _without_trial(row.corrected_seconds, estimate and estimate.step_seconds)
+    return _without_trial(row.corrected_seconds, estimate.step_seconds if estimate else None)
 
 
 def peak(row: Row) -> Figure:
@@ -59,7 +59,7 @@ def peak(row: Row) -> Figure:
         highest, lowest = max(trial.peak_bytes), min(trial.peak_bytes)
         return Figure(float(highest), "measured", len(trial.peak_bytes), float(highest - lowest))
     estimate = row.candidate.estimate
-    return _without_trial(row.corrected_bytes, estimate and estimate.peak_bytes)
+    return _without_trial(row.corrected_bytes, estimate.peak_bytes if estimate else None)
 
 
 def _without_trial(corrected: float | None, predicted: float | None) -> Figure:
