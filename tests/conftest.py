@@ -31,7 +31,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.processes import child_processes
-from tests.warm import warm_python
+from tests.warm import COLD_PYTHON, warm_python
 
 torch.set_num_threads(1)
 # The machine is shared: how long an example takes says nothing.
@@ -41,7 +41,6 @@ settings.load_profile("shared")
 # Threads end at once; a process that was killed is gone when its parent has had its turn on a busy machine.
 _ENDING_S = {"thread": 3.0, "process": 15.0}
 _MANY = 30
-_servers: set[int] = set()
 _IMPORTED_BY_RANKS = (
     "atorch_ns.api",
     "torch._inductor.compile_fx",
@@ -99,11 +98,16 @@ def _python(request: pytest.FixtureRequest) -> Iterator[None]:
     if sum(item.get_closest_marker("processes") is not None for item in request.session.items) < _MANY:
         yield
         return
-    with warm_python() as pid:
-        _servers.add(pid)
+    with warm_python():
         for name in filter(_is_installed, _IMPORTED_BY_RANKS):
             importlib.import_module(name)
         yield
+
+
+@pytest.fixture
+def cold_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are fresh: for tests that look at the tree of processes, of which a fork of the server is no part."""
+    monkeypatch.setattr(sys, "executable", COLD_PYTHON)
 
 
 def _is_installed(name: str) -> bool:
@@ -180,7 +184,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def _processes() -> set[psutil.Process]:
-    return {process for process in child_processes(recursive=True) if process.pid not in _servers}
+    return child_processes(recursive=True)
 
 
 def _lasting(

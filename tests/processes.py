@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import psutil
 
+from tests.warm import warm_servers
+
 __all__ = ["child_processes"]
 
 _KEPT = ("multiprocessing.resource_tracker", "compile_worker")
@@ -11,8 +13,14 @@ _KEPT = ("multiprocessing.resource_tracker", "compile_worker")
 
 
 def child_processes(*, recursive: bool = False) -> set[psutil.Process]:
-    """Those that this process started and that still run; a zombie nobody waited for counts."""
-    return {child for child in psutil.Process().children(recursive=recursive) if _counts(child)}
+    """Those that this process started and that still run; a zombie nobody waited for counts.
+
+    The warm server does not, nor what it has forked: that ends with the program that stands for it, which counts.
+    """
+    children = set(psutil.Process().children(recursive=recursive))
+    for server in [child for child in children if child.pid in warm_servers]:
+        children -= {server, *server.children(recursive=True)}
+    return {child for child in children if _counts(child)}
 
 
 def _counts(process: psutil.Process) -> bool:

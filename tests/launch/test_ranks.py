@@ -18,6 +18,8 @@ from atorch_ns.launch import ranks as module
 from atorch_ns.launch import ranks as scratch
 from atorch_ns.launch import run_local_ranks, scratch_folder
 
+pytestmark = pytest.mark.usefixtures("cold_python")
+
 _PROGRAM = "tests.launch.rank_program"
 
 

@@ -18,17 +18,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["COLD_PYTHON", "warm_python"]
+__all__ = ["COLD_PYTHON", "warm_python", "warm_servers"]
 
 COLD_PYTHON = sys.executable
+warm_servers: set[int] = set()
+"""Process ids of the servers of this process."""
 
 _HERE = Path(__file__).parent
 _MODULES = {"python": None, "torchrun": "torch.distributed.run", "atorch-ns": "atorch_ns.cli"}
 
 
 @contextlib.contextmanager
-def warm_python() -> Iterator[int]:
-    """Gives the server's process id; commands are fresh until it has imported everything."""
+def warm_python() -> Iterator[None]:
+    """Inside, commands are warm, once the server has imported everything."""
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
         address = f"{folder}/server"
         client = (_HERE / "client.py").read_text()
@@ -43,11 +45,14 @@ def warm_python() -> Iterator[int]:
             stdin=subprocess.PIPE,
             cwd="/",
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            start_new_session=True,  # an interrupt is for the commands
         )
+        warm_servers.add(server.pid)
         sys.executable = executable
         try:
-            yield server.pid
+            yield
         finally:
+            warm_servers.remove(server.pid)
             sys.executable = COLD_PYTHON
             assert server.stdin is not None
             server.stdin.close()  # the server ends with it

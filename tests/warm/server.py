@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,8 @@ def _end(pid: int) -> None:
 def run(request: dict[str, Any]) -> None:
     """What ``python`` does with these arguments."""
     os.setsid()
+    # It is, where a module is run that was imported here.
+    warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.usefixtures("cold_python")
+
 HIDDEN = """
 import torch
 

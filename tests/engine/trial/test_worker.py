@@ -24,6 +24,8 @@ from tests.engine.inputs import case_inputs
 from tests.engine.trials import DONE, Ran, run_tasks, task
 from tests.processes import child_processes
 
+pytestmark = pytest.mark.usefixtures("cold_python")
+
 STEP_BYTES = 173_184
 """Parameters of tied_llama: 43,296 of 4 bytes."""
 
