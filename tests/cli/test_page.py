@@ -17,6 +17,7 @@ _SHORTER = {"search": ("--max-trials", "1", "--time-limit", "20"), "verify": ("-
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_the_lines_from_a_search_to_a_checked_strategy(tmp_path: Path) -> None:
     text = PAGE.read_text()
     first = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -12,6 +12,7 @@ from tests.opt_lib.sequence_cases import KINDS, check, cut, strategy, train
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_over_four_ranks(kind: str) -> None:
     tied, odd = get_case("tied_llama"), cut("tied_llama", 13)
     two = {"sequence": 2, "data": 2}

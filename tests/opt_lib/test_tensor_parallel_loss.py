@@ -52,6 +52,7 @@ class TestParity:
         strategies = {"auto": [TENSOR], "pieces": [TENSOR, SEQUENCE, "checkpoint"]}
         check(case, 2, strategies, max_grad_norm=0.1, gradient_accumulation_steps=2)
 
+    @pytest.mark.slow
     def test_four_ranks(self) -> None:
         mesh = {size: ("parallel_mode", [("tensor", 2), (size, 2)]) for size in ("pipeline", "zero")}
         strategies = {

@@ -60,6 +60,7 @@ def test_predicted_is_measured(name: str) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_replicas_of_shards() -> None:
     sized = sized_case("mlp, small")
     mesh = ("parallel_mode", ([("data", 2), ("zero", 2)], None))

@@ -148,6 +148,7 @@ class TestParity:
         }
         check(by_hand(Causal), 2, strategies)
 
+    @pytest.mark.slow
     def test_four_ranks(self) -> None:
         strategies = {
             "one head a rank": [("parallel_mode", [("tensor", 4)])],
