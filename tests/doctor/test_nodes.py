@@ -56,6 +56,7 @@ def test_nodes_that_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 ranks on 2 node(s) have come: node 0 (host-0), node 1 (host-1)" in found[0].text
 
 
+@pytest.mark.usefixtures("cold_python")
 @pytest.mark.slow
 def test_three_nodes_talk(monkeypatch: pytest.MonkeyPatch) -> None:
     found, *others = together(all_ranks(3), "all-reduce", monkeypatch=monkeypatch)
@@ -184,6 +185,7 @@ def _end(agent: subprocess.Popen[str]) -> None:
         process.kill()
 
 
+@pytest.mark.usefixtures("cold_python")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_nodes_of_torchrun() -> None:
@@ -195,6 +197,7 @@ def test_two_nodes_of_torchrun() -> None:
     assert "every node reaches every other" in printed
 
 
+@pytest.mark.usefixtures("cold_python")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_node_of_torchrun_that_is_frozen_keeps_nobody_waiting() -> None:

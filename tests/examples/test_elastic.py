@@ -87,6 +87,7 @@ def lose(agent: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(family, timeout=5)
 
 
+@pytest.mark.usefixtures("cold_python")
 @pytest.mark.slow
 @pytest.mark.timeout(260)  # the agents have LIMIT_S of it, on a machine that is busy
 def test_two_of_three_go_on(tmp_path: Path) -> None:
