@@ -116,5 +116,5 @@ def test_the_sample_holds_every_pair_on_some_model_and_every_variant_on_all() ->
         pairs = list(pairs_from(REGISTRY, first))
         assert all(in_sample("mlp", position, pair) for position, pair in enumerate(pairs))
         assert all(in_sample(case_name, 0, pairs[0]) for case_name in CASES)
-    assert in_sample("hf_llama", 4, (VARIANTS[0], VARIANTS[1]))
+    assert in_sample("hf_llama", 8, (VARIANTS[0], VARIANTS[1]))
     assert not in_sample("hf_llama", 3, (VARIANTS[0], VARIANTS[1]))

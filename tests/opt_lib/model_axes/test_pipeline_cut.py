@@ -68,7 +68,8 @@ def _failing(kind: str) -> tuple[str, float]:
         result.train_step(torch.ones(4, 4))
     except Exception as error:
         seconds = time.monotonic() - began
-        time.sleep(4)  # this rank lives on: the others must not have to wait for its end
+        if kind == "raises":
+            time.sleep(12)  # this rank lives on: the others must not have to wait for its end
         return f"{type(error).__name__}: {error}", seconds
     return "no error", 0.0
 
@@ -77,7 +78,7 @@ def test_an_error_in_the_loss_reaches_every_rank_with_its_cause() -> None:
     (first, seconds), (last, _) = run_ranks(_failing, 2, args=("raises",), timeout_s=60)
     assert first.startswith("RankError: rank 1 (stage 1) failed: ValueError: this loss is broken")
     assert last.startswith("StepError: rank 1 (stage 1) failed: ValueError: this loss is broken")
-    assert seconds < 3.5  # long before the other rank ends, and the group's timeout
+    assert seconds < 10  # before the other rank ends, and the group's timeout
 
 
 def test_a_loss_that_reads_parameters_is_refused() -> None:
