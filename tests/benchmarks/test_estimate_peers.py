@@ -64,6 +64,7 @@ def test_deepspeed_says_states_of_mixed_precision() -> None:
     assert DEEPSPEED.lacks(_setup("DDP"))
 
 
+@pytest.mark.slow
 def test_quick_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     broken = Estimator(name="broken", claims="nothing", start=_fails, lacks=lambda setup: "")

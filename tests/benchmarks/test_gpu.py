@@ -24,6 +24,7 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(monkeypatch: pytest.Monke
     assert said == ["gpu: no GPU, so nothing is measured"]
 
 
+@pytest.mark.slow
 def test_every_comparison_runs_on_a_cpu() -> None:
     pytest.importorskip("transformers")
     setting = Setting(model=TINY, batch_size=2, num_tokens=16, device="cpu", backend="aot_eager")

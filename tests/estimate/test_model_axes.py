@@ -128,7 +128,7 @@ def _check(name: str, strategies: list[list[Any]], num_ranks: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["tied_llama", "llama, small"])
+@pytest.mark.parametrize("name", ["tied_llama", pytest.param("llama, small", marks=pytest.mark.slow)])
 def test_two_ranks_hold_what_was_predicted(name: str) -> None:
     _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::3], 2)
 
