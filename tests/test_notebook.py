@@ -18,7 +18,7 @@ from atorch_ns import notebook
 from atorch_ns.errors import InputError, RankError
 from atorch_ns.launch import RankEnd, Ranks
 
-pytestmark = pytest.mark.usefixtures("cold_python")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cold_python")]
 
 
 def test_rank_0_returns_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
