@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from atorch_ns.sharding.compare import largest
+
 UPDATE_FLOOR = 1e-3
 """Parameters that move less than this share of the largest update are held to that instead: their gradient
 is zero but for rounding, and the quotient would measure noise."""
@@ -40,11 +42,6 @@ def update_errors(
         beyond = max(0.0, distance(found[name], value) - roundings * eps * largest(value))
         errors[name] = beyond / max(distance(value, initial[name]), floor) if beyond else 0.0
     return errors
-
-
-def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; 0 for an empty tensor."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:

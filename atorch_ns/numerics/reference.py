@@ -16,7 +16,8 @@ from atorch_ns.data import default_prepare_input, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import forward_loss
-from atorch_ns.numerics.measure import finite, largest, update_errors
+from atorch_ns.numerics.measure import finite, update_errors
+from atorch_ns.sharding.compare import largest
 
 MOMENTUM = 0.9
 LARGEST_STEP = 0.3

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from atorch_ns.numerics.measure import UPDATE_FLOOR, distance, largest, update_errors
+from atorch_ns.numerics.measure import UPDATE_FLOOR, distance, update_errors
+from atorch_ns.sharding.compare import largest
 
 BEFORE = {"w": torch.zeros(3), "b": torch.ones(2)}
 AFTER = {"w": torch.tensor([0.0, 0.5, -1.0]), "b": torch.ones(2)}
