@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAKS = """
 import multiprocessing, os, subprocess, threading, time
 import pytest, torch
@@ -35,6 +37,7 @@ def test_no_gpu(): assert not torch.cuda.is_available() and torch.get_num_thread
 """
 
 
+@pytest.mark.slow
 def test_each_leak_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> None:
     here = Path(__file__).parent
     shutil.copy(here / "conftest.py", tmp_path)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.opt_lib.scenarios import Runs, Scenario, assert_equals_one_process, run_scenarios
+from tests.opt_lib.scenarios import (
+    Runs,
+    Scenario,
+    assert_equals_one_process,
+    named,
+    run_scenarios,
+    selected,
+)
 
 COMPILE = ("compile", "aot_eager")
 
@@ -34,21 +41,21 @@ SPLIT = {
 
 
 @pytest.fixture(scope="module")
-def runs() -> Runs:
-    return run_scenarios(TWO_RANKS, 2)
+def runs(request: pytest.FixtureRequest) -> Runs:
+    return run_scenarios(selected(request, TWO_RANKS), 2)
 
 
 @pytest.fixture(scope="module")
-def split_runs() -> Runs:
-    return run_scenarios(SPLIT, 2)
+def split_runs(request: pytest.FixtureRequest) -> Runs:
+    return run_scenarios(selected(request, SPLIT), 2)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", named(TWO_RANKS, often=("tensor, fused qkv", "sequence", "1F1B")))
 def test_equals_one_process(name: str, runs: Runs) -> None:
     assert_equals_one_process(TWO_RANKS[name], name, runs)
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", named(SPLIT, often=("ZBVZeroBubble",)))
 def test_schedules_that_split_the_backward_pass_do_not_split_compiled_blocks(
     name: str, split_runs: Runs
 ) -> None:

@@ -71,6 +71,7 @@ def _on_four() -> tuple[Any, int, int, int, int, str]:
         )
 
 
+@pytest.mark.slow
 def test_parameters_stay_gathered_over_the_micro_batches_of_a_step() -> None:
     get_case("tied_llama").build()
     reference = reference_run(get_case("tied_llama"), global_batch=NUM_SAMPLES)

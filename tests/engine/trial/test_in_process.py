@@ -118,6 +118,7 @@ def _on_ranks() -> tuple[list[RankReport], bool, int]:
     return reports, _unchanged(inputs.model, before), len(process_groups()) - groups
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     for reports, unchanged, num_groups in run_ranks(_on_ranks, 2):
         assert [report.status in DONE for report in reports] == [True, True, True, False, True], reports

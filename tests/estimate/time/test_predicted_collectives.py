@@ -117,7 +117,8 @@ def test_hybrid_sharding_communicates_what_was_predicted() -> None:
     assert [_predicted(profile, strategy, 4) for strategy in HYBRID] == executed
 
 
-@pytest.mark.parametrize("case_name", ["tied_llama", pytest.param("hf_llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case_name", ["tied_llama", "hf_llama"])
 def test_ranks_with_parts_of_a_model_communicate_what_was_predicted(case_name: str) -> None:
     get_case(case_name).build()
     profile = _profile(case_name)
