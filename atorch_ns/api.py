@@ -251,6 +251,7 @@ def _save(
         [_with_settings(step, found[step.name]) if step.name in found else step for step in applied],
         requires=applied.requires,
         provenance={
+            **applied.provenance,
             "made_by": f"atorch_ns {__version__}",
             "model": result.job.original.model_class,
             "num_parameters": result.applied.num_parameters,

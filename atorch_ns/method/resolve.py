@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def resolve(
     if problems:
         raise _error(problems)
     final = ordered(chosen)
-    saved = _as_strategy(ordered([*chosen, *left_out]), cluster)
+    saved = _as_strategy(ordered([*chosen, *left_out]), cluster, strategy.provenance)
     return Resolved(final, fold_plan(final), saved, (*expanded, *notes, *fitted, *added))
 
 
@@ -238,11 +239,11 @@ def clash(first: Chosen, second: Chosen) -> str | None:
     return None
 
 
-def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster) -> Strategy:
+def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster, provenance: Mapping[str, Any]) -> Strategy:
     steps = [(item.method.name, item.config.as_json() or None) for item in ordered]
     version = ".".join(cluster.torch.split(".")[:2]) or None
     requires = Requires(world_size=cluster.world_size, device=cluster.device_type, torch=version)
-    return Strategy(steps, requires=requires)
+    return Strategy(steps, requires=requires, provenance=provenance)
 
 
 def _error(problems: list[Problem]) -> StrategyError:

@@ -141,7 +141,8 @@ _NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")
 class Strategy:
     """A short list of named methods, each with a config.
 
-    A strategy cannot be changed, can be a key of a dictionary, and has exactly one form as a file.
+    A strategy cannot be changed, can be a key of a dictionary, and has exactly one form as a file. Two strategies are
+    equal when they do the same: when their steps are equal, wherever they came from.
 
     Attributes:
         steps: the methods.
@@ -154,8 +155,8 @@ class Strategy:
     """
 
     steps: tuple[Step, ...]
-    requires: Requires
-    _provenance: str = field(repr=False)
+    requires: Requires = field(compare=False)
+    _provenance: str = field(repr=False, compare=False)
 
     def __init__(
         self,

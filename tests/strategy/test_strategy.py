@@ -120,7 +120,10 @@ def test_round_trip_and_same_bytes(steps: Any, world: Any, provenance: Any, suff
     strategy = Strategy(steps, requires=Requires(world_size=world), provenance=provenance)
     again = Strategy(list(strategy), requires=strategy.requires, provenance=strategy.provenance)
     assert again.to_bytes(suffix=suffix) == strategy.to_bytes(suffix=suffix)
-    assert Strategy.load(strategy.to_bytes(suffix=suffix)) == strategy
+    loaded = Strategy.load(strategy.to_bytes(suffix=suffix))
+    assert loaded == strategy
+    assert loaded.requires == strategy.requires
+    assert loaded.provenance == strategy.provenance
 
 
 def test_equal_content_in_another_order_of_keys_is_equal() -> None:
@@ -129,6 +132,15 @@ def test_equal_content_in_another_order_of_keys_is_equal() -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert one.to_bytes() == other.to_bytes()
+
+
+def test_strategies_that_do_the_same_are_equal_wherever_they_came_from() -> None:
+    plain = Strategy(["fsdp", ("amp_native", "bf16")])
+    found = Strategy(plain, requires=Requires(world_size=8), provenance={"made_by": "a search"})
+    assert plain == found
+    assert {plain: 1}[found] == 1
+    assert plain != Strategy(["fsdp"])
+    assert Strategy.load(found.to_bytes()).provenance == found.provenance
 
 
 def test_diff() -> None:
