@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -123,6 +123,17 @@ def price_rows(
     return PricedRows(templates, template, shapes, counts, prices, peak, seconds, splitters, option, options)
 
 
+def batch_divisors(
+    found: Templates, choices: Choices, profile: Profile, workload: Workload, max_micro_batches: int
+) -> list[int]:
+    """The numbers of equal parts that some row divides a global batch into: data-parallel ranks times micro-batches."""
+    anything = replace(workload, global_batch=0)  # which every number divides
+    rows = _Rows(choices, axis_options(choices), profile, anything, max_micro_batches)
+    columns = (rows.of(index, one) for index, one in enumerate(found.distinct))
+    products = (_data_ranks(shapes) * counts for _, shapes, _, counts in columns)
+    return sorted({number for product in products for number in product.tolist()})
+
+
 @dataclass(frozen=True)
 class _Kinds:
     """Kinds of templates with the same price: those whose axes are in one order differ in sizes only, and what no
@@ -234,8 +245,7 @@ class _Rows:
         meshes = np.asarray(list(group.meshes), dtype=np.int64)  # [M, 6]
         shapes = np.repeat(meshes, len(counts), axis=0)
         micro_batches = np.tile(counts, len(meshes))
-        data_ranks = shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
-        kept = self.workload.global_batch % (data_ranks * micro_batches) == 0
+        kept = self.workload.global_batch % (_data_ranks(shapes) * micro_batches) == 0
         pipeline = shapes[:, 2 + MODEL_AXES.index("pipeline")]
         kept &= micro_batches <= np.maximum(most, PER_STAGE * pipeline * (pipeline > 1))
         if group.has("pipeline"):
@@ -255,6 +265,11 @@ class _Rows:
         counts = np.asarray(sorted(self.choices.micro_batches), dtype=np.int64)
         fixed = 1 not in self.choices.micro_batches
         return counts, int(counts[-1]) if fixed else self.max_micro_batches
+
+
+def _data_ranks(shapes: np.ndarray) -> np.ndarray:
+    """[n] data-parallel ranks of [n, 6] shapes."""
+    return shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
 
 
 def axis_options(choices: Choices) -> tuple[AxisOption, ...]:

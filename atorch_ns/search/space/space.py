@@ -15,7 +15,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.space.constraints import Constraints, read_constraints
-from atorch_ns.search.space.priced import PricedRows, price_rows
+from atorch_ns.search.space.priced import PricedRows, batch_divisors, price_rows
 from atorch_ns.search.space.templates import Choices, Templates, axes_of, find_choices, find_templates
 from atorch_ns.search.space.write_out import (
     CandidateWriter,
@@ -23,11 +23,11 @@ from atorch_ns.search.space.write_out import (
     SearchContext,
     Selection,
     batch_refusal,
-    indivisible,
+    divides_batch,
     memory_limit,
     select_rows,
 )
-from atorch_ns.strategy import MODEL_AXES, Strategy
+from atorch_ns.strategy import Strategy
 from atorch_ns.text import bytes_text, seconds_text
 
 
@@ -112,7 +112,7 @@ class _Explorer:
         baseline = (
             self._plain(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
-        if baseline is not None and indivisible(baseline.plan, context.workload) is not None:
+        if baseline is not None and not divides_batch(baseline.plan, context.workload):
             baseline = None
         candidates = self._writer.write_out(selected, rows, limit, baseline, constraints)
         fits = any(candidate.pruned is None for candidate in candidates)
@@ -167,12 +167,11 @@ class _Explorer:
         return resolved if constraints.violation(resolved.chosen) is None else None
 
     def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
-        """The message that no strategy can divide the batch evenly, for the one with the fewest data ranks."""
-        expert = 2 + MODEL_AXES.index("expert")
-        ranks = min(
-            shape[0] * shape[1] * shape[expert] for one in templates.distinct for shape in one.group.meshes
+        context = self._context
+        divisors = batch_divisors(
+            templates, choices, context.profile, context.workload, context.settings.max_micro_batches
         )
-        return batch_refusal(self._context.workload.global_batch, ranks, min(choices.micro_batches))
+        return batch_refusal(context.workload.global_batch, context.cluster.world_size, divisors)
 
     def _with_hint(
         self, candidates: list[Candidate], constraints: Constraints, limit: Limits

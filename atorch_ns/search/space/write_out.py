@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,29 +27,33 @@ from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.text import bytes_text
+from atorch_ns.text import bytes_text, first_few
 
 
-def indivisible(plan: Plan, workload: Workload) -> str | None:
-    """Why this plan cannot divide the samples of a step evenly; ``None`` if it can."""
-    ranks, micro_batches = plan.num_data_ranks, plan.num_micro_batches
-    if workload.global_batch % (ranks * micro_batches) == 0:
-        return None
-    return batch_refusal(workload.global_batch, ranks, micro_batches)
+def divides_batch(plan: Plan, workload: Workload) -> bool:
+    """Whether this plan can divide the samples of a step evenly."""
+    return workload.global_batch % (plan.num_data_ranks * plan.num_micro_batches) == 0
 
 
-def batch_refusal(batch: int, num_ranks: int, num_micro_batches: int) -> str:
-    """The message for a batch that cannot be divided evenly: the sizes, and the nearest batches that can."""
-    divisor = num_ranks * num_micro_batches
-    below = batch // divisor * divisor
-    above = below + divisor
-    near = f"sizes that divide are {below} and {above}" if below else f"size that divides is {above}"
-    parts = f" in {num_micro_batches} micro-batches each" if num_micro_batches > 1 else ""
+def batch_refusal(batch: int, num_ranks: int, divisors: Sequence[int]) -> str:
+    """The message for a batch that no strategy can divide evenly, with the nearest sizes that some can.
+
+    Args:
+        batch: samples of one step.
+        num_ranks: all ranks.
+        divisors: data-parallel ranks times micro-batches, of every strategy.
+    """
+    below = max(batch // number * number for number in divisors)
+    above = min((batch // number + 1) * number for number in divisors)
+    near = (
+        f"sizes that some can divide are {below} and {above}"
+        if below
+        else f"size that some can divide is {above}"
+    )
     return (
-        f"a step has a global batch of {batch} samples, which {num_ranks} data-parallel "
-        f"rank{'s' if num_ranks > 1 else ''} cannot share "
-        f"evenly{parts}. The nearest {near}. Change the batch size or the number of "
-        f"{'micro-batches' if parts else 'ranks'}."
+        f"no strategy can divide a global batch of {batch} samples evenly over {num_ranks} ranks: each divides it into "
+        f"{first_few([str(number) for number in divisors], 8)} equal parts, its data-parallel ranks times its micro-batches. The nearest "
+        f"{near}. Change the batch size, the number of ranks or that of micro-batches."
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -341,19 +342,34 @@ def names_of_two(phases: dict[Any, list[str]]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("batch", "constraints", "message"),
     [
-        (15, {"excluded": WHOLE}, "15 samples, which 2 data-parallel ranks .* are 14 and 16"),
+        (15, {"excluded": WHOLE}, "15 samples evenly over 2 ranks.* are 14 and 16"),
         (
             16,
             {"included": [("gradient_accumulation", 3)], "excluded": WHOLE},
-            "in 3 micro-batches each.* are 12 and 18",
+            "into 6 equal parts.* are 12 and 18",
         ),
         (15, {"base": ["fsdp"]}, "are 14 and 16"),
-        (1, {"excluded": WHOLE}, "nearest size that divides is 2"),
+        (1, {"excluded": WHOLE}, "nearest size that some can divide is 2"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_out_is_refused(batch: int, constraints: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         space(work=Workload(global_batch=batch, num_tokens=8), **constraints)
+
+
+def test_the_sizes_named_are_those_that_a_search_accepts() -> None:
+    spec = "8xH100-80GB, 4 nodes, ib400"
+    with pytest.raises(InputError, match="batch of 63 samples evenly over 32 ranks") as refused:
+        space(spec, work=Workload(global_batch=63, num_tokens=8))
+    named = re.search(r"are (\d+) and (\d+)", str(refused.value))
+    assert named is not None
+    below, above = map(int, named.groups())
+    for batch in (below, above):
+        assert space(spec, work=Workload(global_batch=batch, num_tokens=8)).candidates
+    assert below < 63 < above
+    for batch in {*range(below + 1, above)} - {63}:
+        with pytest.raises(InputError):
+            space(spec, work=Workload(global_batch=batch, num_tokens=8))
 
 
 def _axes(one: Candidate) -> dict[str, int]:
