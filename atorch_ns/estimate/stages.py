@@ -14,11 +14,13 @@ from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes
 from atorch_ns.pipeline import (
     ScheduleInfo,
     actions,
+    custom_cuts,
     get_schedule,
     live_bytes,
     partition,
     stage_ranges,
     uniform_cuts,
+    uniform_floor_cuts,
 )
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import PipelineParallelism
@@ -174,8 +176,12 @@ def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_st
         cuts = tuple(paths.index(point) for point in pipeline.split_points if point in paths)
         if len(cuts) == num_stages - 1:
             return cuts
+    if pipeline.partition[:1] == (0,) and pipeline.partition[-1] == len(owner):  # the pieces are those that are cut
+        return custom_cuts(pipeline.partition, len(owner), num_stages)
     if pipeline.split_method == "uniform":
         return uniform_cuts(len(owner), num_stages)
+    if pipeline.split_method == "uniform_floor":
+        return uniform_floor_cuts(len(owner), num_stages)
     if pipeline.split_method == "parameters":
         elements = [sum(p.num_elements for p in segment.parameters) for segment in trace.segments]
         return partition([elements[s] for s in owner], num_stages)

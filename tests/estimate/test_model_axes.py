@@ -30,6 +30,8 @@ from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
 from benchmarks._memory_cases import SIZED_CASES
 from benchmarks.estimate_memory import WORST_LIMIT, plan_of
+from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
+from opt_lib.pipeline_parallel import PipelineParallel
 
 BATCH = 8
 STATES = ("parameters", "gradients", "optimizer")
@@ -241,6 +243,23 @@ def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile)
     assert of_1f1b.live(2).tolist() == [2, 2, 2, 1]
     gpipe = stages_of(PipelineParallelism(schedule="GPipe"), llama.trace, 4)
     assert gpipe.live(8).tolist() == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "pieces"),
+    [
+        ({"split_method": "uniform"}, [2, 2, 1, 1]),
+        ({"split_method": "uniform_floor"}, [1, 2, 2, 1]),
+        ({"split_method": "custom", "custom_partition": [0, 3, 4, 5, 6]}, [3, 1, 1, 1]),
+    ],
+)
+def test_the_cut_that_is_priced_is_the_one_asked_for(
+    config: dict[str, Any], pieces: list[int], llama: Profile
+) -> None:
+    assert llama.trace is not None
+    plan = PipelineParallel().plan(_plan(pipeline=4), PipelineParallelConfig.model_validate(config))
+    stages = stages_of(plan.pipeline, llama.trace, 4)
+    assert stages.counts.sum(axis=(1, 2)).tolist() == pieces
 
 
 def test_a_sequence_axis_divides_blocks_and_sums_their_gradients(llama: Profile) -> None:
