@@ -1,4 +1,4 @@
-"""Recomputation that leaves alone what the forward pass has written: running statistics, and other buffers."""
+"""Recomputation that leaves alone what the forward pass has written: running statistics, other buffers, and caches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
+from atorch_ns.capture.caches import can_be_written, copied_state
 from atorch_ns.torch_compat import leave_uncompiled
 
 
@@ -54,8 +55,8 @@ class _Place(NamedTuple):
 class BufferSafeRecompute:
     """``function(module, *args, **kwargs)``, a recomputation, with each buffer of the module written once.
 
-    The recomputation is given the buffers as they were before the forward pass, so that it computes the same, and
-    what it writes is thrown away. Made for one module.
+    The recomputation is given the buffers, and arguments such as a cache, as they were before the forward pass, so that
+    it computes the same, and what it writes is thrown away. Made for one module.
 
     Copied are the buffers that a forward pass changes. Those are the statistics of batch and instance norms, and
     what the first forward pass in training mode is seen to change; others are left alone, but watched by their
@@ -82,7 +83,8 @@ class BufferSafeRecompute:
             return self._function(module, *args, **kwargs)
         if self._watched is None:
             self._list_buffers(module)
-        if not self._written and not self._watched:
+        writable = any(map(can_be_written, (*args, *kwargs.values())))
+        if not self._written and not self._watched and not writable:
             return self._function(module, *args, **kwargs)
         return self._function(_Passes(self, module), *args, **kwargs)
 
@@ -130,12 +132,19 @@ class _Passes:
         self._owner = owner
         self._module = module
         self._before: dict[_Place, Tensor] | None = None
+        self._given: list[Any] = []
+        """Copies of the arguments that can be written to, as they were before the forward pass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
+            given = iter(copied_state(self._given))
+            values = [next(given) if can_be_written(value) else value for value in (*args, *kwargs.values())]
             with _in_place_of(self._before):
                 leave_uncompiled()
-                return self._module(*args, **kwargs)
+                return self._module(
+                    *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True))
+                )
+        self._given = copied_state([value for value in (*args, *kwargs.values()) if can_be_written(value)])
         with self._owner.watch(self._module.training) as before:
             leave_uncompiled()
             out = self._module(*args, **kwargs)

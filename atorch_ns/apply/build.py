@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
-from atorch_ns.job.job import OPTIMIZER, Job
+from atorch_ns.job.job import MODEL, OPTIMIZER, Job
 from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, cast_inputs, wrap_loss
 from atorch_ns.job.model import parameter_groups
 from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
@@ -199,7 +199,7 @@ def _report(job: Job, resolved: Resolved, bytes_per_rank: int) -> Report:
     return Report(
         strategy=resolved.strategy,
         rows=tuple(rows),
-        notes=(*(note.text for note in resolved.notes), *job.explained(OPTIMIZER)),
+        notes=(*(note.text for note in resolved.notes), *job.explained(MODEL), *job.explained(OPTIMIZER)),
         world_size=job.cluster.world_size,
         axes=job.mesh.axes if job.mesh is not None else (),
         device=job.cluster.device,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atorch_ns.capture.caches import turn_off_caches
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.job.gradients import Gradients
@@ -25,6 +26,9 @@ from atorch_ns.strategy import Plan
 
 OPTIMIZER = "optimizer"
 """What is said of the user's optimizer stands under this name in :attr:`Job.explanations`."""
+
+MODEL = "model"
+"""What is said of the user's model stands under this name in :attr:`Job.explanations`."""
 
 ParameterGroups = list[dict[str, Any]]
 MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
@@ -150,7 +154,7 @@ class Job:
         Raises:
             InputError: if ``optim_param_func`` does not give groups of the model's parameters.
         """
-        return cls(
+        job = cls(
             inputs=inputs,
             cluster=cluster,
             plan=plan,
@@ -160,6 +164,15 @@ class Job:
             seed=seed,
             step=StepOptions(num_micro_batches=inputs.gradient_accumulation_steps),
         )
+        uncached, _ = turn_off_caches(inputs.model)
+        if uncached:
+            where = ".".join(filter(None, (uncached[0], "config.use_cache")))
+            job.explain(
+                MODEL,
+                f"forward passes with gradients run without the cache that {where}=True asks for, since nothing in "
+                "training reads it; the config is as it was, for evaluation and generation.",
+            )
+        return job
 
     @property
     def device(self) -> torch.device:

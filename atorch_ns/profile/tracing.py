@@ -21,6 +21,7 @@ from atorch_ns.capture.blocks import (
     repeated_blocks,
     vocabulary_size,
 )
+from atorch_ns.capture.caches import caches_off
 from atorch_ns.capture.nests import samples_and_tokens, unique_tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import truncate
@@ -248,7 +249,7 @@ def profile_model(
         keeps_output=keeps_output,
         counts_workspaces=usable == device,
     )
-    with random_states_kept(*{parameter.device for parameter in model.parameters()}):
+    with caches_off(model), random_states_kept(*{parameter.device for parameter in model.parameters()}):
         traced = TraceFallbacks(subject, [Precision.parse(key) for key in precisions], usable).best(sequence)
         spec, optimizer_notes = optimizer_spec(make_optimizer, torch.device(device).type)
     trace = _trace(subject, traced)

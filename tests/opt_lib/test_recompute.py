@@ -176,6 +176,63 @@ def _with_and_without(strategies: list[list[Any]]) -> list[list[dict[str, Tensor
     return [[_trained("batch", [*each, *more], 8) for more in ([], ["checkpoint"])] for each in strategies]
 
 
+class Cache:
+    """Keys of the positions seen so far, of all layers."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, list[Tensor]] = {}
+
+    def update(self, layer: int, keys: Tensor) -> Tensor:
+        self.keys.setdefault(layer, []).append(keys)
+        return torch.stack(self.keys[layer]).sum(0)
+
+
+class CachedBlock(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        """x [B, 8]."""
+        if isinstance(cache, list):
+            cache.append(self.layer(x))
+            return x + torch.stack(cache[self.number :]).sum(0)
+        return x + cache.update(self.number, self.layer(x))
+
+
+class MakesCache(nn.Module):
+    """Hands a cache of its own to its blocks."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(CachedBlock(number) for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, 8]."""
+        cache = self.kind()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Cache, list])
+@pytest.mark.parametrize("no_reentrant", [True, False])
+def test_a_cache_of_the_models_own_is_not_filled_twice(kind: type, no_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = MakesCache(kind)
+    x = torch.randn(4, 8)
+    model(x).square().sum().backward()
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    _, result, _ = auto_accelerate(model, load_strategy=[("checkpoint", {"no_reentrant": no_reentrant})])
+    assert result is not None
+    result.model(x).square().sum().backward()
+    for parameter, gradient in zip(result.model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_with_several_processes() -> None:
     strategies = [["ddp"], [("ddp", {}), ("amp_native", "bf16")], ["fsdp", ("amp_native", "bf16")]]
     for found in run_ranks(_with_and_without, 2, args=(strategies,), timeout_s=90):
