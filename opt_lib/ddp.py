@@ -6,16 +6,19 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, final
 
+import torch
 from pydantic import Field
 from torch.nn.parallel import DistributedDataParallel
 
+from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from atorch_ns.torch_compat import replicate
+from atorch_ns.text import first_few
+from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
 from opt_lib._sharded.fully_shard import skip_sync
 from opt_lib._sharded.units import (
     SyncSwitch,
@@ -34,8 +37,8 @@ class DdpConfig(MethodConfig):
 
     find_unused_parameters: Flag | None = Field(
         default=None,
-        description="Look for parameters without a gradient in every step; null for the argument of "
-        "auto_accelerate.",
+        description="Have torch look for parameters without a gradient before every backward pass; null for the "
+        "argument of auto_accelerate. Parameters that a step does not use are found without it too, after the pass.",
     )
     bucket_cap_mb: float | None = Field(default=None, gt=0, description="Size of a gradient bucket, in MiB.")
     static_graph: Flag = Field(default=False, description="The graph is the same in every step.")
@@ -104,8 +107,58 @@ class Ddp(Method[DdpConfig]):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **_buffer_option(config.broadcast_buffers),
         )
+        if not (model.find_unused_parameters or model.static_graph):
+            unreached = _Unreached(model)
+            job.explain(self.name, unreached.text)
         job.wrap(model)
         job.gradients.skip_sync = model.no_sync
+
+
+class _Unreached:
+    """Lets DDP's averages end where a backward pass does not reach every parameter; collective, as they are.
+
+    A rank that does not reach a parameter adds nothing to its average, and a parameter that no rank has reached has no
+    gradient, as in one process. Where all are reached, nothing is done: torch's ``find_unused_parameters`` searches the
+    graph of every step, and fails where a loss uses parameters outside of the forward pass.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+        self._parameters = reduced_parameters(model)
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._seen: dict[str, None] = {}
+        self._queued = False
+        model.register_forward_hook(self._watch)
+
+    def text(self) -> str:
+        """What is known by now, for the report."""
+        if not self._seen:
+            return ""
+        return f"parameters that some step has not used, and whose gradients are none then: {first_few(list(self._seen))}"
+
+    def _watch(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            for tensor in unique_tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            after_backward(self._end)
+
+    def _end(self) -> None:
+        self._queued = False
+        unreached = [self._parameters[place] for place in unreached_parameters(self._model)]
+        if not unreached:
+            return
+        # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
+        torch.autograd.backward(unreached, [torch.full_like(parameter, -0.0) for parameter in unreached])
+        for parameter in unreached:
+            gradient = parameter.grad
+            if gradient is not None and not gradient.any() and bool(gradient.signbit().all()):
+                parameter.grad = None
+                self._seen[self._names[id(parameter)]] = None
 
 
 def _replicate_parts(job: Job, method: str) -> None:

@@ -53,7 +53,6 @@ _TOKENS: Final[Mapping[str, Any]] = {"vocab_size": _VOCAB_SIZE, "max_position_em
 _DECODER: Final[Mapping[str, Any]] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
-    "use_cache": False,
 }
 _NO_DROPOUT: Final[Mapping[str, Any]] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -77,7 +76,7 @@ def make_gpt2(**settings: Any) -> nn.Module:
         "eos_token_id": 0,
     }
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropout, "use_cache": False, **settings}))
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropout, **settings}))
 
 
 def make_bert() -> nn.Module:

@@ -16,6 +16,7 @@ from atorch_ns.torch_compat.compile import (
     watch_compiled,
 )
 from atorch_ns.torch_compat.distributed import (
+    after_backward,
     flatten_mesh,
     found_inf_tensors,
     group_timeout,
@@ -24,7 +25,9 @@ from atorch_ns.torch_compat.distributed import (
     local_grad_scaler,
     pipeline_orders,
     process_groups,
+    reduced_parameters,
     replicate,
+    unreached_parameters,
 )
 from atorch_ns.torch_compat.fake import (
     count_operators,
@@ -51,6 +54,7 @@ __all__ = [
     "CpuMemoryRecord",
     "FlashAttention",
     "TorchDispatchMode",
+    "after_backward",
     "checkpoint_wrapper",
     "compile_records",
     "count_operators",
@@ -78,10 +82,12 @@ __all__ = [
     "plain_name",
     "process_groups",
     "quiet_fake_kernels",
+    "reduced_parameters",
     "registered_children",
     "replicate",
     "stood_for",
     "tensor_without_storage",
+    "unreached_parameters",
     "unwrap_checkpoint",
     "watch_compiled",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -50,6 +53,32 @@ def is_strided_shard(placement: object) -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Calls ``action`` when the backward pass that calls this is through, after what others have called like this
+    (``Variable._execution_engine.queue_callback``)."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(action))
+
+
+def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters whose gradients DDP averages, in its order (``_build_params_for_reducer``)."""
+    found: list[nn.Parameter] = model._build_params_for_reducer()[0]
+    return found
+
+
+def unreached_parameters(model: DistributedDataParallel) -> list[int]:
+    """The parameters that DDP still waits for after a backward pass, by their places in its order; empty if it is
+    through (``_check_reducer_finalized``, whose error lists them)."""
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if listed is None:
+            raise
+        return [int(place) for place in listed[1].split()]
+    return []
 
 
 def pipeline_orders(

@@ -61,7 +61,6 @@ def small_llama() -> nn.Module:
         num_attention_heads=5,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        use_cache=False,
     )
     return LlamaForCausalLM(config)
 

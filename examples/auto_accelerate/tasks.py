@@ -123,7 +123,6 @@ def make_gpt2(options: argparse.Namespace) -> Task:
         attn_pdrop=0.0,
         bos_token_id=0,
         eos_token_id=0,
-        use_cache=False,
     )
     return _language_task(GPT2LMHeadModel(config), "GPT2Block", options)
 
@@ -139,7 +138,6 @@ def make_llama(options: argparse.Namespace) -> Task:
         num_hidden_layers=options.layer_num,
         num_attention_heads=options.head_num,
         max_position_embeddings=options.seq_length,
-        use_cache=False,
     )
     return _language_task(LlamaForCausalLM(config), "LlamaDecoderLayer", options)
 

@@ -32,7 +32,6 @@ def llama(*, tied: bool) -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,
-        use_cache=False,
     )
     return LlamaForCausalLM(config)
 

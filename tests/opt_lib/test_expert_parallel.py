@@ -54,7 +54,6 @@ def _qwen(balance: float = 0.0) -> nn.Module:
         output_router_logits=balance > 0,
         router_aux_loss_coef=balance,
         tie_word_embeddings=False,
-        use_cache=False,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20)

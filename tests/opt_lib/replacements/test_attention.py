@@ -109,7 +109,7 @@ def test_a_model_that_must_return_attention_weights_stays_eager() -> None:
 
 def test_a_model_without_sdpa_stays_eager_with_its_reason() -> None:
     settings = {**SMALL, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 16}
-    config = transformers.Gemma2Config(attn_implementation="eager", use_cache=False, **settings)
+    config = transformers.Gemma2Config(attn_implementation="eager", **settings)
     model = seeded(lambda: transformers.Gemma2ForCausalLM(config))
     _, (row, _), _ = apply(model, ("sdpa_attention",))
     assert "Gemma2ForCausalLM: stays eager, " in row

@@ -32,7 +32,6 @@ def llama(attention: str = "eager", **settings: Any) -> nn.Module:
             "vocab_size": 16,
             "num_key_value_heads": 2,
             "attn_implementation": attention,
-            "use_cache": False,
             **SMALL,
             **settings,
         }
@@ -50,7 +49,6 @@ def gpt2(attention: str = "eager", **settings: Any) -> nn.Module:
             "attn_pdrop": 0.0,
             "embd_pdrop": 0.0,
             "resid_pdrop": 0.0,
-            "use_cache": False,
             "bos_token_id": 0,
             "eos_token_id": 0,
             "attn_implementation": attention,

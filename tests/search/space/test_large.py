@@ -30,7 +30,6 @@ def profile() -> Profile:
         num_hidden_layers=80,
         num_attention_heads=64,
         num_key_value_heads=8,
-        use_cache=False,
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).train()
