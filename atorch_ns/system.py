@@ -1,14 +1,20 @@
-"""The operating system: files written whole, and a process's output, stacks and group. Light to import."""
+"""The operating system: files written whole, and a process's output, stacks, parent and group. Light to import."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Of Linux's prctl.h."""
 
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
@@ -55,6 +61,27 @@ def arm_stack_dumps(limit_s: float, file: int = 2) -> None:
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=file)
     faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
+
+
+def parent_tie(parent: int | None = None) -> Callable[[], None]:
+    """A function that a new process calls first: it will be killed when the thread that started it ends (Linux).
+
+    Args:
+        parent: the process that started it; ``None`` for this one, whose forks are to call the function. The C library
+            is looked up here, before the fork.
+    """
+    parent = os.getpid() if parent is None else parent
+    prctl: Any = None
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+
+    def tie() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+    return tie
 
 
 def kill_group(pid: int) -> None:

@@ -25,10 +25,10 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.parity import ADAMW, accelerate_case
-from atorch_ns.testing.storages import measure_peak
 from benchmarks._memory_cases import SIZED_CASES, SizedCase, sized_case
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings
+from benchmarks._storages import measure_peak
 from tests.parity.variants import BACKENDS, TRIPLES, VARIANTS, Variant, package_of, pairs_from, partners
 
 __all__ = [

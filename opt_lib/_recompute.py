@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from atorch_ns.capture.caches import can_be_written, copied_state
+from atorch_ns.capture.nests import can_be_written, copied_state
 from atorch_ns.torch_compat import leave_uncompiled
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from atorch_ns import Strategy, auto_accelerate
 from atorch_ns.errors import InputError, RankError, SearchError
 from atorch_ns.report import TrainingReport
+from atorch_ns.search import read_history
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.parity import (
     Trajectory,
@@ -213,6 +214,35 @@ def test_a_rank_that_is_killed_is_named_in_time(victim: int) -> None:
     assert survivor.status == "returned", survivor.describe()
     assert survivor.value is not None
     assert survivor.value < 25, "ten seconds of silence, and a busy machine"
+
+
+def _search_until_killed(history: Path, victim: int, seconds: float) -> None:
+    import signal
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == victim:
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(RankError):
+        auto_accelerate(
+            get_case("tied_llama").build(),
+            **_search(search={"sampler": "exhaustive", "max_trials": 500}, search_history=history),
+        )
+
+
+@pytest.mark.slow
+def test_no_trial_of_a_killed_search_is_run_again(tmp_path: Path) -> None:
+    history = tmp_path / "history.jsonl"
+    moments = random.Random(7)
+    tried: list[str] = []
+    for victim in (0, 1, 1, 0):
+        catch_ranks(_search_until_killed, 2, args=(history, victim, moments.uniform(16, 24)), timeout_s=120)
+        (study,) = read_history(history)
+        keys = [trial.key for trial in study.trials]
+        assert keys[: len(tried)] == tried
+        assert len(keys) > len(tried)
+        assert len(set(keys)) == len(keys), "each strategy once"
+        tried = keys
 
 
 def _typo() -> None:

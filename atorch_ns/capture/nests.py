@@ -147,6 +147,40 @@ def path_text(path: Path) -> str:
     return shown + "".join(f"[{key!r}]" for key in rest)
 
 
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+def can_be_written(value: Any) -> bool:
+    """Whether a call may change an argument other than a tensor: a list, a dictionary, or an object such as a cache."""
+    if isinstance(value, tuple):
+        return any(map(can_be_written, value))
+    return not (isinstance(value, _PLAIN) or callable(value))
+
+
+def copied_state(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of an argument down to its tensors, which are shared; functions and modules are shared too."""
+    memo = {} if memo is None else memo
+    if not can_be_written(value):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        items = [copied_state(item, memo) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    try:
+        made = memo[id(value)] = copy.copy(value)
+    except Exception:  # a class may refuse to be copied: then the object itself is used
+        return value
+    if isinstance(value, list):
+        made[:] = [copied_state(item, memo) for item in value]
+    elif isinstance(value, dict):
+        made.update({key: copied_state(item, memo) for key, item in value.items()})
+    attributes = getattr(made, "__dict__", None)
+    if isinstance(attributes, dict):
+        attributes.update({name: copied_state(item, memo) for name, item in attributes.items()})
+    return made
+
+
 def is_dataclass_instance(value: Any) -> bool:
     """Whether a value is an instance of a dataclass, not the class."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,14 +1,18 @@
-"""Random states, buffers and training modes: kept while the user's model or data are inspected; seeds."""
+"""Random states, buffers and training modes, kept while the user's model or data are inspected; seeds; caches turned off."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 def seed_all(seed: int) -> None:
@@ -76,3 +80,45 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for child, mode in modes.items():
             child.training = mode
+
+
+_FLAG = "use_cache"
+
+
+def turn_off_caches(model: nn.Module) -> tuple[list[str], list[RemovableHandle]]:
+    """Has modules whose config sets ``use_cache`` run without a cache wherever gradients are computed.
+
+    Their configs stay as they are, for evaluation and generation, and so does what a caller passes for ``use_cache``.
+
+    Returns:
+        The paths of the modules, outermost first, and the handles of their hooks.
+    """
+    paths, handles = [], []
+    for path, module in model.named_modules():
+        if getattr(getattr(module, "config", None), _FLAG, None) is not True:
+            continue
+        names = list(inspect.signature(module.forward).parameters)
+        if _FLAG in names:
+            hook = partial(_without_cache, names.index(_FLAG))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            paths.append(path)
+    return paths, handles
+
+
+@contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """:func:`turn_off_caches` inside the block, for copies of the model that are made there too."""
+    _, handles = turn_off_caches(model)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_cache(
+    position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.is_grad_enabled() or len(args) > position or kwargs.get(_FLAG) is not None:
+        return None
+    return args, {**kwargs, _FLAG: False}

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.checks import check_collectives, check_memory, check_price
@@ -33,6 +34,7 @@ from atorch_ns.search import (
     Setting,
     explore,
     memory_limit,
+    tried_strategies,
 )
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_text
@@ -154,6 +156,7 @@ def build_problem(
     assert profile.trace is not None
     profiled = time.monotonic()
     workload = Workload(global_batch=sample.global_batch, num_tokens=profile.trace.num_tokens)
+    fingerprint = _fingerprint(profile, sample, cluster, registry, request)
     space = explore(
         profile,
         cluster,
@@ -166,6 +169,7 @@ def build_problem(
             *_given_micro_batches(registry, inputs.gradient_accumulation_steps),
         ],
         base=request.base,
+        tried=() if request.search_history is None else tried_strategies(request.search_history, fingerprint),
     )
     setting = Setting(
         model=profile.model_class.rpartition(".")[2],
@@ -176,7 +180,7 @@ def build_problem(
         memory_limit_bytes=memory_limit(cluster, request.settings).num_bytes,
         global_batch=workload.global_batch,
         num_tokens=workload.num_tokens,
-        fingerprint=_fingerprint(profile, cluster, workload, space.candidates),
+        fingerprint=fingerprint,
         profile_seconds=profiled - begun,
         estimate_seconds=time.monotonic() - profiled,
         notes=(*profile.trace.notes, *space.notes),
@@ -241,16 +245,24 @@ def optimizer_maker(
     return make
 
 
+_ASKED_FOR = {"objective", "memory_limit_gib", "memory_reserve", "max_micro_batches"}
+"""The settings that decide which strategies are looked for."""
+
+
 def _fingerprint(
-    profile: Profile, cluster: Cluster, workload: Workload, candidates: Sequence[Candidate]
+    profile: Profile, sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
 ) -> str:
-    """The same for the same model, devices, batch and candidates, whatever the weights."""
+    """The same for the same model, optimizer, data, devices, methods and wishes, whatever the weights and whatever was
+    measured."""
+    assert profile.trace is not None
+    shapes = [(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in unique_tensors_of(sample.batch)]
     parts = [
         profile.fingerprint,
-        cluster.device_name,
-        f"{cluster.world_size} ranks on {cluster.num_nodes} nodes",
-        cluster.torch,
-        str(workload),
-        *sorted(candidate.key for candidate in candidates),
+        repr(profile.trace.optimizer),
+        f"{sample.global_batch} samples of {shapes}",
+        f"{cluster.world_size} of {cluster.device_name} on {cluster.num_nodes} nodes, torch {cluster.torch}",
+        repr(sorted(method.name for method in registry)),
+        repr((request.included, request.excluded, request.base and request.base.steps)),
+        request.settings.model_dump_json(include=_ASKED_FOR),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

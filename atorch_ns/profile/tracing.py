@@ -21,9 +21,8 @@ from atorch_ns.capture.blocks import (
     repeated_blocks,
     vocabulary_size,
 )
-from atorch_ns.capture.caches import caches_off
 from atorch_ns.capture.nests import samples_and_tokens, unique_tensors_of
-from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.random_states import caches_off, random_states_kept
 from atorch_ns.capture.structure import truncate
 from atorch_ns.errors import InputError
 from atorch_ns.profile.optimizer import optimizer_spec

@@ -1,7 +1,8 @@
-"""Collectives that gradients flow through, on plain tensors.
+"""Collectives that gradients flow through, on plain tensors, between processes or simulated ranks.
 
 Each function below is a forward communication with its backward one. ``x`` is this rank's tensor; a group of one
-rank communicates nothing.
+rank communicates nothing. Simulated ranks are threads of one process, for self-tests: one that raises ends all of them with
+its error, so that no test waits for a rank that has stopped.
 
 =================  ============================  ============================  ==========================
 function           forward                       backward                      used where
@@ -25,24 +26,131 @@ scale_gradient     as it is                      times a factor                s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup
+T = TypeVar("T")
+
+
+class _StoppedError(Exception):
+    """Another rank has failed."""
+
+
+class _Turns:
+    """Lets one rank run at a time, in order: what a module does on real groups, all processes do in the same order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.swapped: list[dict[int, Any]] = []
+        """The values of each swap by rank."""
+        self._left = set(range(num_ranks))
+        self._turn = 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def wait(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._turn == rank)
+            if self._failed:
+                raise _StoppedError
+
+    def end(self, rank: int, *, failed: bool) -> None:
+        with self._changed:
+            self._failed |= failed
+            self._left.discard(rank)
+        self.pass_on(rank)
+
+    def pass_on(self, rank: int) -> None:
+        with self._changed:
+            later = [other for other in self._left if other > rank]
+            self._turn = min(later or self._left, default=-1)
+            self._changed.notify_all()
+
+
+class SimulatedGroup:
+    """One rank's view of a simulated group; it stands where a process group may."""
+
+    def __init__(self, rank: int, num_ranks: int, turns: _Turns) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._turns = turns
+        self._num_swaps = 0
+
+    def __deepcopy__(self, memo: Any) -> SimulatedGroup:
+        return self
+
+    def rank(self) -> int:
+        """This rank's number."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._num_ranks
+
+    def swap(self, value: T) -> list[T]:
+        """The values of all ranks, by rank; they are shared with those ranks, and not to be written to.
+
+        Raises:
+            RuntimeError: if another rank ended without as many swaps.
+        """
+        if len(self._turns.swapped) == self._num_swaps:
+            self._turns.swapped.append({})
+        values = self._turns.swapped[self._num_swaps]
+        self._num_swaps += 1
+        values[self._rank] = value
+        self._turns.pass_on(self._rank)
+        self._turns.wait(self._rank)
+        if len(values) < self._num_ranks:
+            raise RuntimeError("one rank communicates more often than another")
+        return [values[rank] for rank in range(self._num_ranks)]
+
+
+def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.device) -> list[T]:
+    """What ``work`` returns on each simulated rank, by rank; the ranks take turns, from one swap to the next.
+
+    Raises:
+        Exception: what the first rank that failed raised.
+    """
+    turns = _Turns(num_ranks)
+
+    def run(rank: int) -> T:
+        failed = True
+        try:
+            turns.wait(rank)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            # Else the backward passes of all ranks run on the device's one thread, and wait there for each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                result = work(SimulatedGroup(rank, num_ranks, turns))
+            failed = False
+            return result
+        finally:
+            turns.end(rank, failed=failed)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        ranks = [pool.submit(run, rank) for rank in range(num_ranks)]
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
+    if errors:
+        raise next(error for error in errors if not isinstance(error, _StoppedError))
+    return [rank.result() for rank in ranks]
+
+
+Group = dist.ProcessGroup | SimulatedGroup
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
     """``x``; its gradient is summed over the group."""
-    return _paired(x, group, _same, _sum)
+    return _paired(x, group, _same, total)
 
 
 def reduce_from(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of ``x`` over the group."""
-    return _paired(x, group, _sum, _same)
+    return _paired(x, group, total, _same)
 
 
 def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -93,6 +201,30 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return _applied(x, _same, lambda gradient: gradient * factor) if needed else x
 
 
+def total(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of ``x`` over the group, as a new tensor; no gradient flows through it."""
+    if isinstance(group, SimulatedGroup):
+        return torch.stack(group.swap(x)).sum(0)
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def sent_on(x: torch.Tensor, group: Group) -> tuple[list[Any], torch.Tensor]:
+    """Sends ``x`` to the next rank; returns the works to wait for, and the tensor that comes from the previous one."""
+    size, rank = group.size(), group.rank()
+    if isinstance(group, SimulatedGroup):
+        return [], group.swap(x)[rank - 1].clone()
+    arriving = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+        ]
+    )
+    return works, arriving
+
+
 class _Paired(torch.autograd.Function):
     """Applies one function forward and another to the gradient."""
 
@@ -130,13 +262,9 @@ def _same(x: torch.Tensor, _: Group | None = None) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group)
-    return out
-
-
 def _gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    if isinstance(group, SimulatedGroup):
+        return torch.cat(group.swap(x), dim)
     pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(pieces, x.contiguous(), group=group)
     return torch.cat(pieces, dim)
@@ -151,6 +279,8 @@ def _piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     pieces = [piece.contiguous() for piece in x.chunk(group.size(), dim)]
+    if isinstance(group, SimulatedGroup):
+        return torch.stack([theirs[group.rank()] for theirs in group.swap(pieces)]).sum(0)
     out = torch.empty_like(pieces[group.rank()])
     dist.reduce_scatter(out, pieces, group=group)
     return out
@@ -158,6 +288,8 @@ def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def _transposed(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
     sent = torch.stack([piece.contiguous() for piece in x.chunk(group.size(), split_dim)])
+    if isinstance(group, SimulatedGroup):
+        return torch.cat([theirs[group.rank()] for theirs in group.swap(sent)], join_dim)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(list(received.unbind(0)), join_dim)
@@ -168,6 +300,8 @@ def _transposed_back(x: torch.Tensor, split_dim: int, join_dim: int, group: Grou
 
 
 def _exchanged(x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
+    if isinstance(group, SimulatedGroup):
+        return torch.cat([theirs[group.rank()] for theirs in group.swap(x.split(send))])
     out = x.new_empty((sum(receive), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
     return out

@@ -43,6 +43,14 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Starts a default process group that communicates nothing: tensors stay as they are, and no rank is waited for
+    (``torch.testing._internal.distributed.fake_pg``)."""
+    from torch.testing._internal.distributed import fake_pg
+
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
+
+
 def is_strided_shard(placement: object) -> bool:
     """Whether a DTensor's placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
     from torch.distributed.tensor import placement_types  # these imports take a while

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from atorch_ns.capture.nests import (
+    can_be_written,
+    copied_state,
     floats_to,
     leaves,
     map_instances,
@@ -118,3 +121,33 @@ def test_shapes_of_another_batch() -> None:
     assert resized_shape((7, 4), (4, 7), (2, 3)) == (7, 4), "dim 0 is no batch"
     assert resized_shape((4, 1), (4, 1), (2, 3)) == (2, 1), "a batch without tokens"
     assert resized_shape((), (4, 7), (2, 3)) == ()
+
+
+class Store:
+    def __init__(self) -> None:
+        self.layers: list[Any] = [{"keys": torch.ones(2)}]
+        self.model = nn.Linear(2, 2)
+        self.itself = self
+
+
+def test_a_copy_shares_tensors_and_modules_alone() -> None:
+    store, tensor = Store(), torch.ones(3)
+    made = copied_state(Pair([tensor], {"store": store}))
+    assert isinstance(made, Pair)
+    assert made.x[0] is tensor
+    other = made.y["store"]
+    assert other is not store
+    assert other.itself is other
+    assert other.model is store.model
+    other.layers[0]["keys"] = other.layers.append(None)
+    assert len(store.layers) == 1
+    assert torch.equal(store.layers[0]["keys"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(torch.ones(1), False), ((1, "a", None), False), (nn.Linear(1, 1), False), ([], True), ((1, {}), True)],
+    ids=["tensor", "plain", "module", "list", "a dictionary in a tuple"],
+)
+def test_what_can_be_written(value: Any, expected: bool) -> None:
+    assert can_be_written(value) is expected

@@ -1,7 +1,9 @@
-"""A model whose modules a method replaces is priced as it will be."""
+"""The search problem: what makes it the same one, and modules that a method replaces priced as they will be."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,15 @@ import torch
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine.problem import with_replaced_costs
+from atorch_ns.engine.problem import SearchProblem, build_problem, with_replaced_costs
+from atorch_ns.engine.request import SearchRequest
 from atorch_ns.estimate import Workload, estimate
-from atorch_ns.method import Method, Phase, Registry
+from atorch_ns.job.sampling import sample_inputs
+from atorch_ns.method import Method, Phase, Registry, load_registry
 from atorch_ns.profile import Profile, profile_model
+from atorch_ns.search import History, StopRule, TrialOutcome, TrialTask
 from atorch_ns.strategy import Plan
+from tests.engine.inputs import case_inputs
 
 BATCH = torch.zeros(4, 32)
 
@@ -126,3 +132,45 @@ def test_without_such_a_method_nothing_is_traced_again() -> None:
 
 def _fail(model: nn.Module) -> Profile:
     raise AssertionError("profiled again")
+
+
+def _problem(*, slower: float = 1.0, request: SearchRequest | None = None, **changes: Any) -> SearchProblem:
+    """On two CPU ranks whose speed is calibrated as it may be."""
+    cluster = replace(Cluster(), world_size=2, local_world_size=2).with_hardware()
+    assert cluster.hardware is not None
+    device = cluster.hardware.device
+    slow = {dtype: flops / slower for dtype, flops in device.flops_per_s.items()}
+    hardware = replace(cluster.hardware, device=replace(device, flops_per_s=slow))
+    sample = sample_inputs(
+        case_inputs("mlp", **changes), num_data_ranks=2, sample_batch=None, batch_size=None
+    )
+    measured = replace(cluster, hardware=hardware)
+    return build_problem(sample, measured, load_registry(), request or SearchRequest(load_strategy=None))
+
+
+def test_a_search_is_the_same_whatever_was_measured() -> None:
+    first = _problem().setting.fingerprint
+    assert _problem(slower=1.7).setting.fingerprint == first
+    others = {
+        "batch": _problem(dataloader_args={"batch_size": 16}),
+        "optimizer": _problem(optim_func=torch.optim.SGD),
+        "objective": _problem(request=SearchRequest(search={"objective": "memory"})),
+        "wishes": _problem(request=SearchRequest(excluded=["fsdp"])),
+    }
+    for what, other in others.items():
+        assert other.setting.fingerprint != first, what
+
+
+def test_what_was_tried_before_is_a_candidate_again(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    request = SearchRequest(search_history=path)
+    problem = _problem(request=request)
+    known = {one.key for one in problem.candidates}
+    steps = (("gradient_accumulation", {"steps": 4}), ("zero1", None), ("half", "bf16"))
+    task = TrialTask(id=1, key="elsewhere", steps=steps, rule=StopRule())
+    outcome = TrialOutcome(status="ok", step_seconds=(1.0,) * 4)
+    History(path).record(problem.setting, replace(problem.candidates[0], key="elsewhere"), task, outcome)
+    again = _problem(request=request)
+    (new,) = [one for one in again.candidates if one.key not in known]
+    assert {name for name, _ in new.steps} >= {"gradient_accumulation", "zero1", "half"}
+    assert new.estimate is not None

@@ -17,7 +17,7 @@ from atorch_ns.engine.trial.report import RankReport, Worker
 from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.job import Inputs
 from atorch_ns.search import StopRule, TrialTask
-from atorch_ns.testing.faults import Fault, inject
+from tests.engine.faults import Fault, inject
 from tests.engine.inputs import case_inputs
 
 SHORT = StopRule(min_steps=2, max_steps=4)

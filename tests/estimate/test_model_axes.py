@@ -26,9 +26,9 @@ from atorch_ns.profile import Profile, profile_model
 from atorch_ns.strategy import PipelineParallelism, Plan
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import ADAMW, accelerate_case
-from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
 from benchmarks._memory_cases import SIZED_CASES
+from benchmarks._storages import measure_peak
 from benchmarks.estimate_memory import WORST_LIMIT, plan_of
 from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 from opt_lib.pipeline_parallel import PipelineParallel

@@ -12,8 +12,8 @@ from atorch_ns.errors import StepError
 from atorch_ns.job import PeakMemory
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerate_case, accelerated_run, assert_parity, compare, reference_run
-from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
+from benchmarks._storages import measure_peak
 
 MESH = ("parallel_mode", ([("data", 2), ("pipeline", 2)], None))
 NUM_SAMPLES = 16

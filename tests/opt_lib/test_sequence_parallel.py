@@ -16,8 +16,8 @@ from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.networks import TiedLlama
 from atorch_ns.testing.parity import accelerate_case, assert_ranks_agree, reference_run
-from atorch_ns.testing.storages import measure_peak
 from atorch_ns.testing.workers import run_ranks
+from benchmarks._storages import measure_peak
 from tests.opt_lib.sequence_cases import KINDS, check, cut, padded, strategy, train
 
 TWO = Cluster(world_size=2, local_world_size=2, distributed=True, torch="2.13.0")

@@ -7,14 +7,11 @@ process that holds a DeviceMesh may abort while Python finalises.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -91,7 +88,6 @@ REPORT: Final = TypeAdapter(RankReport)
 TASK: Final = TypeAdapter(TrialTask)
 
 _SEED: Final = 0
-_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _LINGER_S: Final = 2.0
 _POLL_S: Final = 0.002
 # The parent ends a trial at its deadline; this is for one whose parent is gone or stuck.
@@ -232,22 +228,3 @@ def _prefer_as_oom_victim() -> None:
     """Has Linux choose this process, not the user's, when the machine runs out of memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def die_with_parent() -> Callable[[], None]:
-    """A function that a fork calls first: it will be killed when the thread that forked it ends (Linux).
-
-    The C library is looked up here, before the fork.
-    """
-    parent = os.getpid()
-    prctl: Any = None
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-
-    def tie() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)
-
-    return tie

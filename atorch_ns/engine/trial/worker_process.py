@@ -86,6 +86,7 @@ class Receiver:
 
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+    "from atorch_ns.system import parent_tie; parent_tie(int(sys.argv.pop()))(); "
     "from atorch_ns.engine.trial.zygote import main; main(*map(int, sys.argv[1:4]))"
 )
 # Asking CUDA whether it is there would initialise it, and forks could no longer use it.
@@ -99,7 +100,7 @@ class WorkerProcess:
 
     It has the parent's folder, module search path and environment, and a process group of its own, so that
     Ctrl-C on a terminal does not reach it: its parent decides. It ends when the parent ends, however that
-    ends, because its pipe closes.
+    ends and whatever it is loading: Linux kills it; elsewhere its pipe closes.
 
     Args:
         setting: a :class:`~atorch_ns.engine.trial.process.Setting`.
@@ -121,7 +122,10 @@ class WorkerProcess:
             passed = (commands_read, events_write, packed.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, *map(str, passed), json.dumps(list(map(str, sys.path)))],
+                    [
+                        *(sys.executable, "-c", _BOOT, *map(str, passed), str(os.getpid())),
+                        json.dumps(list(map(str, sys.path))),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -21,21 +21,25 @@ import signal
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from atorch_ns.cluster import Cluster
 from atorch_ns.engine.trial.pickling import Unpacked, unpack
-from atorch_ns.engine.trial.process import TASK, Setting, be_trial, die_with_parent
+from atorch_ns.engine.trial.process import TASK, Setting, be_trial
 from atorch_ns.engine.trial.worker_process import Receiver, send
 from atorch_ns.errors import BackendError
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
-from atorch_ns.system import kill_group
+from atorch_ns.system import kill_group, parent_tie
 from atorch_ns.text import error_text
+from atorch_ns.torch_compat import join_fake_group
 
 _PARENT_CHECK_S: Final = 0.5
 _WARM: Final = (
@@ -83,7 +87,31 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
 def _read_job(fd: int) -> tuple[Setting, Unpacked]:
     with os.fdopen(fd, "rb") as file:
         setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone
-    return setting, unpack(data)
+    with _process_groups_pretended(setting.cluster):
+        return setting, unpack(data)
+
+
+@contextlib.contextmanager
+def _process_groups_pretended(cluster: Cluster) -> Iterator[None]:
+    """Lets modules that start the process group when they are imported have one that communicates nothing.
+
+    Each trial starts its own; here a real one would wait for other ranks, or be in the way of the trials'.
+    """
+    real = dist.init_process_group
+
+    def pretend(*_: Any, **__: Any) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group = real
+            join_fake_group(cluster.rank, cluster.world_size)
+            dist.init_process_group = pretend
+
+    dist.init_process_group = pretend
+    try:
+        yield
+    finally:
+        dist.init_process_group = real
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _warm_up() -> None:
@@ -180,7 +208,7 @@ class _Zygote:
     def _fork(self, task: TrialTask, log: Path) -> None:
         assert self._trial is None
         reading, writing = os.pipe()
-        tie = die_with_parent()
+        tie = parent_tie()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about threads; there are none
             pid = os.fork()

@@ -238,6 +238,15 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
     return tuple(studies[name] for name in sorted(studies))
 
 
+def tried_strategies(path: str | PathLike[str], study: str) -> list[tuple[tuple[str, Any], ...]]:
+    """The steps of the strategies that earlier searches of a setting tried, each once; none where nothing can be read."""
+    try:
+        records = [one for one in read_history(path) if one.name == study]
+    except InputError:  # reported where the history is opened
+        return []
+    return list({trial.key: trial.task.steps for one in records for trial in one.trials}.values())
+
+
 def _add_lines(studies: dict[str, StudyRecord], lines: Iterable[str]) -> None:
     """Adds what the lines of a journal say.
 

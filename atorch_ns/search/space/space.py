@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ def explore(
     excluded: Sequence[Any] | None = None,
     included: Sequence[Any] | None = None,
     base: Any = None,
+    tried: Iterable[Any] = (),
 ) -> Space:
     """All strategies that the methods' ``options`` span, priced; the best as candidates.
 
@@ -73,6 +74,7 @@ def explore(
         excluded: names, aliases, ``(name, config)`` pairs or groups (roles, phases) that no strategy may contain.
         included: names, pairs or groups, each of which every strategy must contain.
         base: a strategy in any form, whose methods are kept and whose configs are reopened; ``None`` for any.
+        tried: strategies of earlier trials, in any form, which are candidates whatever they are predicted to cost.
 
     Raises:
         InputError: if the constraints contradict each other or leave nothing.
@@ -83,7 +85,7 @@ def explore(
     )
     explorer = _Explorer(SearchContext(profile, cluster, workload, registry, settings))
     resolved = None if base is None else resolve(Strategy.load(base), cluster, registry, profile=profile)
-    return explorer.space(constraints, resolved)
+    return explorer.space(constraints, resolved, [Strategy.load(one) for one in tried])
 
 
 class _Explorer:
@@ -93,7 +95,7 @@ class _Explorer:
         self._context = context
         self._writer = CandidateWriter(context)
 
-    def space(self, constraints: Constraints, base: Resolved | None) -> Space:
+    def space(self, constraints: Constraints, base: Resolved | None, tried: Sequence[Strategy] = ()) -> Space:
         """The whole space, around a strategy if one is given."""
         context = self._context
         if base is not None and (against := constraints.violation(base.chosen)) is not None:
@@ -114,7 +116,7 @@ class _Explorer:
         )
         if baseline is not None and not divides_batch(baseline.plan, context.workload):
             baseline = None
-        candidates = self._writer.write_out(selected, rows, limit, baseline, constraints)
+        candidates = self._writer.write_out(selected, rows, limit, baseline, constraints, tried)
         fits = any(candidate.pruned is None for candidate in candidates)
         if not fits and constraints.excluded and base is None:
             candidates = self._with_hint(candidates, constraints, limit)

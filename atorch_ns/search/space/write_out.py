@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,8 +210,9 @@ class CandidateWriter:
         limit: Limits,
         baseline: Resolved | None,
         constraints: Constraints,
+        tried: Sequence[Strategy] = (),
     ) -> list[Candidate]:
-        """The selected rows as candidates, each of them once, the baseline among them."""
+        """The selected rows as candidates, each of them once, the baseline and what was tried before among them."""
         resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
         for row in (*selected.fitting, *selected.too_large):
             try:
@@ -224,6 +226,11 @@ class CandidateWriter:
             key = key_of(baseline.strategy.steps)
             if key not in resolved:
                 resolved[key] = (baseline, self._context.estimates([baseline])[0])
+        for strategy in tried:
+            with contextlib.suppress(StrategyError):  # of another version, or no longer allowed
+                one = self._context.resolve(strategy)
+                if key_of(one.strategy.steps) not in resolved and constraints.violation(one.chosen) is None:
+                    resolved[key_of(one.strategy.steps)] = (one, self._context.estimates([one])[0])
         twins = _twins({name: one for name, (one, _) in resolved.items()}, key)
         candidates = []
         for name, (one, estimated) in resolved.items():

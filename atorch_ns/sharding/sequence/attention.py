@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.collectives import all_gather, all_to_all
+from atorch_ns.sharding.collectives import Group, all_gather, all_to_all
 from atorch_ns.sharding.sequence.plan import SequenceLayout
 
 
@@ -199,7 +198,7 @@ def heads_divide(call: AttentionCall, ranks: int) -> bool:
     return call.query.dim() > 2 and call.num_heads % ranks == 0
 
 
-def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group) -> torch.Tensor:
     """Attention of this rank's queries [..., H, L, E] to the keys of all ranks; [..., H, L, E'].
 
     The mask is that of the whole sequence or of this rank's positions, in either dimension.
@@ -238,12 +237,12 @@ def _enough_heads(call: AttentionCall, ranks: int) -> tuple[torch.Tensor, torch.
     return key, value, key_heads * times < heads
 
 
-def _to_heads(x: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+def _to_heads(x: torch.Tensor, layout: SequenceLayout, group: Group) -> torch.Tensor:
     """All positions, in order and without padding, of this rank's heads."""
     return layout.in_order(all_to_all(x, _HEADS, _POSITIONS, group), _POSITIONS)
 
 
-def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: Group) -> torch.Tensor:
     """The mask for all queries and keys, from one that may cover this rank's positions only."""
     for dim in (-1, -2):
         if mask.dim() >= -dim and mask.size(dim) == layout.local and layout.local != layout.length:
@@ -251,7 +250,7 @@ def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGr
     return mask
 
 
-def own_rows(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+def own_rows(mask: torch.Tensor, layout: SequenceLayout, group: Group) -> torch.Tensor:
     """The mask for this rank's queries and all keys; its gradient is that of these rows."""
     if mask.dim() > 1 and mask.size(_POSITIONS) == layout.local and mask.size(-1) == layout.length:
         return mask
@@ -259,9 +258,7 @@ def own_rows(mask: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGrou
     return layout.select(mask, _POSITIONS) if mask.dim() > 1 and mask.size(_POSITIONS) > 1 else mask
 
 
-def _mask_of_heads(
-    mask: torch.Tensor, num_heads: int, layout: SequenceLayout, group: dist.ProcessGroup
-) -> torch.Tensor:
+def _mask_of_heads(mask: torch.Tensor, num_heads: int, layout: SequenceLayout, group: Group) -> torch.Tensor:
     """The mask for all queries and keys of this rank's heads."""
     if mask.dim() < 3 or mask.size(_HEADS) == 1:
         return whole_mask(mask, layout, group)

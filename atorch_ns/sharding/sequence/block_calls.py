@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.errors import InputError
+from atorch_ns.sharding.collectives import Group
 from atorch_ns.sharding.sequence.attention import (
     AttentionCall,
     multi_head_attention,
@@ -83,7 +83,7 @@ class DividedCalls(TorchFunctionMode):
         crossed: indices of the attention calls so far whose keys are not those of the sequence.
     """
 
-    def __init__(self, plan: BlockPlan, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: BlockPlan, layout: SequenceLayout, group: Group) -> None:
         super().__init__()
         self.crossed: set[int] = set()
         self._plan = plan

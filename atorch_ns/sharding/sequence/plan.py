@@ -15,11 +15,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.capture.nests import Path, leaves, map_leaves
-from atorch_ns.sharding.collectives import copy_to, gather_from, scale_gradient, scatter_to
+from atorch_ns.sharding.collectives import Group, copy_to, gather_from, scale_gradient, scatter_to
 
 _LEAST_LOCAL = 2
 """Code that takes a single query for a decoding step must not do so on a part."""
@@ -78,11 +77,11 @@ class SequenceLayout:
         """This rank's positions of a whole ``x``; gradients stay on this rank."""
         return x.index_select(dim, self.own.to(x.device))
 
-    def divide(self, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def divide(self, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         """This rank's positions of a whole ``x``; the gradient is that of the whole."""
         return scatter_to(self.by_rank(x, dim), dim, group)
 
-    def gather(self, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def gather(self, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         """The whole of a divided ``x``, for a computation that is the same on all ranks."""
         return self.in_order(gather_from(x, dim, group), dim)
 
@@ -147,7 +146,7 @@ class SequenceSettings:
             where they already do.
     """
 
-    group: dist.ProcessGroup
+    group: Group
     device: torch.device
     dim: int = 1
     kind: Literal["auto", "ulysses", "ring"] = "auto"
@@ -156,9 +155,7 @@ class SequenceSettings:
     restore_precision: Callable[[nn.Module], None] | None = None
 
 
-def divide_arguments(
-    arguments: Any, plan: BlockPlan, layout: SequenceLayout, group: dist.ProcessGroup
-) -> Any:
+def divide_arguments(arguments: Any, plan: BlockPlan, layout: SequenceLayout, group: Group) -> Any:
     """``(args, kwargs)`` with this rank's positions of the whole arguments that the plan divides.
 
     Trained arguments that stay whole get the sum of the gradients of all ranks.
@@ -176,7 +173,7 @@ def divide_arguments(
     return map_leaves(divide, arguments)
 
 
-def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: dist.ProcessGroup) -> Any:
+def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: Group) -> Any:
     """The results of a block, those gathered that are parts."""
 
     def gather(path: Path, leaf: Any) -> Any:

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from atorch_ns.errors import InputError
+from atorch_ns.sharding.collectives import Group, sent_on
 from atorch_ns.sharding.rank_context import isolated
 from atorch_ns.sharding.sequence.attention import AttentionCall, own_rows
 from atorch_ns.sharding.sequence.plan import SequenceLayout
@@ -217,7 +217,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
 
 
-def ring_attention(call: AttentionCall, layout: SequenceLayout, group: dist.ProcessGroup) -> torch.Tensor:
+def ring_attention(call: AttentionCall, layout: SequenceLayout, group: Group) -> torch.Tensor:
     """Attention of this rank's queries [..., H, L, E] to the keys of all ranks; [..., H, L, E'].
 
     The mask is that of the whole sequence or of this rank's positions, in either dimension.
@@ -257,7 +257,7 @@ class _Ring:
     """
 
     layout: SequenceLayout
-    group: dist.ProcessGroup
+    group: Group
     scale: float
     causal: bool
 
@@ -307,24 +307,12 @@ class _Ring:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         lengths = [tensor.numel() for tensor in tensors]
         for turn in range(size):
-            pending, following = ([], flat) if turn == size - 1 else self.send_on(flat)
+            pending, following = ([], flat) if turn == size - 1 else sent_on(flat, self.group)
             pieces = flat.split(lengths)
             yield (rank - turn) % size, tuple(p.view(t.shape) for p, t in zip(pieces, tensors, strict=True))
             for work in pending:
                 work.wait()
             flat = following
-
-    def send_on(self, flat: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
-        """Sends ``flat`` to the next rank; returns the works to wait for and the tensor that arrives from the previous one."""
-        size, rank = self.group.size(), self.group.rank()
-        arriving = torch.empty_like(flat)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, flat, group=self.group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, arriving, group=self.group, group_peer=(rank - 1) % size),
-            ]
-        )
-        return works, arriving
 
 
 class _RingAttention(torch.autograd.Function):
@@ -380,7 +368,7 @@ class _RingAttention(torch.autograd.Function):
                 of_value[..., columns, :] += _collect(found[2], groups)
                 if of_mask is not None and found[3] is not None:
                     ring.add_columns(of_mask, found[3], sender, rows)
-            works, arriving = ring.send_on(travelling)
+            works, arriving = sent_on(travelling, ring.group)
             for work in works:
                 work.wait()
             travelling = arriving

@@ -1,31 +1,31 @@
 """Self-test of sequence parallelism: finds the plan by which a block computes on parts what it computes whole.
 
 A plan is a guess: which arguments are the sequence's, which numbers are positions. Each candidate runs a small
-input on the real group, and its results and gradients are compared with those of the whole block. The first
-that gives the same is used; a block for which none does cannot be divided.
+input on simulated ranks in this process, and its results and gradients are compared with those of the whole block. The
+first that gives the same is used; a block for which none does cannot be divided.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from atorch_ns.capture.nests import Path, leaves, map_leaves, path_text
+from atorch_ns.capture.nests import Path, copied_state, leaves, map_leaves, path_text
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.cluster import agree
 from atorch_ns.errors import InputError
+from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
 from atorch_ns.sharding.compare import (
     gradient_floor,
     gradients_of,
     relative_error,
     weighted_sum,
-    worst_of_ranks,
 )
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
@@ -90,15 +90,19 @@ def find_block_plan(subject: Subject) -> tuple[BlockPlan, bool]:
     Raises:
         InputError: if there is none; the message says what was tried and what to change.
     """
-    return isolated(lambda: _try_all(subject), subject.settings.device)
+
+    def test() -> tuple[BlockPlan, bool]:
+        return isolated(lambda: _try_all(subject), subject.settings.device)
+
+    group = subject.settings.group
+    return agree(test, what=f"testing {subject.name} on parts of a sequence", distributed=True, group=group)
 
 
 def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
     whole, seen, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")
     for plan, zigzag in candidates(subject, seen, arguments, length):
-        layout = SequenceLayout(length, subject.settings.group.size(), subject.settings.group.rank(), zigzag)
-        error, found, why = _error_of(subject, plan, layout, arguments, whole)
+        error, found, why = _error_of(subject, plan, (length, zigzag), arguments, whole)
         if error <= _TOLERANCE:
             return found, zigzag
         if error < best[0] or not best[1]:
@@ -116,7 +120,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
             given = _for_one_run(arguments)
             with seen:
                 output = subject.block(*given[0], **given[1])
-            return _outcome(subject, output, arguments), seen, arguments, length
+            return _outcome(subject.block, output, arguments), seen, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
             failure = error if failure is None or squares else failure
     assert failure is not None  # there is a length to test
@@ -128,53 +132,67 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
 
 def _for_one_run(arguments: Any) -> Any:
     """The same tensors, and copies of all other arguments, so that a run does not read a cache that another wrote."""
-    return map_leaves(lambda _, leaf: leaf if _is_tensor(leaf) else unshared(leaf), arguments)
+    return map_leaves(lambda _, leaf: leaf if _is_tensor(leaf) else copied_state(leaf), arguments)
 
 
-def _outcome(subject: Subject, output: Any, arguments: Any) -> _Outcome:
+def _outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
     """The gradients of a weighted sum of the floating results."""
     floats = (leaf for _, leaf in leaves(output) if _is_trained(leaf) and leaf.is_floating_point())
-    total = weighted_sum(floats, seed=1)
-    if total is None:
+    loss = weighted_sum(floats, seed=1)
+    if loss is None:
         raise ValueError("the block returns no tensor that depends on its input")
     targets = {path_text(path): leaf for path, leaf in leaves(arguments) if _is_trained(leaf)}
-    weights_of = {name: p for name, p in subject.block.named_parameters() if p.requires_grad}
+    weights_of = {name: p for name, p in block.named_parameters() if p.requires_grad}
     named = {**{f"input {name}": leaf for name, leaf in targets.items()}, **weights_of}
-    found = map(local_part, gradients_of(total, list(named.values())))
+    found = map(local_part, gradients_of(loss, list(named.values())))
     detached = map_leaves(lambda _, leaf: leaf.detach() if _is_tensor(leaf) else leaf, output)
     return _Outcome(detached, dict(zip(named, found, strict=True)))
 
 
 def _error_of(
-    subject: Subject, plan: BlockPlan, layout: SequenceLayout, arguments: Any, whole: _Outcome
+    subject: Subject, plan: BlockPlan, sizes: tuple[int, bool], arguments: Any, whole: _Outcome
 ) -> tuple[float, BlockPlan, str]:
-    """The largest error of the block on parts, over all ranks, with the plan completed and the reason; collective."""
-    error, why = float("inf"), ""
+    """The largest error of the block on parts, over all ranks, with the plan completed and the reason."""
+    length, zigzag = sizes
+    settings = subject.settings
+
+    def run(group: SimulatedGroup) -> tuple[BlockPlan, _Outcome]:
+        layout = SequenceLayout(length, group.size(), group.rank(), zigzag)
+        block = copy_structure(subject.block, _own_buffers, {})  # which may hold what its code has noted
+        return _run_divided(block, plan, layout, _for_one_run(arguments), whole, group)
+
     try:
-        plan, outcome = _run_divided(subject, plan, layout, _for_one_run(arguments), whole)
-        error, why = _compare(whole, outcome)
+        ranks = simulate(settings.group.size(), run, settings.device)
     except Exception as failure:  # a wrong guess fails in whatever way the block's code does
-        why = f"it raises {error_text(failure)}"
-    (worst,) = worst_of_ranks([error], subject.settings.group, subject.settings.device)
-    return worst, plan, why
+        return float("inf"), plan, f"it raises {error_text(failure)}"
+    error, why = max((_compare(whole, outcome) for _, outcome in ranks), key=itemgetter(0))
+    return error, ranks[settings.group.rank()][0], why
+
+
+def _own_buffers(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if kind == "parameter" else tensor.clone()
 
 
 def _run_divided(
-    subject: Subject, plan: BlockPlan, layout: SequenceLayout, arguments: Any, whole: _Outcome
+    block: nn.Module,
+    plan: BlockPlan,
+    layout: SequenceLayout,
+    arguments: Any,
+    whole: _Outcome,
+    group: SimulatedGroup,
 ) -> tuple[BlockPlan, _Outcome]:
-    group = subject.settings.group
     args, kwargs = divide_arguments(arguments, plan, layout, group)
     with DividedCalls(plan, layout, group) as calls:
-        output = subject.block(*args, **kwargs)
+        output = block(*args, **kwargs)
     plan = replace(
         plan, crossed=frozenset(calls.crossed), outputs=_divided_outputs(output, whole.output, layout)
     )
-    outcome = _outcome(subject, gather_results(output, plan, layout, group), arguments)
-    for name, gradient in outcome.gradients.items():
-        if not name.startswith("input "):
-            dist.all_reduce(gradient, group=group)
-            gradient /= group.size()
-    return plan, outcome
+    outcome = _outcome(block, gather_results(output, plan, layout, group), arguments)
+    gradients = {
+        name: gradient if name.startswith("input ") else total(gradient, group) / group.size()
+        for name, gradient in outcome.gradients.items()
+    }
+    return plan, replace(outcome, gradients=gradients)
 
 
 def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Path, int]:
@@ -351,7 +369,7 @@ def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
 
     def make(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return unshared(leaf)
+            return copied_state(leaf)
         if path == hidden_path:
             shape = list(hidden.shape)
             shape[subject.settings.dim] = length
@@ -370,27 +388,3 @@ def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
         return small.float().requires_grad_(leaf.requires_grad)
 
     return map_leaves(make, subject.arguments)
-
-
-class _GraphsDropped(TorchFunctionMode):
-    """Copies tensors without their graph, where ``copy.deepcopy`` would refuse them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            memo[id(tensor)] = copied = tensor.detach().clone()
-            return copied
-        return func(*args, **(kwargs or {}))
-
-
-def unshared(value: Any) -> Any:
-    """A copy of an argument, so that the test does not write into the caller's cache."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    try:
-        with _GraphsDropped():
-            return copy.deepcopy(value)
-    except Exception:  # a class may refuse to be copied: then the test uses the object itself
-        return value

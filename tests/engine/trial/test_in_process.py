@@ -16,10 +16,10 @@ from atorch_ns.engine.trial.pickling import describe_unpicklable
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.search import StopRule
 from atorch_ns.testing.conformance import nothing_changes
-from atorch_ns.testing.faults import fault, inject
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import process_groups
+from tests.engine.faults import fault, inject
 from tests.engine.inputs import case_inputs
 from tests.engine.trials import DONE, task
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,3 +109,105 @@ def test_a_script_and_ctrl_c(started: Any) -> None:
     started.wait(40)
     assert "KeyboardInterrupt" in started.stderr.read()
     assert not [process for process in below if process.is_running()]
+
+
+EAGER = """
+import os, time
+import torch
+import torch.distributed as dist
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    PLACE = dist.get_rank()
+    dist.barrier()
+if os.environ.get("BLOCKED_IN", str(os.getpid())) != str(os.getpid()):
+    time.sleep(600)
+
+class Net(torch.nn.Linear):
+    pass
+"""
+
+IMPORTS_IT = """
+import os, sys
+from pathlib import Path
+if len(sys.argv) > 2:
+    os.environ["BLOCKED_IN"] = str(os.getpid())
+import eager
+import torch
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.trial.process import open_rendezvous
+from atorch_ns.engine.trial.worker import TrialWorker
+from atorch_ns.job import Inputs
+from atorch_ns.search import StopRule, TrialTask
+
+cluster = Cluster.detect()
+store, place = open_rendezvous(cluster)
+inputs = Inputs(
+    model=eager.Net(2, 1), optim_func=torch.optim.SGD, optim_args={"lr": 0.1}, dataset=[torch.ones(2)] * 8,
+    loss_func=lambda batch, output: output.mean(), dataloader_args={"batch_size": 4},
+)
+with TrialWorker(inputs, cluster, rendezvous=place, log_dir=Path(sys.argv[1])) as worker:
+    print(worker._process._process.pid, flush=True)
+    task = TrialTask(id=1, key="", steps=(("ddp", None),), rule=StopRule(max_steps=2), deadline_s=60)
+    report = worker.run(task, lambda: False)
+    print(report.status, report.reason, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def eager(tmp_path: Path) -> Any:
+    """Starts a script that imports a module which joins a process group when it is imported."""
+    (tmp_path / "eager.py").write_text(EAGER)
+    (tmp_path / "train.py").write_text(IMPORTS_IT)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "train.py", str(tmp_path / "logs"), *arguments]
+        started.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_module_may_join_a_process_group_when_it_is_imported(eager: Any) -> None:
+    process = eager()
+    output, errors = process.communicate(timeout=60)
+    assert output.split()[1:] == ["ok"], (output, errors)
+
+
+def test_a_helper_that_blocks_in_an_import_dies_with_its_parent(eager: Any) -> None:
+    process = eager("block")
+    helper = psutil.Process(int(process.stdout.readline()))
+    time.sleep(4)  # until it imports
+    process.kill()
+    process.wait(10)
+    limit = time.monotonic() + 5
+    while helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.testing.faults import Fault, fault
 from atorch_ns.testing.workers import run_ranks
+from tests.engine.faults import Fault, fault
 from tests.engine.trials import DONE, Ran, run_tasks, task
 
 HANG_S = 4.0

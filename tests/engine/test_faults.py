@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atorch_ns.errors import InputError
-from atorch_ns.testing.faults import (
+from tests.engine.faults import (
     Fault,
     InjectedFault,
     as_environment,
