@@ -16,7 +16,7 @@ from torch import nn
 
 from atorch_ns._version import __version__
 from atorch_ns.apply import apply_strategy, dry_run
-from atorch_ns.cluster import Cluster, agree, join_process_group, same_everywhere
+from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
 from atorch_ns.job.memory_use import fragmentation_advice
@@ -194,15 +194,14 @@ def _strategy(
         request.check(registry, cluster)
         return request.base, request.settings
 
-    given, settings = agree(read, what="checking the arguments", distributed=cluster.distributed)
+    given, settings = cluster.agree(read, what="checking the arguments")
     if not request.searches:
         assert given is not None
         return _resolved(inputs, cluster, registry, given), None
-    same_everywhere(
-        {"excluded": repr(request.excluded), "included": repr(request.included), **inputs.digest()},
-        distributed=cluster.distributed,
+    cluster.same_everywhere(
+        {"excluded": repr(request.excluded), "included": repr(request.included), **inputs.digest()}
     )
-    agree(lambda: request.engine, what="reading the engine's address", distributed=cluster.distributed)
+    cluster.agree(lambda: request.engine, what="reading the engine's address")
     # It loads gRPC, which a job with a given strategy does without.
     from atorch_ns.engine import find_strategy
 
@@ -215,13 +214,12 @@ def _strategy(
 
 def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: Strategy) -> Resolved:
     """Checks everything that can be checked without the other ranks, then compares with them."""
-    resolved = agree(
+    resolved = cluster.agree(
         lambda: resolve(strategy, cluster, registry, profile=Profile.of(inputs.model)),
         what="checking the strategy",
-        distributed=cluster.distributed,
     )
     text = canonical_text([[step.name, step.config] for step in resolved.strategy])
-    same_everywhere({"strategy": text, **inputs.digest()}, distributed=cluster.distributed)
+    cluster.same_everywhere({"strategy": text, **inputs.digest()})
     return resolved
 
 
@@ -263,7 +261,7 @@ def _save(
         if path is not None and cluster.rank == 0:
             strategy.save(path)
 
-    agree(write, what="saving the strategy", distributed=cluster.distributed)
+    cluster.agree(write, what="saving the strategy")
     return strategy
 
 

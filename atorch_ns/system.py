@@ -78,7 +78,9 @@ def parent_tie(parent: int | None = None) -> Callable[[], None]:
     def tie() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the call
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:  # it ended before the call
             os._exit(1)
 
     return tie

@@ -132,9 +132,8 @@ class _Unreached:
 
     def text(self) -> str:
         """What is known by now, for the report."""
-        if not self._seen:
-            return ""
-        return f"parameters that some step has not used, and whose gradients are none then: {first_few(list(self._seen))}"
+        what = "parameters that some step has not used, and whose gradients are none then: "
+        return what + first_few(list(self._seen)) if self._seen else ""
 
     def _watch(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and model.require_backward_grad_sync:

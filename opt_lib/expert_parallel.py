@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from pydantic import Field
 from torch import nn
 
-from atorch_ns.cluster import Cluster, agree
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job, is_on_meta
 from atorch_ns.method import Conflict, Method, MethodConfig, ModuleSelectors, Phase
@@ -89,8 +89,8 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         if degree == 1:
             job.explain(self.name, "the mesh has no expert axis larger than 1, so experts stay whole")
             return
-        found, unfit = _agreed(job, "finding experts", lambda: _find(job, config))
-        _agreed(job, "trying experts on a small input", lambda: _try(job, found))
+        found, unfit = job.cluster.agree(lambda: _find(job, config), what="finding experts")
+        job.cluster.agree(lambda: _try(job, found), what="trying experts on a small input")
         for experts in found:
             _divide(job, experts)
         job.parts.experts = tuple(one.module for one in found if isinstance(one, FoundExperts))
@@ -190,7 +190,3 @@ def _place(job: Job, experts: Experts) -> bool:
     job.materialiser().materialise([layer])
     layer.to(job.device)
     return equal
-
-
-def _agreed(job: Job, what: str, action: Any) -> Any:
-    return agree(action, what=what, distributed=job.cluster.distributed)

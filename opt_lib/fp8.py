@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import final
 
-from atorch_ns.cluster import Cluster, agree
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Conflict, Method, Phase
@@ -107,11 +107,7 @@ class Fp8(Method[Fp8Config]):
 
     def apply(self, job: Job, config: Fp8Config) -> None:
         """Replaces the linears; collective, so that no rank goes on where another cannot."""
-        agree(
-            lambda: self._replace(job, config),
-            what="replacing linears by fp8",
-            distributed=job.cluster.distributed,
-        )
+        job.cluster.agree(lambda: self._replace(job, config), what="replacing linears by fp8")
 
     def _replace(self, job: Job, config: Fp8Config) -> None:
         backend = choose(config, job.cluster, job.plan)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from pydantic import Field, JsonValue, model_validator
 from torch import nn
 
-from atorch_ns.cluster import Cluster, same_everywhere
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Method, MethodConfig, Phase
@@ -189,7 +189,7 @@ def _unmet(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
     if dist.is_initialized() and any(each.requirements.package for each in chosen):
         # A package may be broken on one node: then ranks would run different kernels.
         usable = "; ".join(f"{name}: {reason or 'usable'}" for name, reason in unmet.items())
-        same_everywhere({"what module_replace can use": usable}, distributed=job.cluster.distributed)
+        job.cluster.same_everywhere({"what module_replace can use": usable})
     return unmet
 
 

@@ -43,7 +43,6 @@ class PipelineParallel(Method[PipelineParallelConfig]):
                 "stages_per_rank": config.stages_per_rank or 0,
                 "split_method": "custom" if custom else config.split_method,
                 "split_points": config.split_points,
-                "partition": config.custom_partition,
             },
         )
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.blocks import NamedModule
-from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, Problem
 from atorch_ns.job import Job
@@ -88,9 +88,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             job.explain(self.name, "nothing is divided: parallel_mode has no axis sequence")
             return
         group = job.mesh.axis("sequence").get_group()
-        runs = agree(
-            lambda: block_runs(job, config.blocks), what="finding blocks to divide", distributed=True
-        )
+        runs = job.cluster.agree(lambda: block_runs(job, config.blocks), what="finding blocks to divide")
         broadcast_from_first(job, (*job.module.parameters(), *job.module.buffers()), group=group)
         settings = SequenceSettings(
             group=group,
@@ -120,7 +118,7 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) ->
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:
         return f"the model is not on {job.device.type} yet"
-    sample, why = from_first(_sample(job) if dist.get_rank() == 0 else None, distributed=True)
+    sample, why = job.cluster.from_first(_sample(job) if dist.get_rank() == 0 else None)
     if why:
         return why
     try:

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
-from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
@@ -78,10 +78,8 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
         batch = _sampled(job)
-        graph = agree(
-            lambda: _traced(job, model, batch, group.size, chains=config.sequence),
-            what="tracing the layers",
-            distributed=True,
+        graph = job.cluster.agree(
+            lambda: _traced(job, model, batch, group.size, chains=config.sequence), what="tracing the layers"
         )
         chosen = choose_plan(
             model,
@@ -142,8 +140,8 @@ def _sampled(job: Job) -> Any:
     Raises:
         InputError: if there is none.
     """
-    sampled = agree(lambda: sample_batch(job.inputs), what="taking a sample batch", distributed=True)
-    batch = from_first(sampled, distributed=True)
+    sampled = job.cluster.agree(lambda: sample_batch(job.inputs), what="taking a sample batch")
+    batch = job.cluster.from_first(sampled)
     if batch is None:
         raise InputError(
             "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "

@@ -31,10 +31,10 @@ from atorch_ns.testing.parity import (
     assert_parity,
     assert_ranks_agree,
     compare,
-    plain_loop_step,
     reference_run,
 )
 from atorch_ns.testing.workers import catch_ranks, run_ranks
+from tests.opt_lib.scenarios import plain_loop_step
 from tests.warm import COLD_PYTHON
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out.*")

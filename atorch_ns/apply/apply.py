@@ -6,7 +6,7 @@ import torch
 
 from atorch_ns.apply.build import build
 from atorch_ns.capture.random_states import random_states_kept
-from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import Job
@@ -56,13 +56,9 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
 
 
 def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
-    seed = from_first(
-        torch.initial_seed(), distributed=cluster.distributed
-    )  # for values that all ranks draw alike
-    job = agree(
-        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed),
-        what="grouping the parameters",
-        distributed=cluster.distributed,
+    seed = cluster.from_first(torch.initial_seed())  # for values that all ranks draw alike
+    job = cluster.agree(
+        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed), what="grouping the parameters"
     )
     for chosen in resolved.chosen:
         if chosen.method.phase is Phase.CUT:
@@ -74,6 +70,4 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
             raise
     if job.optimizer.take_over is not None:  # such a backend communicates while it builds
         return build(job, resolved)
-    return agree(
-        lambda: build(job, resolved), what="building optimizer and data", distributed=cluster.distributed
-    )
+    return cluster.agree(lambda: build(job, resolved), what="building optimizer and data")

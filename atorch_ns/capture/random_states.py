@@ -85,30 +85,27 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 _FLAG = "use_cache"
 
 
-def turn_off_caches(model: nn.Module) -> tuple[list[str], list[RemovableHandle]]:
+def turn_off_caches(model: nn.Module) -> list[RemovableHandle]:
     """Has modules whose config sets ``use_cache`` run without a cache wherever gradients are computed.
 
     Their configs stay as they are, for evaluation and generation, and so does what a caller passes for ``use_cache``.
-
-    Returns:
-        The paths of the modules, outermost first, and the handles of their hooks.
+    Returned are the handles of their hooks.
     """
-    paths, handles = [], []
-    for path, module in model.named_modules():
+    handles = []
+    for module in model.modules():
         if getattr(getattr(module, "config", None), _FLAG, None) is not True:
             continue
         names = list(inspect.signature(module.forward).parameters)
         if _FLAG in names:
             hook = partial(_without_cache, names.index(_FLAG))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-            paths.append(path)
-    return paths, handles
+    return handles
 
 
 @contextmanager
 def caches_off(model: nn.Module) -> Iterator[None]:
     """:func:`turn_off_caches` inside the block, for copies of the model that are made there too."""
-    _, handles = turn_off_caches(model)
+    handles = turn_off_caches(model)
     try:
         yield
     finally:

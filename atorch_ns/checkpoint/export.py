@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.checkpoint.contents import held_by_stages, states_of, tensor_records
 from atorch_ns.checkpoint.manifest import TensorRecord
-from atorch_ns.cluster import on_first
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job, Result, local_part, on_all_stages
 from atorch_ns.text import first_few
@@ -124,16 +123,12 @@ def import_state_dict(
     targets = {**weights, **persistent_buffers(job.module)}
     records = held_by_stages(job, targets)
     aliases = {name: (name, *job.original.tied.get(name, ())) for name in records}
-    rank, distributed = job.cluster.rank, job.cluster.distributed
-    keys, unmatched = on_first(
-        lambda: _match(state_dict, records, aliases, strict=strict),
-        what="comparing the names",
-        rank=rank,
-        distributed=distributed,
+    keys, unmatched = job.cluster.on_first(
+        lambda: _match(state_dict, records, aliases, strict=strict), what="comparing the names"
     )
     for name, key in keys.items():
-        source = state_dict[key] if rank == 0 else None
-        _fill(targets.get(name), records[name], source, job.device, distributed=distributed)
+        source = state_dict[key] if job.cluster.rank == 0 else None
+        _fill(targets.get(name), records[name], source, job.device, distributed=job.cluster.distributed)
     states.set_weights(weights)
     return unmatched
 

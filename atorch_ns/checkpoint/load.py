@@ -15,7 +15,7 @@ from atorch_ns.checkpoint.files import alternative, check_files, share_of
 from atorch_ns.checkpoint.folder import DamagedError, find, latest
 from atorch_ns.checkpoint.save import lane_of
 from atorch_ns.checkpoint.source import Source
-from atorch_ns.cluster import Cluster, agree, gathered, on_first
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 from atorch_ns.text import error_text
@@ -57,15 +57,13 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         with _alternative_named(given):
             return find(given)
 
-    folder = on_first(
-        find_folder, what="finding the checkpoint", rank=cluster.rank, distributed=cluster.distributed
-    )
+    folder = cluster.on_first(find_folder, what="finding the checkpoint")
 
     def open_source() -> Source:
         with _alternative_named(folder):
             return Source.open(folder, result, data_position=data_position)
 
-    source = agree(open_source, what="checking the checkpoint", distributed=cluster.distributed)
+    source = cluster.agree(open_source, what="checking the checkpoint")
     _check_content(source, cluster)
     try:
         source.read(distributed=cluster.distributed)
@@ -105,13 +103,13 @@ def _check_content(source: Source, cluster: Cluster) -> None:
     if records is None:
         return
     sizes = {name: records[name].size for name in source.files if name in records}
-    share = share_of(cluster.rank, gathered((platform.node(), sizes), distributed=cluster.distributed))
+    share = share_of(cluster.rank, cluster.gathered((platform.node(), sizes)))
 
     def check() -> None:
         with _alternative_named(source.folder):
             check_files(source.folder, records, share)
 
-    agree(check, what="checking the content of the checkpoint", distributed=cluster.distributed)
+    cluster.agree(check, what="checking the content of the checkpoint")
 
 
 def resume(path: str | PathLike[str], result: Result, *, data_position: bool = True) -> dict[str, Any] | None:
@@ -137,9 +135,7 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
         _check_folder(Path(path))
         return latest(path)
 
-    folder = on_first(
-        find_latest, what="looking for a checkpoint", rank=cluster.rank, distributed=cluster.distributed
-    )
+    folder = cluster.on_first(find_latest, what="looking for a checkpoint")
     return load(folder, result, data_position=data_position) if folder else None
 
 

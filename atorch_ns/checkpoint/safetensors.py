@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.checkpoint.export import Unmatched, import_state_dict, whole_tensors
 from atorch_ns.checkpoint.folder import write_json
-from atorch_ns.cluster import agree, on_first
 from atorch_ns.errors import CheckpointError, MissingPackageError
 from atorch_ns.job import Result
 
@@ -44,10 +43,7 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
         CheckpointError: if the folder cannot be written.
     """
     place, job = Path(folder), result.job
-    rank, distributed = job.cluster.rank, job.cluster.distributed
-    library = agree(
-        lambda: _library("safetensors.torch"), what="importing safetensors", distributed=distributed
-    )
+    library = job.cluster.agree(lambda: _library("safetensors.torch"), what="importing safetensors")
     tensors = whole_tensors(result)
 
     def write() -> None:
@@ -58,7 +54,7 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
         except OSError as error:
             raise CheckpointError(f"cannot write weights to {place}: {error}") from error
 
-    on_first(write, what="writing the weights", rank=rank, distributed=distributed)
+    job.cluster.on_first(write, what="writing the weights")
     return place
 
 
@@ -84,7 +80,7 @@ def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool
     def open_files() -> Mapping[str, torch.Tensor]:
         return _Files(_library("safetensors"), Path(folder)) if cluster.rank == 0 else {}
 
-    files = agree(open_files, what="opening the weights", distributed=cluster.distributed)
+    files = cluster.agree(open_files, what="opening the weights")
     return import_state_dict(result, files, strict)
 
 

@@ -15,7 +15,6 @@ from atorch_ns.checkpoint.contents import Contents, read_contents, with_all_rank
 from atorch_ns.checkpoint.files import record_files
 from atorch_ns.checkpoint.manifest import FileRecord, plain_json
 from atorch_ns.checkpoint.tensors import write_tensors
-from atorch_ns.cluster import agree, gathered, on_first
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job, Result
 from atorch_ns.strategy import JSON
@@ -141,9 +140,7 @@ def save(
     lane = lane_of(job)
     lane.wait()
     number = result.train_step.num_steps if step is None else step
-    part = agree(
-        lambda: _read(result, number, extra), what="reading the states", distributed=job.cluster.distributed
-    )
+    part = job.cluster.agree(lambda: _read(result, number, extra), what="reading the states")
     contents = with_all_ranks(part, job)
     parent = Path(path).absolute()
     folder = _open(parent, number, job)
@@ -164,7 +161,7 @@ def _read(result: Result, step: int, extra: Mapping[str, JSON] | None) -> Conten
 
 def _open(parent: Path, step: int, job: Job) -> Path:
     """A new folder to write into, which all ranks see; collective."""
-    rank, distributed = job.cluster.rank, job.cluster.distributed
+    cluster, what = job.cluster, "opening the checkpoint"
 
     def make() -> Path:
         try:
@@ -176,20 +173,17 @@ def _open(parent: Path, step: int, job: Job) -> Path:
     def check() -> Path:
         if not made.is_dir():
             raise CheckpointError(
-                f"rank 0 has made {made}, which is not there for rank {rank}. Save to a folder that all ranks share."
+                f"rank 0 has made {made}, which is not there for rank {cluster.rank}. Save to a folder that all ranks share."
             )
         return made
 
-    what = "opening the checkpoint"
-    made = on_first(make, what=what, rank=rank, distributed=distributed)
-    return agree(check, what=what, distributed=distributed)
+    made = cluster.on_first(make, what=what)
+    return cluster.agree(check, what=what)
 
 
 def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:
     """Fills ``folder`` and makes it the latest checkpoint; collective over ``group``."""
-    distributed = job.cluster.distributed
-    write_tensors(contents.tensors, folder, distributed=distributed, group=group)
-
+    write_tensors(contents.tensors, folder, distributed=job.cluster.distributed, group=group)
     files = _record(folder, job, group)
 
     def complete() -> None:
@@ -201,17 +195,14 @@ def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup 
         except OSError as error:
             raise CheckpointError(f"cannot complete the checkpoint in {folder.parent}: {error}") from error
 
-    agree(complete, what="completing the checkpoint", distributed=distributed, group=group)
+    job.cluster.agree(complete, what="completing the checkpoint", group=group)
 
 
 def _record(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Sizes and digests of what all ranks have written, each of its own files; collective over ``group``."""
     cluster = job.cluster
-    own = agree(
-        lambda: record_files(folder, cluster.rank),
-        what="reading what was written",
-        distributed=cluster.distributed,
-        group=group,
+    own = cluster.agree(
+        lambda: record_files(folder, cluster.rank), what="reading what was written", group=group
     )
-    written = gathered(own, distributed=cluster.distributed, group=group)
+    written = cluster.gathered(own, group=group)
     return {name: record for files in written for name, record in files.items()}

@@ -63,12 +63,12 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
         KeyboardInterrupt: if Ctrl-C ended the search before anything was measured.
     """
     from atorch_ns.api import auto_accelerate
-    from atorch_ns.cluster import Cluster, agree, join_process_group
+    from atorch_ns.cluster import Cluster, join_process_group
     from atorch_ns.job.sampling import num_samples
 
     cluster = Cluster.detect()
     join_process_group(cluster)
-    job = agree(lambda: named_job(request), what="building the model", distributed=cluster.distributed)
+    job = cluster.agree(lambda: named_job(request), what="building the model")
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # Ctrl-C ends the search from now on, not the rank
@@ -108,17 +108,15 @@ def _constraints(given: list[Any]) -> list[Any] | None:
 
 def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     """Compares the strategy with one process; collective."""
-    from atorch_ns.cluster import Cluster, agree, join_process_group
+    from atorch_ns.cluster import Cluster, join_process_group
     from atorch_ns.job import Inputs
     from atorch_ns.method import load_registry
     from atorch_ns.verify import verify
 
     cluster = Cluster.detect()
     join_process_group(cluster)
-    inputs, strategy = agree(
-        lambda: (Inputs(**named_job(request)), read_strategy(request["strategy"])),
-        what="building the model",
-        distributed=cluster.distributed,
+    inputs, strategy = cluster.agree(
+        lambda: (Inputs(**named_job(request)), read_strategy(request["strategy"])), what="building the model"
     )
     found = verify(inputs, cluster, strategy, load_registry(), num_steps=request["steps"])
     return found.as_json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atorch_ns.cluster.agreement import agree, from_first, gathered, on_first, same_everywhere
+from atorch_ns.cluster.agreement import agree, from_first, gathered, same_everywhere
 from atorch_ns.cluster.calibrate import calibrate
 from atorch_ns.cluster.cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
 from atorch_ns.cluster.devices import DEVICES
@@ -40,7 +40,6 @@ __all__ = [
     "join_process_group",
     "layout",
     "mesh_ranks",
-    "on_first",
     "same_everywhere",
 ]
 

@@ -96,22 +96,6 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
     return cast("T", values[0])
 
 
-def on_first(action: Callable[[], T], *, what: str, rank: int, distributed: bool) -> T:
-    """What ``action`` returns on rank 0, on every rank; all ranks fail if it does. Collective.
-
-    Args:
-        action: the work of rank 0; its value must be picklable.
-        what: name of the action, for the message.
-        rank: this rank.
-        distributed: whether there is a process group.
-
-    Raises:
-        RankError: on the other ranks, if it failed on rank 0.
-    """
-    value = agree(lambda: action() if rank == 0 else None, what=what, distributed=distributed)
-    return from_first(value, distributed=distributed)
-
-
 def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = None) -> list[T]:
     """The values of all ranks of a group, by rank; collective. They must pickle."""
     if not distributed:

@@ -6,14 +6,20 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from atorch_ns.cluster import agreement
 from atorch_ns.cluster.devices import DEVICES, device_named
 from atorch_ns.cluster.hardware import LINKS, Device, Figure, Hardware, Link, Rate
 from atorch_ns.errors import BackendError, InputError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
 
 CPU_FIGURES: Final = {
     "flops_per_s.float32": Figure(
@@ -186,6 +192,26 @@ class Cluster:
             torch=torch.__version__,
             **_device_facts(local_rank),
         )
+
+    def agree(self, action: Callable[[], T], *, what: str, group: dist.ProcessGroup | None = None) -> T:
+        """:func:`~atorch_ns.cluster.agree` over all ranks, or over those of a group."""
+        return agreement.agree(action, what=what, distributed=self.distributed, group=group)
+
+    def on_first(self, action: Callable[[], T], *, what: str) -> T:
+        """What ``action``, the work of rank 0, returns, on every rank; all ranks fail if it does. Collective."""
+        return self.from_first(self.agree(lambda: action() if self.rank == 0 else None, what=what))
+
+    def from_first(self, value: T | None) -> T:
+        """:func:`~atorch_ns.cluster.from_first` over all ranks."""
+        return agreement.from_first(value, distributed=self.distributed)
+
+    def gathered(self, value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+        """:func:`~atorch_ns.cluster.gathered` over all ranks, or over those of a group."""
+        return agreement.gathered(value, distributed=self.distributed, group=group)
+
+    def same_everywhere(self, values: Mapping[str, str]) -> None:
+        """:func:`~atorch_ns.cluster.same_everywhere` over all ranks."""
+        agreement.same_everywhere(values, distributed=self.distributed)
 
     def with_hardware(self) -> Cluster:
         """The same with figures for its devices and links, from the table; those it has are kept.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from atorch_ns.cluster import Cluster, agree, calibrate, from_first, gathered
+from atorch_ns.cluster import Cluster, calibrate
 from atorch_ns.engine.calibration import Calibration
 from atorch_ns.engine.problem import build_problem
 from atorch_ns.engine.request import SearchRequest
@@ -29,8 +28,6 @@ from atorch_ns.method import Registry
 from atorch_ns.search import Note, SearchOutcome
 from atorch_ns.text import first_few
 
-T = TypeVar("T")
-
 _CALIBRATION_S = 4.0
 
 
@@ -47,8 +44,7 @@ def find_strategy(
         SearchError: if no candidate could be run; it carries the outcome.
         RankError: if a rank failed or vanished.
     """
-    sample = _on_all(
-        cluster,
+    sample = cluster.agree(
         lambda: sample_inputs(
             inputs,
             num_data_ranks=cluster.world_size,
@@ -72,7 +68,7 @@ def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster
     group = dist.group.WORLD if cluster.distributed else None
     hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
     if (path := request.search_calibration) is not None:
-        learned = _on_all(cluster, lambda: Calibration.load(path), what="reading the calibration")
+        learned = cluster.agree(lambda: Calibration.load(path), what="reading the calibration")
         hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
     return replace(known, hardware=hardware)
 
@@ -86,12 +82,11 @@ def _search(
 ) -> SearchOutcome:
     rendezvous = _rendezvous(stack, cluster)
     carried = registry.carried()
-    obstacles = gathered(describe_unpicklable(sample.inputs, carried), distributed=cluster.distributed)
+    obstacles = cluster.gathered(describe_unpicklable(sample.inputs, carried))
     obstacle = next(filter(None, obstacles), None)
     logs = _logs(stack, cluster, request)
     # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
-    worker = _on_all(
-        cluster,
+    worker = cluster.agree(
         lambda: make_worker(
             stack,
             sample.inputs,
@@ -104,17 +99,18 @@ def _search(
         ),
         what="starting the trial workers",
     )
-    problem = _on_first(
-        cluster, lambda: build_problem(sample, cluster, registry, request), what="profiling the model"
+    first = cluster.rank == 0
+    problem = cluster.agree(
+        lambda: build_problem(sample, cluster, registry, request) if first else None,
+        what="profiling the model",
     )
-    meeting = _on_first(
-        cluster,
+    meeting = cluster.agree(
         lambda: Meeting(cluster, request, problem) if problem is not None else None,
         what="opening the coordinator",
     )
     if meeting is not None:
         stack.callback(meeting.close)
-    address = from_first(None if meeting is None else meeting.address, distributed=cluster.distributed)
+    address = cluster.from_first(None if meeting is None else meeting.address)
     if meeting is not None and not address.address:
         client = meeting.client()
     else:
@@ -123,7 +119,7 @@ def _search(
     if meeting is not None and problem is not None:
         meeting.conclude()
         outcome = replace(outcome, checks=(*outcome.checks, *problem.checks(outcome)))
-    found: SearchOutcome = from_first(outcome, distributed=cluster.distributed)
+    found: SearchOutcome = cluster.from_first(outcome)
     return found
 
 
@@ -153,29 +149,23 @@ def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | N
     """The address of the store at which the ranks of a trial meet; it lives as long as ``stack``."""
     if not cluster.distributed:
         return None
-    opened = _on_first(cluster, lambda: open_rendezvous(cluster), what="opening the store of the trials")
+    opened = cluster.agree(
+        lambda: open_rendezvous(cluster) if cluster.rank == 0 else None,
+        what="opening the store of the trials",
+    )
     stack.callback(lambda: opened)
-    address: Rendezvous = from_first(None if opened is None else opened[1], distributed=cluster.distributed)
+    address: Rendezvous = cluster.from_first(None if opened is None else opened[1])
     return address
 
 
 def _logs(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest) -> Path:
     """The folder for the logs of trials that fail, one for all ranks of a machine; it ends with ``stack`` if empty."""
-    made = _on_first(cluster, lambda: new_log_folder(request.log_dir), what="making a folder for logs")
-    shared, problem = from_first(made, distributed=cluster.distributed)
+    shared, problem = cluster.on_first(
+        lambda: new_log_folder(request.log_dir), what="making a folder for logs"
+    )
     if problem and cluster.rank == 0:
         request.observer(Note(problem))
-    return _on_all(cluster, lambda: stack.enter_context(log_folder(shared)), what="making a folder for logs")
-
-
-def _on_all(cluster: Cluster, action: Callable[[], T], *, what: str) -> T:
-    """Runs ``action`` on every rank; the failure of one is raised on all of them."""
-    return agree(action, what=what, distributed=cluster.distributed)
-
-
-def _on_first(cluster: Cluster, action: Callable[[], T], *, what: str) -> T | None:
-    """Runs ``action`` on rank 0 while the others wait; a failure is raised on all of them."""
-    return _on_all(cluster, lambda: action() if cluster.rank == 0 else None, what=what)
+    return cluster.agree(lambda: stack.enter_context(log_folder(shared)), what="making a folder for logs")
 
 
 def _why_nothing(outcome: SearchOutcome) -> str:

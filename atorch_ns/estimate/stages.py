@@ -14,7 +14,6 @@ from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes
 from atorch_ns.pipeline import (
     ScheduleInfo,
     actions,
-    custom_cuts,
     get_schedule,
     live_bytes,
     partition,
@@ -176,10 +175,6 @@ def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_st
         cuts = tuple(paths.index(point) for point in pipeline.split_points if point in paths)
         if len(cuts) == num_stages - 1:
             return cuts
-    if pipeline.partition[:1] == (0,) and pipeline.partition[-1] == len(
-        owner
-    ):  # the pieces are those that are cut
-        return custom_cuts(pipeline.partition, len(owner), num_stages)
     if pipeline.split_method == "uniform":
         return uniform_cuts(len(owner), num_stages)
     if pipeline.split_method == "uniform_floor":

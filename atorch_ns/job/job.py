@@ -164,13 +164,11 @@ class Job:
             seed=seed,
             step=StepOptions(num_micro_batches=inputs.gradient_accumulation_steps),
         )
-        uncached, _ = turn_off_caches(inputs.model)
-        if uncached:
-            where = ".".join(filter(None, (uncached[0], "config.use_cache")))
+        if turn_off_caches(inputs.model):
             job.explain(
                 MODEL,
-                f"forward passes with gradients run without the cache that {where}=True asks for, since nothing in "
-                "training reads it; the config is as it was, for evaluation and generation.",
+                "forward passes with gradients run without the cache that config.use_cache=True asks for, since nothing "
+                "in training reads it; the config is as it was, for evaluation and generation.",
             )
         return job
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from atorch_ns.capture.random_states import random_states_kept
-from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StepError
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry
@@ -105,7 +105,7 @@ def probe(
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
         own = _probe(inputs, cluster, strategy, registry, max_blocks, num_samples)
-        found = from_first(own, distributed=cluster.distributed)
+        found = cluster.from_first(own)
     return replace(found, seconds=time.perf_counter() - begin)
 
 
@@ -140,7 +140,7 @@ def _probe(
         )
 
     try:
-        run = agree(act, what="the numerics probe", distributed=cluster.distributed)
+        run = cluster.agree(act, what="the numerics probe")
     except StepError as error:  # no step with finite gradients
         return ProbeResult(passed=False, reason=str(error))
     except Exception as error:

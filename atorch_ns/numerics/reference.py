@@ -1,4 +1,4 @@
-"""Reference: the training of one process with plain torch and SGD, and the deviation of another run from it."""
+"""Reference: the training of one process with plain torch and SGD; the parity measure, by which another run deviates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from atorch_ns.data import default_prepare_input, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import forward_loss
-from atorch_ns.numerics.measure import finite, update_errors
 from atorch_ns.sharding.compare import largest
 
+UPDATE_FLOOR = 1e-3
+"""Parameters that move less than this share of the largest update are held to that instead: their gradient
+is zero but for rounding, and the quotient would measure noise."""
 MOMENTUM = 0.9
 LARGEST_STEP = 0.3
 """The learning rate lets the parameter that moves most move by this share of its largest value."""
@@ -248,3 +250,47 @@ def _learning_rate(parameters: Iterable[torch.Tensor]) -> float:
 
 def _snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+
+
+def largest_update(initial: Mapping[str, torch.Tensor], final: Mapping[str, torch.Tensor]) -> float:
+    """The largest absolute change of any element of any parameter."""
+    return max((distance(value, initial[name]) for name, value in final.items()), default=0.0)
+
+
+def update_errors(
+    initial: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    *,
+    roundings: float = 0.0,
+) -> dict[str, float]:
+    """``max|found - expected| / max|expected - initial|`` of every parameter that both runs have.
+
+    Args:
+        initial, expected: the reference's parameters before and after training.
+        found: the other run's after training.
+        roundings: units in the last place of a weight that are taken off its error first.
+    """
+    floor = UPDATE_FLOOR * largest_update(initial, expected)
+    errors = {}
+    for name, value in expected.items():
+        if name not in found:
+            continue
+        eps = torch.finfo(found[name].dtype).eps if found[name].is_floating_point() else 0.0
+        beyond = max(0.0, distance(found[name], value) - roundings * eps * largest(value))
+        errors[name] = beyond / max(distance(value, initial[name]), floor) if beyond else 0.0
+    return errors
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest absolute difference; infinite when shapes differ or a number is not finite."""
+    if one.shape != other.shape:
+        return math.inf
+    if one.numel() == 0:
+        return 0.0
+    return finite(float((one.double() - other.double()).abs().max()))
+
+
+def finite(value: float) -> float:
+    """The value, or infinity in the place of NaN."""
+    return value if math.isfinite(value) else math.inf

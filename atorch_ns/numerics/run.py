@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.checkpoint.export import whole_tensors
-from atorch_ns.cluster import Cluster, gathered
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StepError
 from atorch_ns.job import Inputs, Result
 from atorch_ns.method import Resolved
@@ -131,7 +131,7 @@ def _undivided_weights(result: Result) -> dict[str, torch.Tensor]:
 def _differing(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
     """Names of weights whose bits differ among the ranks that have them; collective."""
     own = {name: bit_sum(weight) for name, weight in weights.items()}
-    of_ranks = gathered(own, distributed=cluster.distributed)
+    of_ranks = cluster.gathered(own)
     names = dict.fromkeys(name for sums in of_ranks for name in sums)
     return tuple(name for name in names if len({sums[name] for sums in of_ranks if name in sums}) > 1)
 

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import Container, copy_structure, truncate
-from atorch_ns.cluster import Cluster, agree, from_first
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Materialiser
 from atorch_ns.method import Registry, Resolved, resolve
@@ -186,13 +186,13 @@ def prepare(
     """
 
     def agreed(action: Callable[[], T]) -> T:
-        return agree(action, what="preparing the numerics probe", distributed=cluster.distributed)
+        return cluster.agree(action, what="preparing the numerics probe")
 
     small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
     resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
     batches, reference, noise = agreed(lambda: _reference(small, cluster, resolved, num_samples))
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training)
-    batches, learning_rate, training = from_first(on_first, distributed=cluster.distributed)
+    batches, learning_rate, training = cluster.from_first(on_first)
     return Prepared(
         inputs=small,
         resolved=resolved,

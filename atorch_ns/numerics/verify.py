@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from atorch_ns.capture.random_states import random_states_kept
-from atorch_ns.cluster import Cluster, agree, from_first, same_everywhere
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, InputError, RankError
 from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import join_batches, num_samples, sample_inputs
@@ -145,20 +145,16 @@ def verify(
 def _verify(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
 ) -> Verification:
-    own, resolved = agree(
-        lambda: _prepared(inputs, cluster, strategy, registry, num_steps),
-        what="preparing the comparison",
-        distributed=cluster.distributed,
+    own, resolved = cluster.agree(
+        lambda: _prepared(inputs, cluster, strategy, registry, num_steps), what="preparing the comparison"
     )
-    same_everywhere({"the model's values": _digest(own)}, distributed=cluster.distributed)
-    batches, truth = agree(
+    cluster.same_everywhere({"the model's values": _digest(own)})
+    batches, truth = cluster.agree(
         lambda: _explained_truth(own, cluster, resolved, num_steps) if cluster.rank == 0 else ([], None),
         what="training in one process",
-        distributed=cluster.distributed,
     )
-    batches, rate, training = from_first(
-        (batches, truth.last.learning_rate, truth.last.training) if truth else None,
-        distributed=cluster.distributed,
+    batches, rate, training = cluster.from_first(
+        (batches, truth.last.learning_rate, truth.last.training) if truth else None
     )
     with explained_errors(
         f"training under {resolved.strategy} on {cluster.world_size} rank(s)",
@@ -176,7 +172,7 @@ def _verify(
             everywhere=True,
         )
     found = _compare(truth, run, cluster, resolved) if truth is not None else None
-    return from_first(found, distributed=cluster.distributed)
+    return cluster.from_first(found)
 
 
 def _prepared(

@@ -37,37 +37,29 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class _StoppedError(Exception):
-    """Another rank has failed."""
-
-
 class _Turns:
     """Lets one rank run at a time, in order: what a module does on real groups, all processes do in the same order."""
 
     def __init__(self, num_ranks: int) -> None:
+        self.error: BaseException | None = None
         self.swapped: list[dict[int, Any]] = []
         """The values of each swap by rank."""
         self._left = set(range(num_ranks))
         self._turn = 0
-        self._failed = False
         self._changed = threading.Condition()
 
     def wait(self, rank: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._turn == rank)
-            if self._failed:
-                raise _StoppedError
+            self._changed.wait_for(lambda: self.error is not None or self._turn == rank)
+            if self.error is not None:
+                raise self.error
 
-    def end(self, rank: int, *, failed: bool) -> None:
+    def pass_on(self, rank: int, *, ended: bool = False, error: BaseException | None = None) -> None:
         with self._changed:
-            self._failed |= failed
-            self._left.discard(rank)
-        self.pass_on(rank)
-
-    def pass_on(self, rank: int) -> None:
-        with self._changed:
-            later = [other for other in self._left if other > rank]
-            self._turn = min(later or self._left, default=-1)
+            self.error = self.error or error
+            if ended:
+                self._left.discard(rank)
+            self._turn = min([other for other in self._left if other > rank] or self._left, default=-1)
             self._changed.notify_all()
 
 
@@ -80,9 +72,6 @@ class SimulatedGroup:
         self._turns = turns
         self._num_swaps = 0
 
-    def __deepcopy__(self, memo: Any) -> SimulatedGroup:
-        return self
-
     def rank(self) -> int:
         """This rank's number."""
         return self._rank
@@ -92,11 +81,7 @@ class SimulatedGroup:
         return self._num_ranks
 
     def swap(self, value: T) -> list[T]:
-        """The values of all ranks, by rank; they are shared with those ranks, and not to be written to.
-
-        Raises:
-            RuntimeError: if another rank ended without as many swaps.
-        """
+        """The values of all ranks, by rank; they are shared with those ranks, and not to be written to."""
         if len(self._turns.swapped) == self._num_swaps:
             self._turns.swapped.append({})
         values = self._turns.swapped[self._num_swaps]
@@ -104,8 +89,6 @@ class SimulatedGroup:
         values[self._rank] = value
         self._turns.pass_on(self._rank)
         self._turns.wait(self._rank)
-        if len(values) < self._num_ranks:
-            raise RuntimeError("one rank communicates more often than another")
         return [values[rank] for rank in range(self._num_ranks)]
 
 
@@ -118,24 +101,22 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
     turns = _Turns(num_ranks)
 
     def run(rank: int) -> T:
-        failed = True
+        error = None
         try:
             turns.wait(rank)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             # Else the backward passes of all ranks run on the device's one thread, and wait there for each other.
             with torch.autograd.set_multithreading_enabled(False):
-                result = work(SimulatedGroup(rank, num_ranks, turns))
-            failed = False
-            return result
+                return work(SimulatedGroup(rank, num_ranks, turns))
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            turns.end(rank, failed=failed)
+            turns.pass_on(rank, ended=True, error=error)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         ranks = [pool.submit(run, rank) for rank in range(num_ranks)]
-    errors = [error for rank in ranks if (error := rank.exception()) is not None]
-    if errors:
-        raise next(error for error in errors if not isinstance(error, _StoppedError))
     return [rank.result() for rank in ranks]
 
 

@@ -43,3 +43,6 @@ __all__ = [
     "json_schema",
     "qualified_name",
 ]
+
+for _public in (Requires, Step, Strategy):
+    _public.__module__ = __name__  # pickles name the package, whatever the file is called

@@ -174,17 +174,14 @@ class PipelineParallelism:
         stages_per_rank: stages on each rank; 0 for what the schedule needs.
         split_method: where the model is cut: ``auto`` (the stages that take least time), ``uniform`` (equal numbers
             of blocks, the first stages one more), ``uniform_floor`` (the same, the stages after the first one more),
-            ``parameters`` (equal numbers of parameters), ``custom`` (at split_points or partition).
+            ``parameters`` (equal numbers of parameters), ``custom`` (at split_points).
         split_points: modules that begin a stage, where the user names them.
-        partition: the first block of every stage and the number of blocks, or only the cuts between, where the user
-            counts them.
     """
 
     schedule: str = "1F1B"
     stages_per_rank: int = 0
     split_method: Literal["auto", "uniform", "uniform_floor", "parameters", "custom"] = "auto"
     split_points: tuple[str, ...] = ()
-    partition: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Parity of a strategy with one process: every parameter is compared, not the loss, in which a lost gradient hides.
 
 The measure is, for every parameter, ``max|p - p_ref| / max|p_ref - p_initial|``: the largest deviation in units of the
-largest update after a few AdamW steps (:mod:`atorch_ns.numerics.measure`). docs/design/parity.md gives the reasons.
+largest update after a few AdamW steps (:mod:`atorch_ns.numerics.reference`). docs/design/parity.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atorch_ns.capture.nests import map_tensors
 from atorch_ns.checkpoint.export import whole_tensors
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
-from atorch_ns.numerics.measure import distance, finite, largest_update, update_errors
+from atorch_ns.numerics.reference import distance, finite, largest_update, update_errors
 from atorch_ns.testing.models import Case, SyntheticDataset
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
@@ -336,25 +336,3 @@ def whole_parameters(result: Result) -> dict[str, torch.Tensor]:
     """
     weights, tied = whole_tensors(result, everywhere=True, buffers=False), result.job.original.tied
     return {alias: weight for name, weight in weights.items() for alias in (name, *tied.get(name, ()))}
-
-
-def plain_loop_step(result: Result, batch: Any) -> torch.Tensor:
-    """One step written out as the specification shows it, with the model called by the case's format."""
-    from atorch_ns.data import call_model
-
-    assert result.optim is not None
-    assert result.loss_func is not None
-    device = result.job.device
-    data = result.prepare_input(batch, device)
-    result.optim.zero_grad()
-    loss = result.loss_func(data, call_model(result.model, data, result.job.inputs.model_input_format))
-    if result.args["use_optim_backward"]:
-        result.optim.backward(loss)  # type: ignore[attr-defined]
-    else:
-        loss.backward()
-    result.optim.step()
-    mean: torch.Tensor = loss.detach().float().clone()
-    if dist.is_initialized():
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return mean

@@ -48,7 +48,8 @@ def join_fake_group(rank: int, world_size: int) -> None:
     (``torch.testing._internal.distributed.fake_pg``)."""
     from torch.testing._internal.distributed import fake_pg
 
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
+    join = dist.distributed_c10d.init_process_group
+    join("fake", store=fake_pg.FakeStore(), rank=rank, world_size=world_size)
 
 
 def is_strided_shard(placement: object) -> bool:
@@ -66,7 +67,7 @@ def in_backward() -> bool:
 def after_backward(action: Callable[[], None]) -> None:
     """Calls ``action`` when the backward pass that calls this is through, after what others have called like this
     (``Variable._execution_engine.queue_callback``)."""
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(action))
 
 

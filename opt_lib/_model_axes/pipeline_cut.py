@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import agree, from_first, same_everywhere
+from atorch_ns.cluster import from_first
 from atorch_ns.errors import BatchSizeError, StepError
 from atorch_ns.job import Job, is_on_meta, parameter_names
 from atorch_ns.pipeline import (
@@ -98,15 +98,8 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
         RankError: if the ranks would cut differently.
     """
     assert job.mesh is not None
-    plan = agree(
-        lambda: plan_pipeline(job, config),
-        what="cutting the model into stages",
-        distributed=job.cluster.distributed,
-    )
-    same_everywhere(
-        {"units, in the order of their calls": ", ".join(plan.graph.paths)},
-        distributed=job.cluster.distributed,
-    )
+    plan = job.cluster.agree(lambda: plan_pipeline(job, config), what="cutting the model into stages")
+    job.cluster.same_everywhere({"units, in the order of their calls": ", ".join(plan.graph.paths)})
     plan = _as_first_rank(plan)
     make_weights_equal(job, method)
     num_ranks = job.mesh.size("pipeline")

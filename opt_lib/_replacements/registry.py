@@ -25,33 +25,34 @@ _CUDA: Final = frozenset({"cuda"})
 # How a division is found and proved runs the model on small tensors of the CPU, where flash-attn has no kernel.
 _WHOLE_MODEL: Final = frozenset({"tensor", "sequence", "pipeline"})
 
+
+def _flash(package: str, capability: tuple[int, int], install: str) -> Requirements:
+    return Requirements(
+        package=package,
+        install=install,
+        imports=(package,),
+        device_types=_CUDA,
+        capability=capability,
+        dtypes=_HALF,
+        not_over=_WHOLE_MODEL,
+    )
+
+
 BUILT_IN: Final[tuple[Replacement, ...]] = (
     # Where several want the same modules, the preferred one stands first: each works on what is left to it.
     AttentionSwitch(
         name="flash_attention_3",
         implementation="flash_attention_3",
-        requirements=Requirements(
-            package="flash_attn_interface",
-            install="build it from the folder hopper of flash-attention's sources",
-            imports=("flash_attn_interface",),
-            device_types=_CUDA,
-            capability=(9, 0),
-            dtypes=_HALF,
-            not_over=_WHOLE_MODEL,
+        requirements=_flash(
+            "flash_attn_interface", (9, 0), "build it from the folder hopper of flash-attention's sources"
         ),
         switches=("eager", "sdpa"),
     ),
     AttentionSwitch(
         name="flash_attention",
         implementation="flash_attention_2",
-        requirements=Requirements(
-            package="flash_attn",
-            install="install it with: pip install --no-build-isolation flash-attn",
-            imports=("flash_attn",),
-            device_types=_CUDA,
-            capability=(8, 0),
-            dtypes=_HALF,
-            not_over=_WHOLE_MODEL,
+        requirements=_flash(
+            "flash_attn", (8, 0), "install it with: pip install --no-build-isolation flash-attn"
         ),
         switches=("eager", "sdpa"),
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from atorch_ns.cluster import agree, agreement, from_first, gathered, on_first, same_everywhere
+from atorch_ns.cluster import Cluster, agree, agreement, from_first, gathered, same_everywhere
 from atorch_ns.errors import RankError
 
 
@@ -23,7 +23,7 @@ def _others_answer(monkeypatch: pytest.MonkeyPatch, *answers: Any, ranks: list[i
 
 def test_one_process_agrees_with_itself() -> None:
     assert agree(lambda: None, what="nothing", distributed=False) is None
-    assert on_first(lambda: 3, what="counting", rank=0, distributed=False) == 3
+    assert Cluster().on_first(lambda: 3, what="counting") == 3
     assert from_first("text", distributed=False) == "text"
     assert gathered("text", distributed=False) == ["text"]
     same_everywhere({"model": "a"}, distributed=False)

@@ -250,7 +250,6 @@ def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile)
     [
         ({"split_method": "uniform"}, [2, 2, 1, 1]),
         ({"split_method": "uniform_floor"}, [1, 2, 2, 1]),
-        ({"split_method": "custom", "custom_partition": [0, 3, 4, 5, 6]}, [3, 1, 1, 1]),
     ],
 )
 def test_the_cut_that_is_priced_is_the_one_asked_for(

@@ -238,3 +238,23 @@ def error_of(action: Callable[[], object], kind: type[Exception] = AtorchError) 
     with pytest.raises(kind) as caught:
         action()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def plain_loop_step(result: Result, batch: Any) -> torch.Tensor:
+    """One step written out as the specification shows it, with the model called by the case's format."""
+    assert result.optim is not None
+    assert result.loss_func is not None
+    device = result.job.device
+    data = result.prepare_input(batch, device)
+    result.optim.zero_grad()
+    loss = result.loss_func(data, call_model(result.model, data, result.job.inputs.model_input_format))
+    if result.args["use_optim_backward"]:
+        result.optim.backward(loss)  # type: ignore[attr-defined]
+    else:
+        loss.backward()
+    result.optim.step()
+    mean: torch.Tensor = loss.detach().float().clone()
+    if dist.is_initialized():
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return mean

@@ -23,7 +23,6 @@ from atorch_ns.testing.parity import (
     assert_parity,
     assert_ranks_agree,
     compare,
-    plain_loop_step,
 )
 from atorch_ns.testing.workers import run_ranks
 from opt_lib import _fairscale as fairscale
@@ -40,6 +39,7 @@ from tests.opt_lib.scenarios import (
     error_of,
     named,
     norms,
+    plain_loop_step,
     run_scenarios,
     scheduled,
     selected,

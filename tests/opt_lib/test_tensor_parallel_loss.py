@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.testing.models import CASES, Case
-from atorch_ns.testing.parity import accelerate_case, accelerated_run, compare, plain_loop_step, reference_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run, compare, reference_run
 from atorch_ns.testing.workers import catch_ranks, run_ranks
+from tests.opt_lib.scenarios import plain_loop_step
 from tests.opt_lib.tensor_cases import SEQUENCE, TENSOR, by_hand, check, of_model, trajectories
 from tests.sharding.tensor_models import VOCAB, FusedParts, make
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -141,6 +142,14 @@ def test_strategies_that_do_the_same_are_equal_wherever_they_came_from() -> None
     assert {plain: 1}[found] == 1
     assert plain != Strategy(["fsdp"])
     assert Strategy.load(found.to_bytes()).provenance == found.provenance
+
+
+def test_a_pickle_does_not_depend_on_the_names_of_files() -> None:
+    strategy = Strategy([("fsdp", {"a": 1})], requires=Requires(world_size=2), provenance={"x": 1})
+    data = pickle.dumps(strategy, protocol=2)
+    assert b"atorch_ns.strategy\n" in data
+    assert b"atorch_ns.strategy." not in data
+    assert pickle.loads(data).to_bytes() == strategy.to_bytes()
 
 
 def test_diff() -> None:

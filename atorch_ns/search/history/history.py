@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from atorch_ns.errors import InputError
 from atorch_ns.search.history.journal import Journal, OptunaJournalError
@@ -21,8 +21,6 @@ from atorch_ns.search.search import Known, Search
 from atorch_ns.search.space.candidate import Candidate, named_features
 from atorch_ns.search.trial import TrialOutcome, TrialTask
 from atorch_ns.text import error_text
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)

@@ -269,7 +269,8 @@ class _Rows:
 
 def _data_ranks(shapes: np.ndarray) -> np.ndarray:
     """[n] data-parallel ranks of [n, 6] shapes."""
-    return shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
+    product: np.ndarray = shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
+    return product
 
 
 def axis_options(choices: Choices) -> tuple[AxisOption, ...]:

@@ -22,13 +22,11 @@ from atorch_ns.search.space.write_out import (
     Limits,
     SearchContext,
     Selection,
-    batch_refusal,
-    divides_batch,
     memory_limit,
     select_rows,
 )
 from atorch_ns.strategy import Strategy
-from atorch_ns.text import bytes_text, seconds_text
+from atorch_ns.text import bytes_text, first_few, seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +112,9 @@ class _Explorer:
         baseline = (
             self._plain(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
-        if baseline is not None and not divides_batch(baseline.plan, context.workload):
-            baseline = None
+        if baseline is not None:
+            parts = baseline.plan.num_data_ranks * baseline.plan.num_micro_batches
+            baseline = baseline if context.workload.global_batch % parts == 0 else None
         candidates = self._writer.write_out(selected, rows, limit, baseline, constraints, tried)
         fits = any(candidate.pruned is None for candidate in candidates)
         if not fits and constraints.excluded and base is None:
@@ -173,7 +172,20 @@ class _Explorer:
         divisors = batch_divisors(
             templates, choices, context.profile, context.workload, context.settings.max_micro_batches
         )
-        return batch_refusal(context.workload.global_batch, context.cluster.world_size, divisors)
+        batch = context.workload.global_batch
+        below = max(batch // number * number for number in divisors)
+        above = min((batch // number + 1) * number for number in divisors)
+        near = (
+            f"sizes that some can divide are {below} and {above}"
+            if below
+            else f"size that some can divide is {above}"
+        )
+        return (
+            f"no strategy can divide a global batch of {batch} samples evenly over {context.cluster.world_size} ranks: "
+            f"each divides it into {first_few([str(number) for number in divisors], 8)} equal parts, its data-parallel "
+            f"ranks times its micro-batches. The nearest {near}. Change the batch size, the number of ranks or that of "
+            "micro-batches."
+        )
 
     def _with_hint(
         self, candidates: list[Candidate], constraints: Constraints, limit: Limits

@@ -28,34 +28,7 @@ from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.text import bytes_text, first_few
-
-
-def divides_batch(plan: Plan, workload: Workload) -> bool:
-    """Whether this plan can divide the samples of a step evenly."""
-    return workload.global_batch % (plan.num_data_ranks * plan.num_micro_batches) == 0
-
-
-def batch_refusal(batch: int, num_ranks: int, divisors: Sequence[int]) -> str:
-    """The message for a batch that no strategy can divide evenly, with the nearest sizes that some can.
-
-    Args:
-        batch: samples of one step.
-        num_ranks: all ranks.
-        divisors: data-parallel ranks times micro-batches, of every strategy.
-    """
-    below = max(batch // number * number for number in divisors)
-    above = min((batch // number + 1) * number for number in divisors)
-    near = (
-        f"sizes that some can divide are {below} and {above}"
-        if below
-        else f"size that some can divide is {above}"
-    )
-    return (
-        f"no strategy can divide a global batch of {batch} samples evenly over {num_ranks} ranks: each divides it into "
-        f"{first_few([str(number) for number in divisors], 8)} equal parts, its data-parallel ranks times its micro-batches. The nearest "
-        f"{near}. Change the batch size, the number of ranks or that of micro-batches."
-    )
+from atorch_ns.text import bytes_text
 
 
 @dataclass(frozen=True)

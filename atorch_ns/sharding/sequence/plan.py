@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.capture.nests import Path, leaves, map_leaves
@@ -146,7 +147,7 @@ class SequenceSettings:
             where they already do.
     """
 
-    group: Group
+    group: dist.ProcessGroup
     device: torch.device
     dim: int = 1
     kind: Literal["auto", "ulysses", "ring"] = "auto"

@@ -117,7 +117,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
         arguments = small_arguments(subject, length, squares=squares)
         seen = SeenCalls(length)
         try:
-            given = _for_one_run(arguments)
+            given = copied_state(arguments)  # a run may write into a cache
             with seen:
                 output = subject.block(*given[0], **given[1])
             return _outcome(subject.block, output, arguments), seen, arguments, length
@@ -128,11 +128,6 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
         f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
         f"fails on it undivided: {error_text(failure)}"
     ) from failure
-
-
-def _for_one_run(arguments: Any) -> Any:
-    """The same tensors, and copies of all other arguments, so that a run does not read a cache that another wrote."""
-    return map_leaves(lambda _, leaf: leaf if _is_tensor(leaf) else copied_state(leaf), arguments)
 
 
 def _outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
@@ -159,7 +154,7 @@ def _error_of(
     def run(group: SimulatedGroup) -> tuple[BlockPlan, _Outcome]:
         layout = SequenceLayout(length, group.size(), group.rank(), zigzag)
         block = copy_structure(subject.block, _own_buffers, {})  # which may hold what its code has noted
-        return _run_divided(block, plan, layout, _for_one_run(arguments), whole, group)
+        return _run_divided(block, plan, layout, copied_state(arguments), whole, group)
 
     try:
         ranks = simulate(settings.group.size(), run, settings.device)

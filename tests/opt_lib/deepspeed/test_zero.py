@@ -23,7 +23,6 @@ from atorch_ns.testing.parity import (
     assert_parity,
     assert_ranks_agree,
     compare,
-    plain_loop_step,
     snapshot,
 )
 from atorch_ns.testing.workers import run_ranks
@@ -41,6 +40,7 @@ from tests.opt_lib.scenarios import (
     error_of,
     named,
     norms,
+    plain_loop_step,
     run_scenarios,
     scheduled,
     selected,

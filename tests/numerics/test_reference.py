@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from atorch_ns.numerics.measure import UPDATE_FLOOR, distance, update_errors
+from atorch_ns.numerics.reference import UPDATE_FLOOR, distance, update_errors
 from atorch_ns.sharding.compare import largest
 
 BEFORE = {"w": torch.zeros(3), "b": torch.ones(2)}
