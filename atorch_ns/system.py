@@ -63,14 +63,12 @@ def arm_stack_dumps(limit_s: float, file: int = 2) -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
 
 
-def parent_tie(parent: int | None = None) -> Callable[[], None]:
-    """A function that a new process calls first: it will be killed when the thread that started it ends (Linux).
+def parent_tie() -> Callable[[], None]:
+    """A function that a fork or a new process calls first: it will be killed when the thread that started it ends (Linux).
 
-    Args:
-        parent: the process that started it; ``None`` for this one, whose forks are to call the function. The C library
-            is looked up here, before the fork.
+    In a fork it also ends a process whose parent has ended before the call; the C library is looked up before that.
     """
-    parent = os.getpid() if parent is None else parent
+    maker = os.getpid()
     prctl: Any = None
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
@@ -78,9 +76,7 @@ def parent_tie(parent: int | None = None) -> Callable[[], None]:
     def tie() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        try:
-            os.kill(parent, 0)
-        except ProcessLookupError:  # it ended before the call
+        if maker not in (os.getpid(), os.getppid()):
             os._exit(1)
 
     return tie

@@ -37,8 +37,9 @@ class DdpConfig(MethodConfig):
 
     find_unused_parameters: Flag | None = Field(
         default=None,
-        description="Have torch look for parameters without a gradient before every backward pass; null for the "
-        "argument of auto_accelerate. Parameters that a step does not use are found without it too, after the pass.",
+        description="Have torch look for parameters without a gradient before every backward pass (true), or never look "
+        "for them, as loops with several backward passes a step need it (false); null for the argument of "
+        "auto_accelerate, and otherwise to find after each pass which parameters it has not reached.",
     )
     bucket_cap_mb: float | None = Field(default=None, gt=0, description="Size of a gradient bucket, in MiB.")
     static_graph: Flag = Field(default=False, description="The graph is the same in every step.")
@@ -107,7 +108,7 @@ class Ddp(Method[DdpConfig]):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **_buffer_option(config.broadcast_buffers),
         )
-        if not (model.find_unused_parameters or model.static_graph):
+        if find_unused is None and not (model.find_unused_parameters or model.static_graph):
             unreached = _Unreached(model)
             job.explain(self.name, unreached.text)
         job.wrap(model)

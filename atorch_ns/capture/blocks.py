@@ -245,7 +245,7 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     """The outermost modules that the model repeats: the layers of a transformer, of a deep MLP.
 
     A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
-    children are of one class and have parameters. All its children of that class are blocks. Classes that hold
+    children are of one class, have parameters and can be called. All its children of that class are blocks. Classes that hold
     modules go before those that do not, and layers of torch (``nn.Linear``) come last, however many there are: the
     layers before and after blocks are not what the model repeats. Containers
     inside a block are not looked into; several containers (encoder and decoder) each give their blocks. Blocks
@@ -280,6 +280,8 @@ def _repeated_class(container: nn.Module) -> type[nn.Module] | None:
     for child in container.children():
         if is_stand_in(child) or any(True for _ in child.parameters()):
             block = unwrap_checkpoint(pipeline_unit(stood_for(child))[1])
+            if type(block).forward is nn.Module.forward and "forward" not in vars(block):
+                continue  # a container, whose children the model calls one by one
             counts[type(block)] = counts.get(type(block), 0) + 1
             ranks[type(block)] = max(ranks.get(type(block), 0), _rank(block))
     repeated = [kind for kind, count in counts.items() if count >= 2]

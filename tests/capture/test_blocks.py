@@ -29,6 +29,10 @@ class Bare(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8, 8))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, 8]."""
+        return x @ self.weight
+
 
 def _linears(count: int) -> list[nn.Module]:
     return [nn.Linear(8, 8) for _ in range(count)]

@@ -113,6 +113,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_resumed_as_if_never_interrupted(num_ranks: int, saved: Path) -> None:
     pairs = [pair for pair in PAIRS if JOBS[pair[2]].num_ranks == num_ranks]

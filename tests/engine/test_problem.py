@@ -166,7 +166,7 @@ def test_what_was_tried_before_is_a_candidate_again(tmp_path: Path) -> None:
     request = SearchRequest(search_history=path)
     problem = _problem(request=request)
     known = {one.key for one in problem.candidates}
-    steps = (("gradient_accumulation", {"steps": 4}), ("zero1", None), ("half", "bf16"))
+    steps = (("gradient_accumulation", {"num_micro_batches": 4}), ("zero1", None), ("half", "bf16"))
     task = TrialTask(id=1, key="elsewhere", steps=steps, rule=StopRule())
     outcome = TrialOutcome(status="ok", step_seconds=(1.0,) * 4)
     History(path).record(problem.setting, replace(problem.candidates[0], key="elsewhere"), task, outcome)

@@ -118,7 +118,7 @@ def _predicted(strategy: list[Any], profile: Profile, num_ranks: int) -> int:
     return int(kept_of(plan, parameters, shares, optimizer).optimizer[0])
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [pytest.param("torchao", marks=pytest.mark.slow), "bitsandbytes"])
 def test_trains_as_one_process_and_keeps_what_was_predicted(package: str) -> None:
     optimizer = _optimizer(package)
     profile = _profile(optimizer)

@@ -50,7 +50,7 @@ def split_runs(request: pytest.FixtureRequest) -> Runs:
     return run_scenarios(selected(request, SPLIT), 2)
 
 
-@pytest.mark.parametrize("name", named(TWO_RANKS, often=("tensor, fused qkv", "sequence", "1F1B")))
+@pytest.mark.parametrize("name", named(TWO_RANKS, often=("tensor, fused qkv",)))
 def test_equals_one_process(name: str, runs: Runs) -> None:
     assert_equals_one_process(TWO_RANKS[name], name, runs)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.errors import InputError, RankError, StrategyError
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import Case, get_case
-from atorch_ns.testing.networks import TiedLlama
+from atorch_ns.testing.networks import DecoderBlock, TiedLlama
 from atorch_ns.testing.parity import accelerate_case, assert_ranks_agree, reference_run
 from atorch_ns.testing.workers import run_ranks
 from benchmarks._storages import measure_peak
@@ -105,6 +107,55 @@ def test_what_cannot_be_divided_is_refused_before_training() -> None:
     assert "DecoderBlok" in missing
     assert "Set sequence_dim" in tied
     assert "ulysses" in kind
+
+
+class FailsOnOneRank(DecoderBlock):
+    """Runs whole everywhere; then rank 1 fails."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, T, D]."""
+        type(self).calls += 1
+        if dist.is_initialized() and dist.get_rank() == 1 and type(self).calls > 1:
+            raise ZeroDivisionError("on this rank alone")
+        return super().forward(x)
+
+
+def _fails_on_one_rank() -> nn.Module:
+    model = get_case("tied_llama").build()
+    for block in model.layers:  # type: ignore[union-attr]
+        block.__class__ = FailsOnOneRank
+    return model
+
+
+def _mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+
+
+def _self_tests_that_fail() -> tuple[list[str], float]:
+    begun = time.monotonic()
+    messages = []
+    for case in (
+        dataclasses.replace(get_case("tied_llama"), build=_fails_on_one_rank),
+        dataclasses.replace(get_case("hf_llama"), build=_mamba),
+    ):
+        with pytest.raises((InputError, RankError)) as caught:
+            accelerate_case(case, strategy("auto"))
+        messages.append(str(caught.value))
+    return messages, time.monotonic() - begun
+
+
+def test_a_self_test_that_fails_on_one_rank_ends_on_all() -> None:
+    _mamba()
+    ranks = run_ranks(_self_tests_that_fail, 2, timeout_s=50)
+    for (alone, mamba), seconds in ranks:
+        assert "on this rank alone" in alone
+        assert "MambaBlock" in mamba
+        assert seconds < 30
+    assert "rank 1" in ranks[0][0][0]
 
 
 def _auto() -> str:

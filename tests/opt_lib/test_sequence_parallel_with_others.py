@@ -56,6 +56,7 @@ def test_where_the_model_is_cut_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_reduced_precision() -> None:
     """Against one process in the same precision, to the tolerances of rounding."""
     case, large = get_case("tied_llama"), {"global_batch": BF16_GLOBAL_BATCH}

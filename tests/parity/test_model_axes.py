@@ -140,7 +140,7 @@ TABLE: dict[str, tuple[int, list[Row]]] = {
 
 
 OFTEN = (
-    *("tensor 2", "sequence 2 ulysses", "sequence 2 ring", "expert 2", "pipeline 2 x data 2"),
+    *("tensor 2", "sequence 2 ulysses", "sequence 2 ring", "expert 2"),
     *(f"pipeline 2 {name}" for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
 )
 """Run whenever the tests run; the others by `make test-all`."""

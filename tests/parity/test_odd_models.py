@@ -20,7 +20,7 @@ from atorch_ns.testing.parity import (
 )
 from atorch_ns.testing.workers import run_ranks
 
-STRATEGIES = (["ddp"], ["zero1"], ["zero2"], ["fsdp"])
+STRATEGIES: tuple[list[Any], ...] = (["ddp"], ["zero1"], ["zero2"], ["fsdp"])
 
 
 class Unused(nn.Module):
@@ -33,6 +33,25 @@ class Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.used(x)
+        return out
+
+
+class Containers(nn.Module):
+    """Layers that are dictionaries of modules, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+            for _ in range(3)
+        )
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            x = x + layer["down"](torch.relu(layer["up"](layer["norm"](x))))
+        out: Tensor = self.last(x)
         return out
 
 
@@ -150,13 +169,17 @@ def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
     return [accelerated_run(_case(kind), strategy) for strategy in _strategies(kind)]
 
 
-def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[str], ...]:
+def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
     # torch's fully_shard reduces what a rank has gradients of, and needs the same parameters on all ranks.
+    if kind is Containers:
+        return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
     return STRATEGIES[:2] if kind is Sometimes else STRATEGIES
 
 
 @pytest.mark.parametrize(
-    "kind", [Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice], ids=lambda k: k.__name__
+    "kind",
+    [Containers, Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice],
+    ids=lambda k: k.__name__,
 )
 def test_odd_models(kind: Callable[[], nn.Module]) -> None:
     trainable = lambda model: [p for p in model.parameters() if p.requires_grad]  # noqa: E731

@@ -86,7 +86,7 @@ class Receiver:
 
 _BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
-    "from atorch_ns.system import parent_tie; parent_tie(int(sys.argv.pop()))(); "
+    "from atorch_ns.system import parent_tie; parent_tie()(); "
     "from atorch_ns.engine.trial.zygote import main; main(*map(int, sys.argv[1:4]))"
 )
 # Asking CUDA whether it is there would initialise it, and forks could no longer use it.
@@ -122,10 +122,7 @@ class WorkerProcess:
             passed = (commands_read, events_write, packed.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-c", _BOOT, *map(str, passed), str(os.getpid())),
-                        json.dumps(list(map(str, sys.path))),
-                    ],
+                    [sys.executable, "-c", _BOOT, *map(str, passed), json.dumps(list(map(str, sys.path)))],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -90,12 +90,11 @@ def find_block_plan(subject: Subject) -> tuple[BlockPlan, bool]:
     Raises:
         InputError: if there is none; the message says what was tried and what to change.
     """
-
-    def test() -> tuple[BlockPlan, bool]:
-        return isolated(lambda: _try_all(subject), subject.settings.device)
-
-    group = subject.settings.group
-    return agree(test, what=f"testing {subject.name} on parts of a sequence", distributed=True, group=group)
+    group, what = subject.settings.group, f"testing {subject.name} on parts of a sequence"
+    return isolated(
+        lambda: agree(lambda: _try_all(subject), what=what, distributed=True, group=group),
+        subject.settings.device,
+    )
 
 
 def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
