@@ -18,12 +18,14 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
     CpuMemoryRecord,
     FlashAttention,
     TorchDispatchMode,
+    after_backward,
     checkpoint_wrapper,
     compile_records,
     count_operators,
@@ -36,6 +38,7 @@ from atorch_ns.torch_compat import (
     in_backward,
     inner_hooks,
     is_strided_shard,
+    join_fake_group,
     leave_uncompiled,
     local_grad_scaler,
     num_compile_failures,
@@ -44,8 +47,10 @@ from atorch_ns.torch_compat import (
     persistent_buffers,
     pipeline_orders,
     quiet_fake_kernels,
+    reduced_parameters,
     registered_children,
     tensor_without_storage,
+    unreached_parameters,
     unwrap_checkpoint,
     watch_compiled,
 )
@@ -390,3 +395,49 @@ def test_a_frame_with_an_open_handler_runs_uncompiled() -> None:
     torch.compile(frame, backend="eager")(torch.ones(2))
     leave_uncompiled()
     assert seen == [False]
+
+
+class _Half(nn.Module):
+    """Leaves its first layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, 2]."""
+        out: torch.Tensor = self.used(x)
+        return out
+
+
+def _waits() -> tuple[list[str], list[str], list[str]]:
+    model = DistributedDataParallel(_Half())
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    seen: list[str] = []
+    out = model(torch.ones(1, 2))
+    out.register_hook(lambda _: after_backward(lambda: seen.append("after")))
+    out.register_hook(lambda _: seen.append("in the pass"))
+    out.sum().backward()
+    unreached = [names[id(reduced_parameters(model)[place])] for place in unreached_parameters(model)]
+    missing = [parameter for name, parameter in model.module.named_parameters() if name in unreached]
+    torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+    return unreached, [names[id(reduced_parameters(model)[p])] for p in unreached_parameters(model)], seen
+
+
+def test_ddp_says_what_a_pass_has_not_reached() -> None:
+    ((unreached, then, seen),) = run_ranks(_waits, 1)
+    assert unreached == ["unused.weight", "unused.bias"]
+    assert then == []
+    assert seen == ["in the pass", "after"]
+
+
+def _fakes() -> tuple[int, int, list[float]]:
+    join_fake_group(3, 8)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size(), tensor.tolist()
+
+
+def test_a_fake_group_communicates_nothing() -> None:
+    assert run_ranks(_fakes, 1, init_process_group=False) == [(3, 8, [1.0, 1.0])]
