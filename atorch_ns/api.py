@@ -106,7 +106,8 @@ def auto_accelerate(
         ignore_dryrun_on_load_strategy: ``False`` runs one forward and backward pass before returning.
         verbose: log what was applied and why, on rank 0.
         time_limit: seconds for the search; as ``search={"time_limit_s": ...}``.
-        find_unused_parameters: ``find_unused_parameters`` of DDP.
+        find_unused_parameters: ``find_unused_parameters`` of DDP. Parameters that a step does not use are found without
+            it, after the backward pass.
         sampler_seed: seed of the default sampler.
         gradient_accumulation_steps: micro-batches that ``train_step`` splits each batch into.
         max_grad_norm: norm to which ``train_step`` clips; ``None`` for no clipping.
