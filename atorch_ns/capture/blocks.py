@@ -245,11 +245,11 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     """The outermost modules that the model repeats: the layers of a transformer, of a deep MLP.
 
     A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
-    children are of one class, have parameters and can be called. All its children of that class are blocks. Classes that hold
-    modules go before those that do not, and layers of torch (``nn.Linear``) come last, however many there are: the
-    layers before and after blocks are not what the model repeats. Containers
-    inside a block are not looked into; several containers (encoder and decoder) each give their blocks. Blocks
-    that other ranks of a pipeline hold count, and are not among those returned.
+    children are of one class, have parameters and can be called. All its children of that class are blocks.
+    Classes that hold modules go before those that do not, and layers of torch (``nn.Linear``) come last, however
+    many there are: the layers before and after blocks are not what the model repeats. Containers inside a block
+    are not looked into; several containers (encoder and decoder) each give their blocks. Blocks that other ranks
+    of a pipeline hold count, and are not among those returned.
 
     Returns:
         The blocks in the order of the model's modules; empty if nothing repeats.

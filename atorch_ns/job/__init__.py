@@ -2,7 +2,7 @@
 
 from atorch_ns.job.gradients import SkipSync
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.job import MODEL, OPTIMIZER, BatchRunner, Job
+from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
 from atorch_ns.job.memory_use import PeakMemory, state_bytes, track_memory
@@ -23,7 +23,6 @@ from atorch_ns.job.train_step import StepSummary, TrainStep
 from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer, optimizer_arguments
 
 __all__ = [
-    "MODEL",
     "OPTIMIZER",
     "Autocast",
     "BatchRunner",
