@@ -23,7 +23,6 @@ from atorch_ns.testing.models import Case
 from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks
 
-PACKAGES = ("torchao", "bitsandbytes")
 FLAT = ("zero2", {"not_use_fsdp": True})
 PLAIN: list[list[Any]] = [["ddp"], ["zero1"], [FLAT]]
 """Strategies whose optimizers see plain tensors."""
