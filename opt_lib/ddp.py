@@ -137,6 +137,7 @@ class _Unreached:
         return what + first_few(list(self._seen)) if self._seen else ""
 
     def _watch(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
+        self._queued = False  # also where the last backward pass has failed
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
             for tensor in unique_tensors_of(output):
                 if tensor.requires_grad:

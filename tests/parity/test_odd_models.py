@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from atorch_ns import auto_accelerate
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import (
     accelerated_run,
@@ -192,6 +193,26 @@ def test_odd_models(kind: Callable[[], nn.Module]) -> None:
             assert_ranks_agree(runs)
         except AssertionError as error:
             raise AssertionError(f"{strategy}: {error}") from error
+
+
+def _goes_on_after_a_failed_pass() -> list[bool]:
+    _, result, _ = auto_accelerate(Unused(), load_strategy=["ddp"])
+    assert result is not None
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError("in the pass")
+
+    out = result.model(torch.ones(1, 4))
+    out.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    for _ in range(2):
+        result.model(torch.ones(1, 4)).sum().backward()
+    return [parameter.grad is None for parameter in result.model.parameters()]
+
+
+def test_unused_parameters_are_found_after_a_pass_that_failed() -> None:
+    assert run_ranks(_goes_on_after_a_failed_pass, 2) == [[False, False, True, True]] * 2
 
 
 def _train_named() -> list[Any]:
