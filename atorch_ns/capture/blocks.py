@@ -280,12 +280,17 @@ def _repeated_class(container: nn.Module) -> type[nn.Module] | None:
     for child in container.children():
         if is_stand_in(child) or any(True for _ in child.parameters()):
             block = unwrap_checkpoint(pipeline_unit(stood_for(child))[1])
-            if type(block).forward is nn.Module.forward and "forward" not in vars(block):
-                continue  # a container, whose children the model calls one by one
+            if not can_be_called(block):
+                continue  # the model calls its children one by one
             counts[type(block)] = counts.get(type(block), 0) + 1
             ranks[type(block)] = max(ranks.get(type(block), 0), _rank(block))
     repeated = [kind for kind, count in counts.items() if count >= 2]
     return max(repeated, key=lambda kind: (ranks[kind], counts[kind]), default=None)
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Whether it has a forward pass, which containers such as ``ModuleList`` and ``ParameterDict`` have not."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _rank(block: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from atorch_ns.capture.nests import num_rows
 from atorch_ns.pipeline.cut.crossing import plan_crossings, refused_cuts
-from atorch_ns.pipeline.cut.graph import CallGraph, find_units
+from atorch_ns.pipeline.cut.graph import CallGraph, find_units, split_units
 from atorch_ns.pipeline.cut.install import StageAssignment, StageSettings, divide_parameters, install_stages
 from atorch_ns.pipeline.cut.partition import (
     custom_cuts,
@@ -49,6 +49,7 @@ __all__ = [
     "signature",
     "simulate",
     "split_backward",
+    "split_units",
     "stage_ranges",
     "trace_with_values",
     "train_step_only",

@@ -33,6 +33,7 @@ from atorch_ns.pipeline import (
     refused_cuts,
     signature,
     split_backward,
+    split_units,
     trace_with_values,
     uniform_cuts,
     uniform_floor_cuts,
@@ -203,6 +204,9 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     units = find_units(job.module, at_least=num_ranks * on_rank, starts=config.split_points)
     batch = sample_micro_batch(job, num)
     tracer, graph = _trace(job, units, batch)
+    while graph.taken_apart:
+        units = split_units(units, graph.taken_apart)
+        tracer, graph = _trace(job, units, batch)
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
     costs = call_costs(graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=blocks)

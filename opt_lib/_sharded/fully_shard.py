@@ -19,6 +19,7 @@ from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.strategy import MODEL_AXES
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
+from opt_lib._sharded.reads import gather_where_read
 from opt_lib._sharded.units import (
     SyncSwitch,
     average_ignored,
@@ -75,6 +76,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     job.gradients.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
+    gather_where_read(job, method, options)
     note_separate_head(job, method, units)
 
 

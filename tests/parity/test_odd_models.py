@@ -56,6 +56,37 @@ class Containers(nn.Module):
         return out
 
 
+class ReadApart(nn.Module):
+    """Weights that the model's own code reads: of layers that nobody calls, and of parts of a block that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.stem = Parts()
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem.second(torch.relu(self.stem.first(x)))
+        for layer in self.layers:
+            x = x + torch.tanh(nn.functional.linear(x, layer.weight))
+        for block in self.blocks:
+            x = block(x) + 0.1 * x @ block[0].weight.T  # type: ignore[index]
+        out: Tensor = self.last(x)
+        return out
+
+
+class Parts(nn.Module):
+    """Its parts are called by others, and it never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("never called")
+
+
 class Sometimes(nn.Module):
     """A layer for rare samples: some steps use it on one rank alone, and some do not use it at all."""
 
@@ -172,14 +203,14 @@ def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
 
 def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
     # torch's fully_shard reduces what a rank has gradients of, and needs the same parameters on all ranks.
-    if kind is Containers:
+    if kind in (Containers, ReadApart):
         return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
     return STRATEGIES[:2] if kind is Sometimes else STRATEGIES
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Containers, Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice],
+    [Containers, ReadApart, Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice],
     ids=lambda k: k.__name__,
 )
 def test_odd_models(kind: Callable[[], nn.Module]) -> None:

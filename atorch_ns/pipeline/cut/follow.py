@@ -77,6 +77,7 @@ class Follower(TorchFunctionMode):
         self._results: list[int] = []
         self._reads: list[tuple[int, int]] = []
         self._mutates = False
+        self._taken_apart: set[str] = set()
         self.on_call: Callable[[int, bool], None] | None = None
 
     @property
@@ -87,8 +88,14 @@ class Follower(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[Follower]:
         """Follows the code inside the block."""
-        units = ((unit, unit.module) for unit in self._units)
-        with call_hooks(units, self._entering, self._leaving, prepend=True), self:
+        units = [(unit, unit.module) for unit in self._units]
+        whole = {id(module) for _, module in units}
+        parts = [(unit, part) for unit, module in units for part in module.modules() if id(part) not in whole]
+        with (
+            call_hooks(units, self._entering, self._leaving, prepend=True),
+            call_hooks(parts, self._entering_part, lambda *_: None),
+            self,
+        ):
             yield self
 
     def conclude(self, result: Any) -> None:
@@ -104,6 +111,7 @@ class Follower(TorchFunctionMode):
             results=tuple(self._results),
             reads=tuple(self._reads),
             mutates=self._mutates,
+            taken_apart=frozenset(self._taken_apart),
         )
 
     def __torch_function__(
@@ -240,6 +248,10 @@ class Follower(TorchFunctionMode):
             if self.on_call is not None:
                 self.on_call(len(self._calls) - 1, True)
         self._depth += 1
+
+    def _entering_part(self, unit: NamedModule, *_: Any) -> None:
+        if self._depth == 0:
+            self._taken_apart.add(unit.name)
 
     def _leaving(self, _: NamedModule, __: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1

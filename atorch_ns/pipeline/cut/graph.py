@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import NamedModule, repeated_blocks
+from atorch_ns.capture.blocks import NamedModule, can_be_called, repeated_blocks
 from atorch_ns.errors import InputError
 
 
@@ -40,12 +40,17 @@ def find_units(model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = (
     return units
 
 
+def split_units(units: Iterable[NamedModule], paths: Collection[str]) -> list[NamedModule]:
+    """The units with the parts of those at ``paths`` in their places."""
+    return [part for unit in units for part in (_parts(unit) if unit.name in paths else [unit])]
+
+
 def _inside(found: NamedModule, blocks: set[int]) -> Iterator[NamedModule]:
-    """The units of a module, which is one itself if it is a block or holds none."""
+    """The units of a module, which is one itself if it is a block, or can be called and holds none."""
     if not _has_parameters(found.module):
         return
     holds_block = any(id(child) in blocks for child in found.module.modules())
-    if id(found.module) in blocks or (not holds_block and found.name):
+    if id(found.module) in blocks or (not holds_block and found.name and can_be_called(found.module)):
         yield found
     else:
         for child in _children(found):
@@ -79,7 +84,7 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str) -> None:
 
 
 def _parts(unit: NamedModule) -> list[NamedModule]:
-    return [child for child in _children(unit) if _has_parameters(child.module)]
+    return [part for child in _children(unit) for part in _inside(child, set())]
 
 
 def _children(found: NamedModule) -> Iterator[NamedModule]:
@@ -175,6 +180,7 @@ class CallGraph:
         reads: ``(position, value)``: after that many calls the code read the elements of that value, which depends
             on a call, and may have branched on them.
         mutates: whether a value that depends on a call was changed in place.
+        taken_apart: paths of units whose parts were called from outside of them.
     """
 
     calls: tuple[Call, ...]
@@ -182,6 +188,7 @@ class CallGraph:
     results: tuple[int, ...]
     reads: tuple[tuple[int, int], ...] = ()
     mutates: bool = False
+    taken_apart: frozenset[str] = frozenset()
 
     @property
     def paths(self) -> tuple[str, ...]:

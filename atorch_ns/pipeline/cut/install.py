@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -246,20 +246,23 @@ def _stub(
         else:
             for inner in child.modules():
                 _release(inner, in_use, device)
-    for own, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) in kept:
-            stub._parameters[own] = parameter
-    _release(module, in_use, device)
+    _release(module, in_use, device, kept)
+    if id(module) not in in_use:
+        module._modules.update(
+            stub._modules
+        )  # for code that reads the parts of one that never runs, such as lists
+    stub.__dict__["_parameters"] = module._parameters
     return stub
 
 
-def _release(module: nn.Module, in_use: set[int], device: torch.device) -> None:
-    """Replaces parameters and buffers of a module that does not run here by tensors without memory."""
+def _release(module: nn.Module, in_use: set[int], device: torch.device, kept: Collection[int] = ()) -> None:
+    """Replaces parameters and buffers of a module that does not run here by tensors without memory, but for those
+    whose identities are ``kept``."""
     if id(module) in in_use:
         return
     for tensors in (module._parameters, module._buffers):
         for name, tensor in list(tensors.items()):
-            if tensor is not None:
+            if tensor is not None and id(tensor) not in kept:
                 del tensors[name]
                 object.__setattr__(module, name, _without_memory(tensor, device))
 

@@ -35,6 +35,10 @@ def test_a_model_without_blocks_is_taken_apart_as_far_as_needed() -> None:
             super().__init__()
             self.first, self.second = nn.Linear(4, 4), nn.Bilinear(4, 4, 4)
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.second(x, x)
+
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
