@@ -19,12 +19,13 @@ from atorch_ns.apply import apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
+from atorch_ns.job.job import MODEL
 from atorch_ns.job.memory_use import fragmentation_advice
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
 from atorch_ns.search import SearchOutcome, SearchSettings
-from atorch_ns.strategy import Step, Strategy, canonical_text
+from atorch_ns.strategy import MODEL_AXES, Step, Strategy, canonical_text
 from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
@@ -170,7 +171,10 @@ def auto_accelerate(
             verbose=verbose,
         )
         resolved, outcome = _strategy(inputs, cluster, request)
+        compared = _compared(inputs, cluster, resolved, outcome)
         result = apply_strategy(inputs, cluster, resolved)
+        if compared:
+            result.job.explain(MODEL, compared)
         if not ignore_dryrun_on_load_strategy:
             dry_run(result)
         strategy = _save(result, cluster, save_strategy_to_file, outcome)
@@ -222,6 +226,15 @@ def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: St
     text = canonical_text([[step.name, step.config] for step in resolved.strategy])
     cluster.same_everywhere({"strategy": text, **inputs.digest()})
     return resolved
+
+
+def _compared(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: SearchOutcome | None) -> str:
+    """What a comparison of the divided model with one process found; empty where none is due."""
+    if all(resolved.plan.size(axis) == 1 for axis in MODEL_AXES) or (outcome and outcome.numerics_passed):
+        return ""
+    from atorch_ns.numerics.division import check_division  # which most jobs do without
+
+    return check_division(inputs, cluster, resolved, load_registry())
 
 
 def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:

@@ -14,6 +14,7 @@ from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
+from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -48,6 +49,10 @@ class DdpConfig(MethodConfig):
     )
     broadcast_buffers: Flag = Field(
         default=True, description="Buffers follow rank 0 at the start of every forward pass."
+    )
+    sync_batchnorm: Flag = Field(
+        default=False,
+        description="Batch norms in training share mean and variance over the ranks that see different data.",
     )
 
 
@@ -92,6 +97,8 @@ class Ddp(Method[DdpConfig]):
         """Wraps the model; collective."""
         assert job.mesh is not None
         job.place()
+        if config.sync_batchnorm:
+            synchronise_batch_norms(job)
         if job.mesh.divides_model:
             _replicate_parts(job, self.name)
             return

@@ -8,6 +8,7 @@ from typing import final
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
+from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.method import Method, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -66,4 +67,6 @@ class Fsdp(Method[FsdpConfig]):
 
     def apply(self, job: Job, config: FsdpConfig) -> None:
         """Shards the model; collective."""
+        if config.sync_batchnorm:
+            synchronise_batch_norms(job)
         shard(job, self.name, config)

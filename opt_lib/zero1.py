@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import OPTIMIZER, Job, ParameterStates, explained_groups, optimizer_arguments
+from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
@@ -38,6 +39,10 @@ class Zero1Config(MethodConfig):
         default="native", description="native is torch's ZeroRedundancyOptimizer under DDP."
     )
     use_ds_zero: Flag = Field(default=False, description="Short for backend: deepspeed.")
+    sync_batchnorm: Flag = Field(
+        default=False,
+        description="Batch norms in training share mean and variance over the ranks that see different data.",
+    )
 
     @model_validator(mode="after")
     def _one_backend(self) -> Zero1Config:
@@ -101,6 +106,8 @@ class Zero1(Method[Zero1Config]):
 
     def apply(self, job: Job, config: Zero1Config) -> None:
         """Chooses how the optimizer is made."""
+        if config.sync_batchnorm:
+            synchronise_batch_norms(job)
         if config.deepspeed:
             zero.shard(job, self.name, stage=1)
         elif config.backend == "fairscale":

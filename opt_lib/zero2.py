@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
+from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.method import Flag, Method, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -78,6 +79,8 @@ class Zero2(Method[Zero2Config]):
 
     def apply(self, job: Job, config: Zero2Config) -> None:
         """Shards through the chosen backend; collective."""
+        if config.sync_batchnorm:
+            synchronise_batch_norms(job)
         if config.use_ds_zero:
             zero.shard(job, self.name, stage=2)
         elif config.not_use_fsdp:

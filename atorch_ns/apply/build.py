@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
+from atorch_ns.job.batch_norm import note_batch_norms
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import MODEL, OPTIMIZER, Job
 from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, cast_inputs, wrap_loss
@@ -39,6 +40,7 @@ def build(job: Job, resolved: Resolved) -> Result:
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _loader(job)  # needs the mesh alone
     loss_func = _loss(job, scaler)  # under the same autocast and scale as the model
+    job.explain(MODEL, note_batch_norms(job))
     runner = None
     if job.step.make_runner is not None and loss_func is not None:
         runner = job.step.make_runner(job, loss_func)  # runs the final model with the final loss

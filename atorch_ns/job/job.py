@@ -15,6 +15,7 @@ from torch import nn
 from atorch_ns.capture.random_states import turn_off_caches
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster, Mesh
+from atorch_ns.data import split_batch
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.loss import LossFunction, Precision
@@ -75,6 +76,7 @@ class StepOptions:
         recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
         randomness: the random states that forward passes begin from, where ranks must share them.
+        shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
 
     num_micro_batches: int = 1
@@ -84,6 +86,13 @@ class StepOptions:
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None
     randomness: SharedRandomness | None = None
+    shares_batch_norms: bool = False
+
+    def micro_batches(self, data: Any) -> list[Any]:
+        """The parts that a batch on this rank's device is split into."""
+        if self.split is not None:
+            return self.split(data)
+        return [data] if self.num_micro_batches == 1 else split_batch(data, self.num_micro_batches)
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from atorch_ns.data import call_model, split_batch
+from atorch_ns.data import call_model
 from atorch_ns.errors import StepError
 from atorch_ns.job.job import BatchRunner, Job
 from atorch_ns.job.loss import LossFunction, first_loss
@@ -272,11 +272,7 @@ class TrainStep:
         return self._optimizer, self._loss_func
 
     def _micro_batches(self, batch: Any) -> list[Any]:
-        data = self._prepare_input(batch, self._job.device)
-        if self._job.step.split is not None:
-            return self._job.step.split(data)
-        count = self._job.step.num_micro_batches
-        return [data] if count == 1 else split_batch(data, count)
+        return self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
 
     def _forward_backward(self, micro_batch: Any) -> torch.Tensor:
         job = self._job

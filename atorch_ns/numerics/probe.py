@@ -29,9 +29,9 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StepError
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry
-from atorch_ns.numerics.reference import Deviation, Reference, measure
+from atorch_ns.numerics.reference import measure
 from atorch_ns.numerics.run import StrategyRun, run_strategy
-from atorch_ns.numerics.setup import prepare
+from atorch_ns.numerics.setup import Prepared, prepare, reference_in
 from atorch_ns.numerics.verdict import TOLERANCE, judge
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import error_text
@@ -85,7 +85,6 @@ def probe(
     registry: Registry,
     *,
     max_blocks: int | None = 2,
-    num_samples: int | None = None,
 ) -> ProbeResult:
     """Trains a small model under ``strategy`` and in one process, and compares; collective.
 
@@ -99,13 +98,10 @@ def probe(
         registry: the methods.
         max_blocks: ``None`` keeps all blocks; else two of the first kind and one of each other kind are
             kept, or all of them where the model does not run with fewer.
-        num_samples: samples of each step over all ranks (eight at most have samples of their own); two for each
-            micro-batch if ``None``.
     """
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        own = _probe(inputs, cluster, strategy, registry, max_blocks, num_samples)
-        found = cluster.from_first(own)
+        found = cluster.from_first(_probe(inputs, cluster, strategy, registry, max_blocks))
     return replace(found, seconds=time.perf_counter() - begin)
 
 
@@ -115,19 +111,10 @@ def _probe(
     strategy: Strategy,
     registry: Registry,
     max_blocks: int | None,
-    num_samples: int | None,
-) -> ProbeResult | None:
-    """What this rank finds; ``None`` where another one holds the reference."""
-    refused: list[str] = []
-    for shallow in (True, False) if max_blocks is not None else (False,):
-        try:
-            prepared = prepare(inputs, cluster, strategy, registry, shallow=shallow, num_samples=num_samples)
-            break
-        except Exception as error:  # a model that does not run without all its blocks is tried with them
-            refused.append(error_text(error))
-    else:
-        reason = "; with all blocks: ".join(dict.fromkeys(refused))
-        return ProbeResult(passed=False, ran=False, reason=reason)
+) -> ProbeResult:
+    prepared = prepare_small(inputs, cluster, strategy, registry, shallow=max_blocks is not None)
+    if isinstance(prepared, str):
+        return ProbeResult(passed=False, ran=False, reason=prepared)
 
     def act() -> StrategyRun:
         return run_strategy(
@@ -145,13 +132,39 @@ def _probe(
         return ProbeResult(passed=False, reason=str(error))
     except Exception as error:
         return ProbeResult(passed=False, ran=False, reason=error_text(error))
-    if prepared.reference is None:
-        return None
-    return _judge(prepared.reference, prepared.noise, run)
+    return judge_run(prepared, inputs, cluster, run)
 
 
-def _judge(reference: Reference, noise: Deviation | None, run: StrategyRun) -> ProbeResult:
-    """Holds every parameter to its tolerance."""
+def prepare_small(
+    inputs: Inputs,
+    cluster: Cluster,
+    strategy: Strategy,
+    registry: Registry,
+    *,
+    shallow: bool = True,
+    rows: int = 2,
+) -> Prepared | str:
+    """The small job with its reference, or why there is none; collective. A model that does not run without all its
+    blocks is tried with them."""
+    refused: list[str] = []
+    for few in (True, False) if shallow else (False,):
+        try:
+            return prepare(inputs, cluster, strategy, registry, shallow=few, rows=rows)
+        except Exception as error:
+            refused.append(error_text(error))
+    return "; with all blocks: ".join(dict.fromkeys(refused))
+
+
+def judge_run(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
+    """Holds every parameter to its tolerance; collective."""
+    return cluster.on_first(lambda: _judge(prepared, inputs, cluster, run), what="judging a run in small")
+
+
+def _judge(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
+    reference, noise = prepared.reference, prepared.noise
+    if run.num_micro_batches != prepared.num_micro_batches:
+        reference = reference_in(run.num_micro_batches, prepared, inputs, cluster)
+    assert reference is not None
     found = measure(reference, run.last, run.losses)
     rows, _, reasons = judge(found, found, first_noise=noise, last_noise=noise, differing=run.differing)
     judged = [row for row in rows if row.state != "not judged"]

@@ -36,6 +36,7 @@ class StrategyRun:
             ``everywhere``.
         last: the same after all steps; on rank 0 only without ``everywhere``.
         losses: the mean loss of each step.
+        num_micro_batches: parts that a rank's batch was split into.
         differing: names of weights that ranks should hold alike and do not.
         notes: parts of the strategy that were left out, as sentences.
     """
@@ -43,6 +44,7 @@ class StrategyRun:
     first: Mapping[str, torch.Tensor]
     last: Mapping[str, torch.Tensor]
     losses: tuple[float, ...]
+    num_micro_batches: int = 1
     differing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -78,6 +80,7 @@ def run_strategy(
     last = whole_tensors(result, everywhere=everywhere, buffers=False)
     return StrategyRun(
         first=first,
+        num_micro_batches=len(result.job.step.micro_batches(batches[0][part])),
         last=last,
         losses=tuple(losses),
         differing=_differing(last if everywhere else _undivided_weights(result), cluster),

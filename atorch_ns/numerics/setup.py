@@ -6,19 +6,20 @@ import copy
 import itertools
 import pickle
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import Container, copy_structure, truncate
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Materialiser
+from atorch_ns.job.sampling import read_samples
 from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.numerics.reference import (
     Deviation,
@@ -159,6 +160,8 @@ class Prepared:
         reference: the run of one process in full precision; on rank 0 only.
         noise: deviation of one process in bfloat16 from it; on rank 0 only, ``None`` in full precision.
         learning_rate, training: settings of the reference.
+        num_micro_batches: parts that the reference splits a rank's batch into.
+        shallow: whether the model has few of its blocks.
     """
 
     inputs: Inputs
@@ -168,6 +171,8 @@ class Prepared:
     noise: Deviation | None
     learning_rate: float
     training: bool
+    num_micro_batches: int
+    shallow: bool
 
 
 def prepare(
@@ -177,9 +182,10 @@ def prepare(
     registry: Registry,
     *,
     shallow: bool,
-    num_samples: int | None,
+    rows: int,
 ) -> Prepared:
-    """Builds the small model on every rank, and trains it in one process on rank 0; collective.
+    """Builds the small model on every rank, and trains it in one process on rank 0 with ``rows`` samples in each
+    micro-batch; collective.
 
     Raises:
         Exception: on every rank, whatever stands in the way of a comparison.
@@ -190,7 +196,8 @@ def prepare(
 
     small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
     resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
-    batches, reference, noise = agreed(lambda: _reference(small, cluster, resolved, num_samples))
+    num_micro_batches = max(resolved.plan.num_micro_batches, small.gradient_accumulation_steps)
+    batches, reference, noise = agreed(lambda: _reference(small, cluster, resolved, num_micro_batches, rows))
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training)
     batches, learning_rate, training = cluster.from_first(on_first)
     return Prepared(
@@ -201,13 +208,28 @@ def prepare(
         noise=noise,
         learning_rate=learning_rate,
         training=training,
+        num_micro_batches=num_micro_batches,
+        shallow=shallow,
     )
+
+
+def reference_in(num_micro_batches: int, prepared: Prepared, inputs: Inputs, cluster: Cluster) -> Reference:
+    """The reference of a small job again, with as many micro-batches as a method has decided on while it was applied.
+
+    A mean over tokens of which some do not count is another one for other micro-batches.
+    """
+    small = _small_inputs(inputs, cluster, shallow=prepared.shallow)
+    precision = prepared.resolved.plan.precision
+    round_to(small.model, getattr(torch, precision.parameter_dtype))
+    parts = part_of_ranks(prepared.resolved.plan.num_data_ranks)
+    device, like = torch.device(cluster.device), prepared.reference
+    return run_reference(small.model, small, prepared.batches, parts, num_micro_batches, device, like=like)
 
 
 def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
     """The inputs with a small model in place of the user's, and SGD as optimizer."""
-    if inputs.loss_func is None or inputs.dataset is None:
-        raise InputError("a probe needs dataset and loss_func.")
+    if inputs.loss_func is None or (inputs.dataset is None and inputs.sample_batch is None):
+        raise InputError("it needs loss_func, and dataset or sample_batch.")
     model, originals = structure_of(inputs.model, shallow=shallow)
     _require_memory(model, cluster)
     fill(model, originals, torch.device(cluster.device), seed=_SEED)
@@ -228,15 +250,18 @@ def _require_memory(model: nn.Module, cluster: Cluster) -> None:
 
 
 def _reference(
-    inputs: Inputs, cluster: Cluster, resolved: Resolved, num_samples: int | None
+    inputs: Inputs, cluster: Cluster, resolved: Resolved, num_micro_batches: int, rows: int
 ) -> tuple[list[list[Any]], Reference | None, Deviation | None]:
     """Batches, reference and noise of :class:`Prepared`; on other ranks than the first none."""
     round_to(inputs.model, getattr(torch, resolved.plan.precision.parameter_dtype))
     if cluster.rank != 0:
         return [], None, None
-    num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
     parts = part_of_ranks(resolved.plan.num_data_ranks)
-    batches = draw_batches(inputs, 1 + max(parts), num_micro_batches, num_samples)
+    stages = resolved.plan.size("pipeline")  # which wait for samples if there are fewer
+    # What experts are balanced by is a mean over all ranks, which one process finds where their samples are the same.
+    alike = resolved.plan.size("expert") > 1
+    rows = num_micro_batches * stages * max(rows, 1 + alike)
+    batches = draw_batches(inputs, 1 + max(parts), rows, alike=alike)
     if cluster.distributed:
         pickle.dumps(batches)  # rank 0 must fail here, not where the others wait for it
     device = torch.device(cluster.device)
@@ -267,40 +292,43 @@ def is_reduced(resolved: Resolved) -> bool:
 def draw_batches(
     inputs: Inputs,
     num_parts: int,
-    num_micro_batches: int,
-    num_samples: int | None,
+    num_rows: int,
     *,
     num_steps: int = _NUM_STEPS,
+    alike: bool = False,
 ) -> list[list[Any]]:
-    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few.
+    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few; without a dataset,
+    ``sample_batch`` everywhere.
 
     Args:
         inputs: the user's objects, with dataset and collation.
         num_parts: number of batches in a step, each for one rank.
-        num_micro_batches: number of micro-batches that each of them can be split into.
-        num_samples: samples of a step over all parts; two for each micro-batch if ``None``.
+        num_rows: samples of each of them.
         num_steps: number of steps.
+        alike: whether the parts of a step have the same samples, in another order within pairs.
+
+    Raises:
+        InputError: if there are no samples, or training would lose them.
     """
+    if inputs.dataset is None:
+        return [[inputs.sample_batch] * num_parts] * num_steps
     args = dict(inputs.dataloader_args or {})
     unbatched = "batch_size" in args and args["batch_size"] is None
-    rows = num_micro_batches
-    if unbatched:
-        rows = 1
-    elif num_samples is None:
-        rows *= 2
-    else:
-        rows *= max(1, num_samples // (num_parts * num_micro_batches))
-    dataset = inputs.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        taken = list(itertools.islice(iter(dataset), num_steps * num_parts * rows))
-    else:
-        taken = [dataset[index] for index in range(min(len(dataset), num_steps * num_parts * rows))]
+    rows = 1 if unbatched else num_rows
+    wanted = num_steps * rows * (1 if alike else num_parts)
+    taken = list(itertools.islice(read_samples(inputs.dataset) or (), wanted))
     if not taken:
-        raise InputError("the dataset is empty.")
+        raise InputError("the dataset is empty, or can be iterated over only once.")
     samples = itertools.cycle(taken)
-    if unbatched:
-        return [[next(samples) for _ in range(num_parts)] for _ in range(num_steps)]
-    collate = args.get("collate_fn") or default_collate
-    return [
-        [collate(list(itertools.islice(samples, rows))) for _ in range(num_parts)] for _ in range(num_steps)
-    ]
+    collate = (lambda rows: rows[0]) if unbatched else (args.get("collate_fn") or default_collate)
+
+    def parts() -> Iterator[Any]:
+        drawn: list[Any] = []
+        for part in range(num_parts):
+            if not (alike and drawn):
+                drawn = list(itertools.islice(samples, rows))
+            pairs = (drawn[place : place + 2] for place in range(0, rows, 2))
+            turned = (reversed(pair) if alike and part % 2 else pair for pair in pairs)
+            yield collate(list(itertools.chain.from_iterable(turned)))
+
+    return [list(parts()) for _ in range(num_steps)]

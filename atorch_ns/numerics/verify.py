@@ -213,7 +213,7 @@ def _truth(
 ) -> tuple[list[list[Any]], _Truth]:
     num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
     parts = part_of_ranks(resolved.plan.num_data_ranks)
-    batches = draw_batches(inputs, 1 + max(parts), num_micro_batches, None, num_steps=num_steps)
+    batches = draw_batches(inputs, 1 + max(parts), 2 * num_micro_batches, num_steps=num_steps)
 
     def run(steps: int, **options: Any) -> Reference:
         model = copy.deepcopy(inputs.model)

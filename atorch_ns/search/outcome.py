@@ -116,6 +116,11 @@ class SearchOutcome:
     checks: tuple[str, ...] = ()
 
     @property
+    def numerics_passed(self) -> bool:
+        """Whether the winner was found to train as one process does."""
+        return any(": passed" in check for check in self.checks)
+
+    @property
     def unchecked(self) -> str:
         """The self-checks that could not be made, with the reason; empty if all were."""
         return "; ".join(check for check in self.checks if ": could not be run" in check)

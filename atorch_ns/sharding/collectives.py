@@ -117,6 +117,7 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
 
     with ThreadPoolExecutor(num_ranks) as pool:
         ranks = [pool.submit(run, rank) for rank in range(num_ranks)]
+    turns.swapped.clear()  # backward nodes refer to the group, and the values to them: a cycle that nobody would find
     return [rank.result() for rank in ranks]
 
 

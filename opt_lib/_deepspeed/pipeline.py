@@ -285,6 +285,8 @@ class DsPipelineRunner:
     def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
         """See :class:`atorch_ns.job.BatchRunner`."""
         self._begin(micro_batches, training=True)
+        # What it divides gradients by; a batch with other rows than the first has other micro-batches.
+        self.engine.set_train_batch_size(len(micro_batches) * self.engine.dp_world_size)
         self.job.gradients.sums.expect(self.job.module)
         self._run(_training_schedule(self.engine, len(micro_batches)))
         self.job.gradients.sums.run(self.job.module)

@@ -95,6 +95,10 @@ class ShardConfig(MethodConfig):
         "model on the meta device.",
     )
     device_id: int | str | None = Field(default=None, description="Not used: the launcher gives the device.")
+    sync_batchnorm: Flag = Field(
+        default=False,
+        description="Batch norms in training share mean and variance over the ranks that see different data.",
+    )
     ignored_modules: ModuleSelectors = Field(
         default=(), description="As atorch_ignored_cls: modules by class or name."
     )

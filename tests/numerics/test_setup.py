@@ -67,15 +67,20 @@ def _drawn(dataset: Any, **args: Any) -> list[list[Any]]:
 
 
 def test_batches_cycle_through_a_small_dataset() -> None:
-    batches = _drawn(list(range(3)), num_parts=2, num_micro_batches=2, num_samples=None)
+    batches = _drawn(list(range(3)), num_parts=2, num_rows=4)
     assert [[part.tolist() for part in step] for step in batches] == [
         [[0, 1, 2, 0], [1, 2, 0, 1]],
         [[2, 0, 1, 2], [0, 1, 2, 0]],
     ]
-    (step,) = _drawn(iter(range(9)), num_parts=2, num_micro_batches=1, num_samples=8, num_steps=1)
-    assert [len(part) for part in step] == [4, 4]
-    with pytest.raises(InputError, match="the dataset is empty"):
-        _drawn([], num_parts=1, num_micro_batches=1, num_samples=None)
+    (step,) = _drawn(list(range(9)), num_parts=3, num_rows=4, num_steps=1, alike=True)
+    assert [part.tolist() for part in step] == [[0, 1, 2, 3], [1, 0, 3, 2], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("dataset", [[], iter(range(9))])
+def test_a_dataset_that_training_would_lose_is_left_alone(dataset: Any) -> None:
+    with pytest.raises(InputError, match="empty, or can be iterated over only once"):
+        _drawn(dataset, num_parts=1, num_rows=1)
+    assert len(list(dataset)) in (0, 9)
 
 
 def test_many_ranks_share_eight_parts_and_all_are_used() -> None:

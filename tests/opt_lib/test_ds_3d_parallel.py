@@ -18,7 +18,7 @@ from atorch_ns.errors import StepError, StrategyError
 from atorch_ns.job import Result
 from atorch_ns.method import Resolved, load_registry, resolve
 from atorch_ns.strategy import Strategy
-from atorch_ns.testing.models import get_case
+from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.parity import accelerate_case, reference_run, whole_parameters
 from atorch_ns.testing.workers import run_ranks
 from opt_lib._deepspeed import zero as zero_module
@@ -316,3 +316,26 @@ def _without_an_optimizer() -> str:
 def test_without_an_optimizer_there_is_no_engine() -> None:
     for text in run_ranks(_without_an_optimizer, 2):
         assert "needs optim_func" in text
+
+
+def _losses_of_uneven_batches(strategy: list[Any]) -> list[float]:
+    case = get_case("mlp")
+    _, result, _ = auto_accelerate(
+        case.build(),
+        torch.optim.SGD,
+        SyntheticDataset(case, 10),
+        case.loss_func,
+        optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 8, "shuffle": False},
+        model_input_format=case.model_input_format,
+        load_strategy=strategy,
+    )
+    assert result is not None
+    return [float(result.train_step(batch)) for _ in range(3) for batch in result.dataloader or ()]
+
+
+def test_a_smaller_last_batch_counts_as_in_one_process() -> None:
+    """It has fewer micro-batches; SGD shows the scale of a gradient, which Adam would hide."""
+    expected = run_ranks(_losses_of_uneven_batches, 1, args=([],))[0]
+    for losses in run_ranks(_losses_of_uneven_batches, 2, args=([_mesh(("pipeline", 2)), "ds_3d_parallel"],)):
+        assert losses == pytest.approx(expected, rel=1e-5)

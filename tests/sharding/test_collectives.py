@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +89,16 @@ def test_ranks_take_turns_in_order() -> None:
 
     assert simulate(3, work, CPU) == [[[0, 1, 2], [10, 11, 12], [20, 21, 22]]] * 3
     assert order == [0, 1, 2] * 3
+
+
+def test_nothing_of_a_simulation_stays() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def work(group: SimulatedGroup) -> None:
+        x = torch.ones(4, requires_grad=True)
+        kept.append(weakref.ref(x))
+        collectives.gather_from(collectives.copy_to(x, group) * 2, 0, group).tanh().sum().backward()
+
+    simulate(2, work, CPU)
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]

@@ -1,0 +1,208 @@
+"""Test of a division: a model divided over ranks, in small, held against the undivided one before the first step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.blocks import call_hooks
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster
+from atorch_ns.data import default_prepare_input
+from atorch_ns.errors import AtorchError, StrategyError
+from atorch_ns.job import Inputs, Result
+from atorch_ns.job.sampling import forward_loss
+from atorch_ns.method import Registry, Resolved
+from atorch_ns.numerics.probe import ProbeResult, judge_run, prepare_small
+from atorch_ns.numerics.reference import distance, part_of_ranks
+from atorch_ns.numerics.run import judged_job, run_strategy, train_step
+from atorch_ns.numerics.setup import Prepared
+from atorch_ns.sharding.compare import largest
+from atorch_ns.strategy import MODEL_AXES, Strategy
+from atorch_ns.text import error_text
+from atorch_ns.torch_compat import pipeline_unit, plain_name
+
+_DIFFERS: Final = 1e-4
+"""A result that is off by this share of its largest value is not off by rounding alone, in full precision and few blocks."""
+
+
+def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registry: Registry) -> str:
+    """Trains the model in small for two steps, as a strategy divides it and in one process; collective.
+
+    Only the methods that divide the model take part, and those that synchronise what they leave, in full precision. The
+    small model has the first and the last block and one of each kind between; each micro-batch is one sample.
+
+    Returns:
+        What was found, as a sentence for the report.
+
+    Raises:
+        StrategyError: on every rank, if a loss or a parameter is not that of one process; it names the first module whose
+            result differs.
+    """
+    axes = [axis for axis in MODEL_AXES if resolved.plan.size(axis) > 1]
+    strategy = _dividing(resolved, registry)
+    with random_states_kept(torch.device(cluster.device)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the job itself warns of the same
+        found = _compare(inputs, cluster, strategy, registry)
+        gc.collect()  # hooks hold the small job in cycles
+        if isinstance(found, str):
+            return f"the model as a whole, divided over {' and '.join(axes)}, was not compared with one process: {found}"
+        if not found.passed:
+            where = _first_difference(inputs, cluster, strategy, registry) or found.text
+            raise StrategyError(
+                f"divided over {' and '.join(axes)}, the model trains otherwise than in one process: {where}. Its blocks "
+                "passed their tests one by one, so the code around them depends on what is divided. Train without "
+                f"{'this axis' if len(axes) == 1 else 'one of these axes'}, or leave that module whole."
+            )
+    return (
+        f"the model as a whole, divided over {' and '.join(axes)}, trains as in one process: {found.num_judged} of "
+        f"{found.num_parameters} parameters compared after two steps of it in small"
+    )
+
+
+def _dividing(resolved: Resolved, registry: Registry) -> Strategy:
+    """The steps of a strategy that arrange ranks and divide the model over them."""
+    roles = {item.method.name: item.method.roles(item.config) for item in resolved.chosen}
+
+    def divides(name: str) -> bool:
+        own = roles.get(registry.get(name).name, ())
+        return any(role == "mesh" or role.startswith("axis:") for role in own)
+
+    return Strategy([step for step in resolved.strategy if divides(step.name)])
+
+
+def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry) -> ProbeResult | str:
+    """The comparison, or why there is none; the same on every rank.
+
+    What the model itself raises on one rank passes through, as it would from the first step: the ranks are not at one
+    point then, so that they could not agree about it.
+    """
+    prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
+    if isinstance(prepared, str):
+        return prepared
+    try:
+        run = run_strategy(
+            prepared.inputs,
+            cluster,
+            prepared.resolved,
+            prepared.batches,
+            learning_rate=prepared.learning_rate,
+            training=prepared.training,
+        )
+    except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
+        return error_text(error)
+    return judge_run(prepared, inputs, cluster, run)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """How a rank's result of a module compares with the reference's.
+
+    Attributes:
+        error: the difference, as a share of the largest value; ``nan`` where the shapes differ.
+        found, expected: where the shapes differ, the sums over those dimensions that do, and over the same of the
+            reference, in proportion to the share that this rank holds.
+    """
+
+    error: float
+    found: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
+
+
+def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry) -> str:
+    """A sentence about the first module, in the order of calls, whose result differs; empty if none does."""
+    prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
+    assert not isinstance(prepared, str)
+    whole = copy.deepcopy(prepared.inputs.model)
+    result = judged_job(
+        replace(prepared.inputs, sample_batch=prepared.batches[0][0]),
+        cluster,
+        prepared.resolved,
+        learning_rate=prepared.learning_rate,
+        training=prepared.training,
+    )
+    batch = prepared.batches[0][part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]]
+    parts = result.job.parts
+    alone = {
+        id(inside) for experts in (*parts.experts, *parts.listed_experts) for inside in experts.modules()
+    }
+    with _recorded(result.job.module, alone) as divided:
+        train_step(result, batch)
+    expected = _reference_results(whole, prepared, result, batch)
+    ranks = cluster.gathered(
+        {name: _difference(divided[name], value) for name, value in expected.items() if name in divided}
+    )
+    # Stages run the code between their units on stand-ins, so that one rank alone has its right results.
+    one_is_enough = prepared.resolved.plan.size("pipeline") > 1
+    for name in expected:
+        rows = [rank[name] for rank in ranks if name in rank]
+        if rows and (error := _combined(rows, one_is_enough=one_is_enough)) > _DIFFERS:
+            return f"the first module whose result differs is {name or 'the model itself'} (off by {error:.1g} of its largest value)"
+    return ""
+
+
+def _reference_results(
+    whole: nn.Module, prepared: Prepared, result: Result, batch: Any
+) -> Mapping[str, torch.Tensor]:
+    whole.train(prepared.training)
+    prepare = prepared.inputs.prepare_input or default_prepare_input
+    micro_batches = result.job.step.micro_batches(prepare(batch, result.job.device))
+    with _recorded(whole) as results:
+        forward_loss(prepared.inputs)(whole, micro_batches[0])
+    return results
+
+
+@contextmanager
+def _recorded(model: nn.Module, alone: Collection[int] = ()) -> Iterator[dict[str, torch.Tensor]]:
+    """The first floating tensor of what each module returns at its first call, by its path.
+
+    Modules whose identities are in ``alone``, such as experts, which are called with the samples of all ranks, are left
+    out.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def note(path: str, _: nn.Module, __: Any, output: Any) -> None:
+        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        if floating:
+            found.setdefault(path, floating[0].detach().to("cpu", copy=True))
+
+    modules = [
+        (plain_name(path), module)
+        for path, module in model.named_modules()
+        if id(module) not in alone and pipeline_unit(module)[1] is module  # the inside of a unit is there too
+    ]
+    with call_hooks(modules, lambda *_: None, note):
+        yield found
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> _Difference:
+    if found.shape == expected.shape:
+        return _Difference(distance(found, expected) / max(largest(expected), 1e-12))
+    if found.dim() != expected.dim():
+        return _Difference(0.0)
+    dims = [dim for dim in range(found.dim()) if found.size(dim) != expected.size(dim)]
+    share = found.numel() / expected.numel()
+    return _Difference(math.nan, found.double().sum(dims), share * expected.double().sum(dims))
+
+
+def _combined(rows: list[_Difference], *, one_is_enough: bool) -> float:
+    """The error of a module over the ranks. Parts are summed over them, in whichever way they were divided."""
+    errors = [row.error for row in rows if not math.isnan(row.error)]
+    if errors:
+        return min(errors) if one_is_enough else max(errors)
+    found = [row.found for row in rows if row.found is not None]
+    expected = [row.expected for row in rows if row.expected is not None]
+    if len({tuple(tensor.shape) for tensor in (*found, *expected)}) != 1:
+        return 0.0
+    total = torch.stack(expected).sum(0)
+    return distance(torch.stack(found).sum(0), total) / max(largest(total), 1e-12)

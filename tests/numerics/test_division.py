@@ -1,0 +1,112 @@
+"""A model that is divided wrongly, though every block passed its test, is refused before its first step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, final
+
+import pytest
+import torch
+
+from atorch_ns import auto_accelerate
+from atorch_ns.errors import StrategyError
+from atorch_ns.job import Job
+from atorch_ns.method import Method, MethodConfig, Phase
+from atorch_ns.testing.models import SyntheticDataset, get_case
+from atorch_ns.testing.workers import run_ranks
+
+CASE = get_case("tied_llama")
+
+
+class FaultConfig(MethodConfig):
+    """What is wrong."""
+
+    kind: str = "forward"
+
+
+@final
+class WrongDivision(Method[FaultConfig]):
+    """Divides samples, and lets the second layer compute something else or lose a gradient."""
+
+    name = "wrong_division"
+    phase = Phase.CAST
+    Config = FaultConfig
+    provides = ("axis:sequence",)
+
+    def apply(self, job: Job, config: FaultConfig) -> None:
+        """Does it, in the whole model and in small."""
+        mlp = job.module.get_submodule("layers.1.mlp")
+        if config.kind == "forward":
+            mlp.register_forward_hook(lambda *given: 1.01 * given[2])
+        else:
+            next(mlp.parameters()).register_hook(lambda gradient: 2 * gradient)
+
+
+def _accelerate(strategy: Any, **changes: Any) -> Any:
+    _, result, _ = auto_accelerate(
+        CASE.build(),
+        torch.optim.SGD,
+        **{
+            "dataset": SyntheticDataset(CASE, 16),
+            "loss_func": CASE.loss_func,
+            "load_strategy": strategy,
+            "optim_args": {"lr": 0.1},
+            "dataloader_args": {"batch_size": 4},
+            **changes,
+        },
+    )
+    return result
+
+
+def _refused(kind: str) -> str:
+    from atorch_ns import api
+
+    registry = api.load_registry()
+    registry.add(WrongDivision)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "load_registry", lambda: registry)
+        with pytest.raises(StrategyError) as error:
+            _accelerate([("parallel_mode", ([("sequence", 2)], None)), ("wrong_division", {"kind": kind})])
+    return str(error.value)
+
+
+def test_the_first_module_whose_result_differs_is_named() -> None:
+    for text in run_ranks(_refused, 2, args=("forward",)):
+        assert "divided over sequence, the model trains otherwise than in one process" in text
+        assert (
+            "the first module whose result differs is layers.1.mlp (off by 0.01 of its largest value)" in text
+        )
+
+
+def test_a_wrong_gradient_names_its_parameter() -> None:
+    for text in run_ranks(_refused, 2, args=("gradient",)):
+        assert "layers.1.mlp." in text
+        assert "is off by" in text
+
+
+def _notes(axis: str, **changes: Any) -> list[str]:
+    result = _accelerate([("parallel_mode", ([(axis, 2)], None))], **changes)
+    return [note for note in result.applied.notes if note.startswith("the model as a whole")]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence", "pipeline"])
+def test_what_was_compared_is_said(axis: str) -> None:
+    for (note,) in run_ranks(_notes, 2, args=(axis,)):
+        assert re.search(r"trains as in one process: ([1-9]\d*) of \1 parameters compared", note)
+
+
+def _without_data(axis: str) -> list[str]:
+    return _notes(axis, dataset=None, sample_batch=CASE.make_batch(2, 0), dataloader_args=None)
+
+
+def _without_loss(axis: str) -> list[str]:
+    return _notes(axis, loss_func=None)
+
+
+def test_a_sample_batch_will_do_and_what_is_missing_is_said() -> None:
+    assert all(
+        "trains as in one process" in note for (note,) in run_ranks(_without_data, 2, args=("tensor",))
+    )
+    for (note,) in run_ranks(_without_loss, 2, args=("tensor",)):
+        assert "was not compared with one process" in note
+        assert "it needs loss_func" in note
