@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atorch_ns.testing import Case
 
-__all__ = ["Entry", "Unfit", "first_floating", "make_comparable", "num_batch_norms"]
+__all__ = ["Entry", "Unfit", "first_floating", "make_comparable", "num_batch_norms", "num_parameters"]
 
 _BIAS: Final = 0.05
 _LARGEST: Final = 1e3
@@ -67,7 +67,7 @@ def make_comparable(model: nn.Module) -> nn.Module:
                 setattr(module, name, 0.0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.numel():
                 continue
             if not bool(torch.isfinite(parameter).all()) or float(parameter.abs().max()) > _LARGEST:
                 parameter.normal_(std=_BIAS)
@@ -76,20 +76,35 @@ def make_comparable(model: nn.Module) -> nn.Module:
     return model
 
 
+def num_parameters(make: Callable[[], nn.Module]) -> int:
+    """Of a model, without its weights."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in make().parameters())
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether it is a mixture of experts, by the names of its parameters."""
+    return any("expert" in name for name, _ in model.named_parameters())
+
+
 def num_batch_norms(model: nn.Module) -> int:
     """How many layers normalise by statistics of the batch."""
     return sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def first_floating(output: Any, batch_size: int) -> Tensor:
-    """The first tensor of an output that has a gradient and a row for each sample.
+    """The first tensor of an output that has a row for each sample, which no other sample changes.
+
+    Similarities of all samples with all others are left out: ranks that have different samples cannot compute them.
 
     Raises:
         Unfit: if there is none.
     """
     leaves, _ = torch.utils._pytree.tree_flatten(dict(output) if isinstance(output, dict) else output)
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and leaf.shape[0] == batch_size:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
+            continue
+        if leaf.shape[0] == batch_size and leaf.shape != (batch_size, batch_size):
             return leaf
     raise Unfit("its output has no floating tensor with a row for each sample")
 

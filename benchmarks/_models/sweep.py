@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from atorch_ns.system import parent_tie
-from benchmarks._models.entry import Entry, Unfit
+from benchmarks._models.entry import Entry, Unfit, has_experts
 from benchmarks._models.row import STRATEGIES, Reference, Strategy, find_reference, run_row
 
 __all__ = ["Rows", "sweep"]
@@ -96,7 +95,9 @@ def sweep(
                 continue
             while len(running) >= workers:
                 _reap(running, rows, report)
-            report(f"models: {time.monotonic() - began:.0f} s: {entry.key} ({position + 1} of {len(entries)})")
+            report(
+                f"models: {time.monotonic() - began:.0f} s: {entry.key} ({position + 1} of {len(entries)})"
+            )
             running[_fork(entry, strategies, rows, timeout_s)] = entry.key
         while running:
             _reap(running, rows, report)
@@ -150,7 +151,15 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
             case = entry.case()
         except Exception as error:
             reason = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
-            rows.add({"model": entry.key, "kind": entry.kind, "strategy": "", "is": "unfit", "reason": reason[:1000]})
+            rows.add(
+                {
+                    "model": entry.key,
+                    "kind": entry.kind,
+                    "strategy": "",
+                    "is": "unfit",
+                    "reason": reason[:1000],
+                }
+            )
             return
         model = case.build()
         facts = {
@@ -160,12 +169,22 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         for strategy in strategies:
+            if strategy.mixtures_only and not has_experts(model):
+                rows.add({**facts, "strategy": strategy.name, "is": "no mixture"})
+                continue
             dtype = strategy.autocast_dtype
             try:
                 if dtype not in references:
                     references[dtype] = find_reference(case, Path(folder), timeout_s, dtype)
             except Unfit as error:
-                rows.add({**facts, "strategy": "" if dtype is None else strategy.name, "is": "unfit", "reason": str(error)})
+                rows.add(
+                    {
+                        **facts,
+                        "strategy": "" if dtype is None else strategy.name,
+                        "is": "unfit",
+                        "reason": str(error),
+                    }
+                )
                 if dtype is None:
                     return
                 continue

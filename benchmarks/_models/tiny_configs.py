@@ -4,114 +4,206 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["FIRST_SPECIAL", "NUM_TOKENS", "VOCAB_SIZE", "tiny_config"]
+__all__ = ["FIRST_SPECIAL", "NUM_TOKENS", "SCALES", "VOCAB_SIZE", "Scale", "tiny_config"]
 
 VOCAB_SIZE: Final = 96
 FIRST_SPECIAL: Final = 64
 """Tokens from here on are special ones; samples have none of them but where an image stands."""
 NUM_TOKENS: Final = 16
-_WIDTH: Final = 32
-_HEADS: Final = 4
-_LAYERS: Final = 2
-_PATTERN_LAYERS: Final = 4
-"""Layers of models that alternate between kinds of layers."""
-_IMAGE: Final = 32
-_PATCH: Final = 8
 
-_RULES: Final[tuple[tuple[str, Any], ...]] = (
-    # The first that matches the whole name decides.
-    (r"(.*_)?vocab_size|n_vocab|vocabulary_size", VOCAB_SIZE),
-    (r"vocab_size_per_layer_input", VOCAB_SIZE),
-    (r"(.*_)?(dropout|drop|pdrop|layerdrop|drop_rate|drop_prob|dropout_prob|drop_path_rate|dropout_rate)(_.*)?", 0.0),
-    (r"(mask_time_prob|mask_feature_prob|router_jitter_noise|jitter_noise|input_jitter_noise|layer_drop.*)", 0.0),
-    (r"initializer_range|init_std", lambda value: max(value, 0.05) if value else value),
-    (r"num_(hidden|encoder|decoder|attention|backbone|text|vision|image|audio|context|prenet|conv_pos_embedding_groups_)?_?layers", _LAYERS),
-    (r"(n_layers?|num_layers?|.*_num_(hidden_)?layers|.*_n_layers?|(encoder|decoder|.*)_layers|depth|num_blocks|num_hidden_blocks|n_blocks|.*_depth)", _LAYERS),
-    (r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads?|.*num_key_value_heads)", lambda value: min(value, 2)),
-    (r"(num_attention_heads|n_heads?|num_heads|(encoder|decoder)_attention_heads|.*attention_heads|.*_num_heads|.*_n_heads?|.*_num_attention_heads)", lambda value: min(value, _HEADS)),
-    (r"(head_dim|qk_head_dim|v_head_dim|d_kv|attention_head_dim|.*_head_dim|head_size|attention_key_size)", _WIDTH // _HEADS),
-    (r"(intermediate_size|d_ff|ffn_dim|n_inner|inner_dim|ffn_hidden_size|.*_ffn_dim|.*intermediate_size|.*ffn_hidden_size|feed_forward_size|d_inner|.*mlp_dim|.*ff_dim|dim_ff|.*dim_feedforward|ff_hidden_size|ffn_size)", lambda value: min(value, 2 * _WIDTH)),
-    (r"(moe_intermediate_size|.*expert.*intermediate_size|expert_ffn.*size)", lambda value: min(value, _WIDTH)),
-    (r"(max_position_embeddings|n_positions|n_ctx|max_sequence_length|seq_length|max_seq_len|.*max_position.*|max_source_positions|max_target_positions|max_seq_length|.*max_seq_len)", 64),
-    (r"(sliding_window|attention_window|local_attention|window_size|attention_chunk_size|chunk_size|.*chunk_length)", lambda value: min(value, 8)),
-    (r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|.*num_experts|num_routed_experts)", lambda value: min(value, 4)),
-    (r"(num_experts_per_tok|moe_top_?k|top_k|moe_k|num_selected_experts|.*experts_per_tok.*|topk|router_topk|num_experts_per_token)", lambda value: min(value, 2)),
-    (r"(n_group|topk_group|n_groups|num_expert_group)", 1),
-    (r"(q_lora_rank|kv_lora_rank|.*lora_rank|.*_lora_dim)", lambda value: min(value, 16)),
-    (r"(qk_rope_head_dim|qk_nope_head_dim)", _WIDTH // _HEADS),
-    (r"(hidden_size|d_model|n_embd|embed_dim|dim|emb_dim|hidden_dim|embedding_size|embedding_dim|.*hidden_size|.*embed_dim|.*_dim|.*hidden_dim|projection_dim|width|word_embed_proj_dim|.*embed_size|conv_dim_out|embeddings_size|channels|.*_channels)", lambda value: min(value, _WIDTH)),
-    (r"(image_size|img_size|input_size|crop_size|.*image_size)", _IMAGE),
-    (r"(patch_size|.*patch_size)", lambda value: min(value, _PATCH)),
-    (r"num_mel_bins|feature_size|input_feat_per_channel|num_freq_bins", lambda value: min(value, 16)),
-    (r"depths", lambda value: [1] * len(value)),
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How small.
+
+    Attributes:
+        layers: blocks of every stack.
+        width: features of an activation.
+        heads: of attention.
+        kv_heads: of keys and values, where a configuration names them.
+        lists: whether sizes in lists, one for each stage, are made small too.
+        derived: whether sizes that follow from others unless they are given are given.
+    """
+
+    layers: int = 2
+    width: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    lists: bool = True
+    derived: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.width // self.heads
+
+
+SCALES: Final = (
+    Scale(),
+    Scale(layers=4),  # hybrids need a layer of each kind
+    Scale(derived=True),
+    Scale(layers=4, derived=True),
+    Scale(layers=8),
+    Scale(kv_heads=4),
+    Scale(width=64, kv_heads=4),
+    Scale(width=64, heads=2, kv_heads=2, layers=6),
+    Scale(lists=False),
 )
-_NEVER: Final = re.compile(r"num_channels|in_channels|in_chans|.*num_labels|mlp_ratio|temporal_patch_size|.*_token_id|.*out_channels.*")
+"""Tried one after the other until one makes a model that computes."""
+
+Rule = Callable[[Scale, Any], Any]
 
 
-def tiny_config(cls: type[Any], **given: Any) -> Any:
-    """A small configuration of the class; ``given`` values replace what the rules say."""
-    return cls(**{**_overrides(cls()), **given})
+def _at_most(most: int) -> Rule:
+    return lambda _, value: min(value, most)
 
 
-def _overrides(config: Any) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(config)}
+def _exactly(value: Any) -> Rule:
+    return lambda scale, old: value
+
+
+# The first that matches the whole name decides.
+_RULES: Final[tuple[tuple[str, Rule], ...]] = (
+    (r".*mask_(time|feature)_prob|.*jitter.*|apply_spec_augment", _exactly(0)),
+    (r"(.*_)?vocab_size(_per_layer_input)?|n_vocab|vocabulary_size", _exactly(VOCAB_SIZE)),
+    (r"(.*_)?p?drop(out|path|_path|layer)?(_p|_rate|_prob|_ratio)?|.*dropout.*|.*layerdrop.*", _exactly(0)),
+    (r"initializer_range|init_std", lambda _, value: max(value, 0.05)),
+    (
+        r"(.*_)?(n|num)_(.*_)?layers?|(.*_)?(layers|depth)|(.*_)?n_layers?|(.*_)?num_(hidden_)?blocks|n_blocks",
+        lambda scale, _: scale.layers,
+    ),
+    (r"depths|.*num_blocks|layers_per_.*", _exactly(1)),
+    (
+        r"(.*_)?(num_)?(key_value|kv)_heads|(.*_)?n_head_kv|(.*_)?n_kv_heads?",
+        lambda scale, v: min(v, scale.kv_heads),
+    ),
+    (r"(.*_)?(num_|n_)?(.*_)?heads?", lambda scale, value: min(value, scale.heads)),
+    (r"(mamba_)?d_head|mamba_head_dim", lambda scale, _: 2 * scale.width // scale.heads),
+    (r"rotary_dim", lambda scale, _: scale.head_dim // 2),
+    (r"(.*_)?head_dim|d_kv|head_size|attention_key_size", lambda scale, _: scale.head_dim),
+    (r"mrope_section", lambda scale, value: _shares(scale.head_dim // 2, len(value))),
+    (r".*expert.*intermediate_size|moe_.*size", lambda scale, value: min(value, scale.width)),
+    (
+        r".*intermediate_size|d_ff|(.*_)?ff(n)?_(dim|size)|n_inner|.*(ffn|feedforward|mlp|ff).*(size|dim)",
+        lambda scale, v: min(v, 2 * scale.width),
+    ),
+    (r".*max_position.*|n_positions|n_ctx|.*max_(seq|source|target).*|seq_length|max_seq.*", _at_most(64)),
+    (r"sliding_window|.*attention_window|local_attention|attention_chunk_size", _at_most(8)),
+    (r"window_size", _at_most(4)),
+    (r"(.*_)?(num|n)_(.*_)?experts|moe_num_experts", _at_most(4)),
+    (r".*experts_per_tok.*|moe_top_?k|top_k|moe_k|num_selected_experts|router_topk", _at_most(2)),
+    (r"n_group|topk_group|n_groups|num_expert_group", _exactly(1)),
+    (r".*lora_(rank|dim)", _at_most(16)),
+    (r"time_step_rank", _at_most(4)),
+    (r"(image|img|input|crop)_size|.*image_size", _exactly(32)),
+    (r".*patch_size", _at_most(8)),
+    (r"num_mel_bins|feature_size|input_feat_per_channel|num_freq_bins|n_mels", _at_most(16)),
+    (
+        r".*hidden_sizes?|d_model|n_embd|(.*_)?(embed|emb|embedding|hidden|model|proj|projection)?_?dim|embedding_size|"
+        r"width|.*embed_size|.*_dims?|conv_channels|embed_dims|hidden_channels|.*embedding_size",
+        lambda scale, value: min(value, scale.width),
+    ),
+)
+_DERIVED: Final = (
+    "head_dim",
+    "num_key_value_heads",
+    "sliding_window",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
+_NEVER: Final = re.compile(
+    r"num_channels|in_channels|in_chans|.*num_labels|.*_ratio|temporal_.*|.*_token_id|.*out_channels.*|.*kernel.*|.*stride.*"
+)
+
+
+def tiny_config(cls: type[Any], scale: Scale, **given: Any) -> Any:
+    """A small configuration of the class, with what is ``given`` in it."""
+    return _smaller(cls(), scale, **given)
+
+
+def _smaller(config: Any, scale: Scale, **given: Any) -> Any:
+    """A new configuration of the same class."""
     found: dict[str, Any] = {}
-    for name in names:
-        value = getattr(config, name, None)
-        if name in getattr(config, "sub_configs", {}) and value is not None:
-            found[name] = _sub_config(value)
-        elif (small := _small(name, value)) is not None:
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    for name, value in _values(config, fields):
+        if name in getattr(config, "sub_configs", {}):
+            found[name] = _smaller(value, scale) if dataclasses.is_dataclass(value) else value
+        elif fields[name].default is None and not scale.derived:
+            continue  # it follows from the others
+        elif isinstance(value, Mapping):
+            found[name] = {key: _small(key, item, scale, item) for key, item in value.items()}
+        elif (small := _small(name, value, scale)) is not None:
             found[name] = small
-    found |= _token_ids(config, names)
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "layer_types" in names:
-        count = _PATTERN_LAYERS if len(set(kinds)) > 1 else _LAYERS
-        found["layer_types"] = _covering(list(kinds), count)
-        found |= {name: count for name in found if found[name] == _LAYERS and "layers" in name}
-    return found
+    if scale.derived:
+        absent = [name for name in _DERIVED if name in fields and getattr(config, name, None) is None]
+        found |= {name: _small(name, 10**6, scale) for name in absent}
+    found |= _token_ids(config, fields)
+    return type(config)(**{**found, **_layer_types(config, fields, found), **given})
 
 
-def _token_ids(config: Any, names: set[str]) -> dict[str, int]:
+def _values(config: Any, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in fields:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # some differ from layer to layer and cannot be read as one
+            continue
+        if value is not None:
+            yield name, value
+
+
+def _token_ids(config: Any, fields: Mapping[str, Any]) -> dict[str, int]:
     """Ids beyond the small vocabulary become its last ones, each its own, which random tokens leave out."""
-    ids = {name: getattr(config, name, None) for name in sorted(names) if re.search(r"token_(id|index)$", name)}
+    ids = {
+        name: value
+        for name, value in sorted(_values(config, fields))
+        if re.search(r"token_(id|index)$", name)
+    }
     large = [name for name, value in ids.items() if isinstance(value, int) and value >= FIRST_SPECIAL]
     return {name: VOCAB_SIZE - 1 - number for number, name in enumerate(large)}
 
 
-def _sub_config(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return type(value)(**_overrides(value))
+def _layer_types(config: Any, fields: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Lists with an entry for each layer, as long as there are layers, and with every kind that there was."""
+    count = next((found[name] for name in ("num_hidden_layers", "num_layers", "n_layer") if name in found), 0)
+    lists = {}
+    for name, value in _values(config, fields):
+        if (
+            fields[name].default is not None
+            and name not in found
+            and isinstance(value, (list, tuple))
+            and count
+        ):
+            before = next(
+                getattr(config, key) for key in ("num_hidden_layers", "num_layers", "n_layer") if key in found
+            )
+            if len(value) == before:
+                kept = list(value[:count])
+                for position, kind in enumerate(sorted({str(v) for v in value} - {str(v) for v in kept})):
+                    kept[-1 - position] = next(v for v in value if str(v) == kind)
+                lists[name] = kept
+    return lists
 
 
-def _covering(kinds: list[str], count: int) -> list[str]:
-    """The first layers, with the last replaced where a kind would be missing."""
-    kept = kinds[:count]
-    for position, kind in enumerate(sorted(set(kinds) - set(kept))):
-        kept[-1 - position] = kind
-    return kept
-
-
-def _small(name: str, value: Any) -> Any:
-    if value is None or isinstance(value, (bool, str)) or _NEVER.fullmatch(name):
-        return None
-    for pattern, to in _RULES:
+def _small(name: str, value: Any, scale: Scale, otherwise: Any = None) -> Any:
+    if isinstance(value, (bool, str)) or value is None or _NEVER.fullmatch(name):
+        return otherwise
+    for pattern, rule in _RULES:
         if re.fullmatch(pattern, name):
+            if name == "mrope_section":
+                return rule(scale, value)
             if isinstance(value, (int, float)):
-                small = to(value) if callable(to) else to
-                return type(value)(small)
-            if isinstance(value, (list, tuple)) and value and all(isinstance(v, int) for v in value):
-                return _small_list(to, value)
-            return None
-    return None
+                return type(value)(rule(scale, value))
+            if isinstance(value, (list, tuple)) and all(isinstance(item, int) for item in value):
+                return type(value)(rule(scale, item) for item in value) if scale.lists else otherwise
+            return otherwise
+    return otherwise
 
 
-def _small_list(to: Any, value: Any) -> Any:
-    rule: Callable[[Any], Any] = to if callable(to) else lambda _: to
-    try:
-        return type(value)(rule(item) for item in value)
-    except TypeError:
-        return rule(value)
+def _shares(total: int, count: int) -> list[int]:
+    """Whole numbers that add up to ``total``."""
+    each, rest = divmod(total, count)
+    return [each + (position < rest) for position in range(count)]
