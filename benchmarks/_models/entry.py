@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class Entry:
     def key(self) -> str:
         """``source/name``."""
         return f"{self.source}/{self.name}"
+
+    @property
+    def place(self) -> int:
+        """Number by which entries are ordered and sampled: all sources mixed, and the same in every sweep."""
+        return int(hashlib.sha256(self.key.encode()).hexdigest()[:8], 16)
 
     def case(self) -> Case:
         """The case, with its model seeded and made comparable."""

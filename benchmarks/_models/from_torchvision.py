@@ -148,7 +148,11 @@ def _frozen(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.BatchNorm2d):
-                setattr(module, name, FrozenBatchNorm2d(child.num_features))
+                frozen = FrozenBatchNorm2d(child.num_features)
+                frozen.weight.fill_(
+                    0.5
+                )  # with 1 the residual stream of a random network grows with its depth
+                setattr(module, name, frozen)
     return model
 
 
@@ -158,6 +162,7 @@ def _detector(name: str) -> Case:
     options: dict[str, Any] = {"min_size": _SIDE, "max_size": _SIDE} if "ssd" not in name else {}
     if "rcnn" in name:
         options |= {"rpn_batch_size_per_image": 4096, "box_batch_size_per_image": 4096}
+        options |= {"rpn_pre_nms_top_n_train": 64, "rpn_post_nms_top_n_train": 64}
     classes = {"num_classes": NUM_CLASSES} if "keypoint" not in name else {}
     model = _small(lambda: Detection(get_model(name, **classes, **_NO_WEIGHTS, **options)))
     return Case(

@@ -285,7 +285,7 @@ def _train(case: Case, methods: list[Any] | None, reference: Reference) -> dict[
         global_batch=GLOBAL_BATCH,
         optim_args=_adamw(reference.rate),
         optim_param_func=trained,
-        **({"time_limit": 20} if methods is None else {}),
+        **({"time_limit": 30} if methods is None else {}),
     )
     planned = time.process_time()
     initial = whole_parameters(result)

@@ -78,19 +78,19 @@ def sweep(
     running: dict[int, str] = {}
     began = time.monotonic()
 
-    def missing(entry: Entry, position: int) -> list[Strategy]:
+    def missing(entry: Entry) -> list[Strategy]:
         return [
             strategy
             for strategy in STRATEGIES
-            if position % strategy.every == 0
+            if entry.place % strategy.every == 0
             and chosen(entry.key, strategy.name)
             and ((entry.key, strategy.name) not in there or again(there[entry.key, strategy.name]))
             and ((entry.key, "") not in there or again(there[entry.key, ""]))
         ]
 
     try:
-        for position, entry in enumerate(entries):
-            strategies = missing(entry, position)
+        for position, entry in enumerate(sorted(entries, key=lambda entry: entry.place)):
+            strategies = missing(entry)
             if not strategies:
                 continue
             while len(running) >= workers:
@@ -107,6 +107,11 @@ def sweep(
                 os.kill(pid, signal.SIGTERM)
         for pid in running:
             os.waitpid(pid, 0)
+
+
+def _busy() -> float:
+    """How many times longer work may take here now than on a quiet machine."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _reap(running: dict[int, str], rows: Rows, report: Callable[[str], object]) -> None:
@@ -175,7 +180,7 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
             dtype = strategy.autocast_dtype
             try:
                 if dtype not in references:
-                    references[dtype] = find_reference(case, Path(folder), timeout_s, dtype)
+                    references[dtype] = find_reference(case, Path(folder), timeout_s * _busy(), dtype)
             except Unfit as error:
                 rows.add(
                     {
@@ -188,5 +193,5 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
                 if dtype is None:
                     return
                 continue
-            row = run_row(case, strategy, references[dtype], timeout_s)
+            row = run_row(case, strategy, references[dtype], timeout_s * _busy())
             rows.add({**facts, "strategy": strategy.name, **row})
