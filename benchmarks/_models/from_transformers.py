@@ -38,19 +38,46 @@ _KINDS: Final = (
 )
 
 
+_WINDOWS: Final = {
+    "embed_dim": 24,
+    "num_heads": [1, 2, 4, 8],
+    "window_size": 4,
+    "patch_size": 2,
+    "image_size": 64,
+}
+_SECTIONS: Final = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+}
 _GIVEN: Final[Mapping[str, Mapping[str, Any]]] = {
-    # What no rule can know, and flags without which the class says that it will not train.
+    # What no rule can know, by type of configuration: sizes that must fit, and what a class needs to be a model at all.
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "donut-swin": _WINDOWS,
+    "esm": {"vocab_size": VOCAB_SIZE},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 64,
+        "layer_types": None,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "mamba2": {"head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16]},
-    "xmod": {"default_language": "en_XX"},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
     "wav2vec2-bert": {"vocab_size": VOCAB_SIZE},
     "wav2vec2-conformer": {"vocab_size": VOCAB_SIZE},
-    "esm": {"vocab_size": VOCAB_SIZE},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "swin": {"embed_dim": 24, "num_heads": [1, 2, 4, 8], "window_size": 4, "patch_size": 2},
-    "swinv2": {"embed_dim": 24, "num_heads": [1, 2, 4, 8], "window_size": 4, "patch_size": 2},
-    "donut-swin": {"embed_dim": 24, "num_heads": [1, 2, 4, 8], "window_size": 4, "patch_size": 2},
     "xlstm": {"qk_dim_factor": 1.0},
+    "timm_backbone": {"backbone": "resnet18", "use_pretrained_backbone": False},
+    "timm_wrapper": {"architecture": "test_vit"},
+    "xmod": {"default_language": "en_XX"},
+    **{
+        f"{name}_text": _SECTIONS
+        for name in ("glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+    },
+    "glm4v_moe_text": {"rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 1.0}},
 }
 
 
@@ -104,7 +131,7 @@ def _of(name: str, model: nn.Module, make_batch: Maker) -> Case:
 
 
 def _config(cls: type[Any], scale: Scale) -> Any:
-    config = tiny_config(cls, scale, **_GIVEN.get(cls.model_type, {}))
+    config = tiny_config(cls, scale, _GIVEN)
     for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}))):
         if part is None:
             continue
@@ -320,7 +347,14 @@ def _pictures(config: Any, name: str) -> list[tuple[int, ...]]:
 
 def _sounds(config: Any, name: str) -> list[tuple[int, ...]]:
     parts = [config, *(getattr(config, part) for part in getattr(config, "sub_configs", {}))]
-    keys = ("num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "max_length")
+    keys = (
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "n_mels",
+        "input_dim",
+        "feature_projection_input_dim",
+    )
     bins = [value for part in parts for key in keys if isinstance(value := getattr(part, key, None), int)]
     waves = [(1600,), (6400,), (1, 1600), (16000,)]
     shapes = [
@@ -328,6 +362,8 @@ def _sounds(config: Any, name: str) -> list[tuple[int, ...]]:
         for count in dict.fromkeys((*bins, 80, 128))
         for shape in ((count, 128), (128, count), (64, count))
     ]
+    if isinstance(length := getattr(config, "max_length", None), int):
+        shapes = [(length, count) for count in bins] + shapes
     return [*waves, *shapes] if name == "input_values" else [*shapes, *waves]
 
 

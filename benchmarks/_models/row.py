@@ -142,14 +142,14 @@ class Reference:
         noise: how far a run from weights that are one rounding off gets, in units of updates.
         loss_noise: the same of the losses.
         rate: learning rate.
-        cpu_s: processor time of the run.
+        slowness: elapsed over processor time of the run: what others on this machine make of a second.
     """
 
     paths: Mapping[str, Path]
     noise: float
     loss_noise: float
     rate: float
-    cpu_s: float
+    slowness: float
 
 
 def find_reference(case: Case, folder: Path, timeout_s: float, dtype: torch.dtype | None = None) -> Reference:
@@ -167,7 +167,7 @@ def find_reference(case: Case, folder: Path, timeout_s: float, dtype: torch.dtyp
 
 
 def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference:
-    began = time.process_time()
+    began, began_cpu = time.perf_counter(), time.process_time()
     model = case.build()
     state = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -211,7 +211,7 @@ def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference
         noise=apart.max_param_error,
         loss_noise=apart.max_loss_error,
         rate=rate,
-        cpu_s=time.process_time() - began,
+        slowness=max(1.0, (time.perf_counter() - began) / max(0.01, time.process_time() - began_cpu)),
     )
 
 
@@ -275,7 +275,10 @@ def _with_batch_norms(methods: tuple[Any, ...], model: nn.Module) -> list[Any]:
     return found
 
 
-def _train(case: Case, methods: list[Any] | None, reference: Reference) -> dict[str, Any]:
+def _train(
+    case: Case, methods: list[Any] | None, reference: Reference, tie: Callable[[], None]
+) -> dict[str, Any]:
+    tie()
     warnings.simplefilter("ignore")
     began = time.process_time()
     result = accelerate_case(

@@ -88,6 +88,7 @@ def sweep(
             and ((entry.key, "") not in there or again(there[entry.key, ""]))
         ]
 
+    before = signal.signal(signal.SIGTERM, _leave)  # for workers too, which then end their ranks
     try:
         for position, entry in enumerate(sorted(entries, key=lambda entry: entry.place)):
             strategies = missing(entry)
@@ -107,6 +108,7 @@ def sweep(
                 os.kill(pid, signal.SIGTERM)
         for pid in running:
             os.waitpid(pid, 0)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _busy() -> float:
@@ -135,7 +137,6 @@ def _fork(entry: Entry, strategies: Sequence[Strategy], rows: Rows, timeout_s: f
     code = 1
     try:
         tie()
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1) if not _raise() else None)
         _of_model(entry, strategies, rows, timeout_s)
         code = 0
     except BaseException:
@@ -144,7 +145,7 @@ def _fork(entry: Entry, strategies: Sequence[Strategy], rows: Rows, timeout_s: f
         os._exit(code)
 
 
-def _raise() -> bool:
+def _leave(*_: object) -> None:
     raise SystemExit(1)
 
 
@@ -180,7 +181,7 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
             dtype = strategy.autocast_dtype
             try:
                 if dtype not in references:
-                    references[dtype] = find_reference(case, Path(folder), timeout_s * _busy(), dtype)
+                    references[dtype] = find_reference(case, Path(folder), 10 * timeout_s, dtype)
             except Unfit as error:
                 rows.add(
                     {
@@ -193,5 +194,7 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
                 if dtype is None:
                     return
                 continue
-            row = run_row(case, strategy, references[dtype], timeout_s * _busy())
+            row = run_row(
+                case, strategy, references[dtype], timeout_s * max(_busy(), references[dtype].slowness)
+            )
             rows.add({**facts, "strategy": strategy.name, **row})

@@ -77,12 +77,12 @@ _RULES: Final[tuple[tuple[str, Rule], ...]] = (
         lambda scale, _: scale.layers,
     ),
     (r"depths|.*num_blocks|layers_per_.*", _exactly(1)),
+    (r"(mamba_)?d_head|mamba_head_dim", lambda scale, _: 2 * scale.width // scale.heads),
     (
         r"(.*_)?(num_)?(key_value|kv)_heads|(.*_)?n_head_kv|(.*_)?n_kv_heads?",
         lambda scale, v: min(v, scale.kv_heads),
     ),
     (r"(.*_)?(num_|n_)?(.*_)?heads?", lambda scale, value: min(value, scale.heads)),
-    (r"(mamba_)?d_head|mamba_head_dim", lambda scale, _: 2 * scale.width // scale.heads),
     (r"rotary_dim", lambda scale, _: scale.head_dim // 2),
     (r"(.*_)?head_dim|d_kv|head_size|attention_key_size", lambda scale, _: scale.head_dim),
     (r"mrope_section", lambda scale, value: _shares(scale.head_dim // 2, len(value))),
@@ -120,18 +120,25 @@ _NEVER: Final = re.compile(
 )
 
 
-def tiny_config(cls: type[Any], scale: Scale, **given: Any) -> Any:
-    """A small configuration of the class, with what is ``given`` in it."""
-    return _smaller(cls(), scale, **given)
+Given = Mapping[str, Mapping[str, Any]]
 
 
-def _smaller(config: Any, scale: Scale, **given: Any) -> Any:
+def tiny_config(cls: type[Any], scale: Scale, given: Given) -> Any:
+    """A small configuration of the class, with what is ``given`` for its ``model_type`` and for those of its parts."""
+    return _smaller(cls(), scale, given)
+
+
+def _smaller(config: Any, scale: Scale, given: Given) -> Any:
     """A new configuration of the same class."""
     found: dict[str, Any] = {}
     fields = {field.name: field for field in dataclasses.fields(config)}
     for name, value in _values(config, fields):
         if name in getattr(config, "sub_configs", {}):
-            found[name] = _smaller(value, scale) if dataclasses.is_dataclass(value) else value
+            found[name] = _smaller(value, scale, given) if dataclasses.is_dataclass(value) else value
+        elif isinstance(value, (bool, str)) and value != fields[name].default:
+            found[name] = value  # a part may differ from the defaults of its class
+        elif isinstance(value, Mapping) and "mrope_section" in value:
+            found[name] = {key: _small(key, item, scale, item) for key, item in value.items()}
         elif fields[name].default is None and not scale.derived:
             continue  # it follows from the others
         elif isinstance(value, Mapping):
@@ -142,7 +149,7 @@ def _smaller(config: Any, scale: Scale, **given: Any) -> Any:
         absent = [name for name in _DERIVED if name in fields and getattr(config, name, None) is None]
         found |= {name: _small(name, 10**6, scale) for name in absent}
     found |= _token_ids(config, fields)
-    return type(config)(**{**found, **_layer_types(config, fields, found), **given})
+    return type(config)(**{**found, **_one_for_each_layer(config, found), **given.get(config.model_type, {})})
 
 
 def _values(config: Any, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -166,25 +173,19 @@ def _token_ids(config: Any, fields: Mapping[str, Any]) -> dict[str, int]:
     return {name: VOCAB_SIZE - 1 - number for number, name in enumerate(large)}
 
 
-def _layer_types(config: Any, fields: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def _one_for_each_layer(config: Any, found: dict[str, Any]) -> dict[str, Any]:
     """Lists with an entry for each layer, as long as there are layers, and with every kind that there was."""
-    count = next((found[name] for name in ("num_hidden_layers", "num_layers", "n_layer") if name in found), 0)
+    name = next((name for name in ("num_hidden_layers", "num_layers", "n_layer") if name in found), None)
     lists = {}
-    for name, value in _values(config, fields):
-        if (
-            fields[name].default is not None
-            and name not in found
-            and isinstance(value, (list, tuple))
-            and count
-        ):
-            before = next(
-                getattr(config, key) for key in ("num_hidden_layers", "num_layers", "n_layer") if key in found
-            )
-            if len(value) == before:
-                kept = list(value[:count])
-                for position, kind in enumerate(sorted({str(v) for v in value} - {str(v) for v in kept})):
-                    kept[-1 - position] = next(v for v in value if str(v) == kind)
-                lists[name] = kept
+    for key in dataclasses.fields(config) if name else ():
+        value = found.get(key.name, getattr(config, key.name, None) if key.default is not None else None)
+        if isinstance(value, (list, tuple)) and len(value) == getattr(config, str(name)):
+            kept = list(value[: found[str(name)]])
+            for position, kind in enumerate(
+                sorted({str(v) for v in value} - {str(v) for v in kept})[: len(kept)]
+            ):
+                kept[-1 - position] = next(v for v in value if str(v) == kind)
+            lists[key.name] = kept
     return lists
 
 
