@@ -121,4 +121,4 @@ def distance_to_waves(values: Tensor) -> Tensor:
     Not of the values themselves: those of a normalised output are constant.
     """
     pattern = torch.arange(values[0].numel(), device=values.device, dtype=torch.float32).mul(1.7).cos()
-    return (values.float() - pattern.view_as(values[0])).square().mean()
+    return (values - pattern.view_as(values[0])).square().mean()

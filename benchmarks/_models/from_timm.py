@@ -221,4 +221,4 @@ def image_batches(side: int) -> Any:
 def class_loss(batch: Any, output: Any) -> Tensor:
     """Mean cross entropy; of several heads, the sum."""
     heads = output if isinstance(output, (tuple, list)) else [output]
-    return torch.stack([nn.functional.cross_entropy(head.float(), batch[1]) for head in heads]).sum()
+    return torch.stack([nn.functional.cross_entropy(head, batch[1]) for head in heads]).sum()

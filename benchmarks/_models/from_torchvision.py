@@ -110,7 +110,7 @@ def _images_with_masks(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _pixel_loss(batch: Any, output: Any) -> Tensor:
-    return nn.functional.cross_entropy(output["out"].float(), batch[1])
+    return nn.functional.cross_entropy(output["out"], batch[1])
 
 
 class Detection(nn.Module):
@@ -162,7 +162,7 @@ def _detector(name: str) -> Case:
     options: dict[str, Any] = {"min_size": _SIDE, "max_size": _SIDE} if "ssd" not in name else {}
     if "rcnn" in name:
         options |= {"rpn_batch_size_per_image": 4096, "box_batch_size_per_image": 4096}
-        options |= {"rpn_pre_nms_top_n_train": 64, "rpn_post_nms_top_n_train": 64}
+        options |= {"rpn_pre_nms_top_n_train": 8, "rpn_post_nms_top_n_train": 8}
     classes = {"num_classes": NUM_CLASSES} if "keypoint" not in name else {}
     model = _small(lambda: Detection(get_model(name, **classes, **_NO_WEIGHTS, **options)))
     return Case(

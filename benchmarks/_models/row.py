@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns import errors
+from atorch_ns.capture.nests import floats_to
 from atorch_ns.method import load_registry
+from atorch_ns.system import parent_tie
 from atorch_ns.testing import (
     Case,
     Outcome,
+    ParityReport,
     SyntheticDataset,
     Trajectory,
     catch_ranks,
@@ -29,7 +34,7 @@ from atorch_ns.testing import (
 from atorch_ns.testing.parity import accelerate_case, whole_parameters
 from benchmarks._models.entry import Unfit, num_batch_norms
 
-__all__ = ["STRATEGIES", "Reference", "Strategy", "find_reference", "run_row"]
+__all__ = ["STRATEGIES", "Reference", "References", "Strategy", "run_row"]
 
 STEPS: Final = 3
 GLOBAL_BATCH: Final = 8
@@ -38,7 +43,8 @@ LOSS_TOL: Final = 1e-5
 ROUNDINGS: Final = 10.0
 """A run may differ by this many times what one rounding of the weights at the start changes."""
 MOST_NOISE: Final = 0.02
-_RATES: Final = (1e-2, 1e-3, 1e-4)
+_ATTEMPTS: Final = ((False, 1e-2), (False, 1e-3), (True, 1e-2), (True, 1e-4))
+"""Whether in double precision, and the learning rate, until rounding is no longer what a run depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +145,7 @@ class Reference:
     Attributes:
         paths: files of its trajectories: of the whole batch under ``""``; where the loss is no mean over samples, also
             of the batch in parts, by what has these parts.
+        double: whether everything is in double precision, as rounding decides what this model does in single.
         noise: how far a run from weights that are one rounding off gets, in units of updates.
         loss_noise: the same of the losses.
         rate: learning rate.
@@ -146,68 +153,64 @@ class Reference:
     """
 
     paths: Mapping[str, Path]
+    double: bool
     noise: float
     loss_noise: float
     rate: float
     slowness: float
 
 
-def find_reference(case: Case, folder: Path, timeout_s: float, dtype: torch.dtype | None = None) -> Reference:
-    """Trains the case in one process, twice: as it is, and from weights that are one rounding off.
+class References:
+    """The runs of a case in one process, each found once.
 
-    Raises:
-        Unfit: if it does not train, or no learning rate makes two such runs comparable.
+    Args:
+        case: the case.
+        folder: where their trajectories are kept.
+        timeout_s: the time limit of each, in seconds.
     """
-    outcome = catch_ranks(
-        _reference, 1, args=(case, folder, dtype), timeout_s=timeout_s, init_process_group=False
-    )[0]
-    if outcome.value is None:
-        raise Unfit(f"does not train in one process: {_last_line(outcome)}")
-    return outcome.value
+
+    def __init__(self, case: Case, folder: Path, timeout_s: float) -> None:
+        self._case, self._folder, self._timeout_s = case, folder, timeout_s
+        self._found: dict[torch.dtype | None, Reference] = {}
+
+    def of(self, strategy: Strategy) -> Reference:
+        """The one with which a strategy is compared.
+
+        Raises:
+            Unfit: if the case does not train, or rounding decides what it does.
+        """
+        dtype = strategy.autocast_dtype
+        if dtype not in self._found:
+            call = (self._case, self._folder, dtype)
+            (outcome,) = catch_ranks(
+                _reference, 1, args=call, timeout_s=self._timeout_s, init_process_group=False
+            )
+            if outcome.value is None:
+                raise Unfit(f"in one process: {_last_line(outcome)}")
+            self._found[dtype] = outcome.value
+        return self._found[dtype]
 
 
 def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference:
     began, began_cpu = time.perf_counter(), time.process_time()
-    model = case.build()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def run(
-        rate: float, *, rounded: bool = False, part: Callable[[Any, int], Any] | None = None
-    ) -> Trajectory:
-        model.load_state_dict(state)
-        return reference_run(
-            case if part is None else InParts.of(case, part),
-            steps=STEPS,
-            global_batch=GLOBAL_BATCH,
-            optim_args={**_adamw(rate)},
-            optim_param_func=trained,
-            autocast_dtype=dtype,
-            prepare=_round if rounded else None,
-        )
-
-    for rate in _RATES:
-        torch.manual_seed(1)
-        exact = run(rate)
-        if not all(abs(loss) < float("inf") for loss in exact.losses):
-            raise Unfit(f"losses of one process are {exact.losses}")
-        torch.manual_seed(2)
-        apart = compare(exact, run(rate, rounded=True))
+    for double, rate in _ATTEMPTS:
+        exact, apart = _twice(_in_double(case) if double else case, rate, dtype)
         if apart.max_param_error <= MOST_NOISE or dtype is not None:
             break
     else:
         raise Unfit(
             f"a rounding of its weights changes its parameters by {apart.max_param_error:.0%} of their updates in {STEPS} "
-            f"steps ({apart.worst_param}), so two runs cannot be compared"
+            f"steps ({apart.worst_param}), in double precision too, so two runs cannot be compared"
         )
-    runs = {
-        "": exact,
-        **({} if _is_mean(case, state) else {name: run(rate, part=part) for name, part in _PARTS.items()}),
-    }
+    tried, runs = _in_double(case) if double else case, {"": exact}
+    if not _is_mean(tried):
+        runs |= {name: _run(InParts.of(tried, part), rate, dtype) for name, part in _PARTS.items()}
     paths = {name: folder / f"reference_{dtype}_{name}.pt" for name in runs}
     for name, path in paths.items():
         torch.save(runs[name], path)
     return Reference(
         paths=paths,
+        double=double,
         noise=apart.max_param_error,
         loss_noise=apart.max_loss_error,
         rate=rate,
@@ -215,10 +218,43 @@ def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference
     )
 
 
-def _is_mean(case: Case, state: Mapping[str, Tensor]) -> bool:
+def _twice(case: Case, rate: float, dtype: torch.dtype | None) -> tuple[Trajectory, ParityReport]:
+    """A run, and how far one gets from it whose weights begin one rounding off."""
+    torch.manual_seed(1)
+    exact = _run(case, rate, dtype)
+    if not all(math.isfinite(loss) for loss in exact.losses):
+        raise Unfit(f"losses of one process are {exact.losses}")
+    torch.manual_seed(2)  # a model that draws random numbers is found by it
+    return exact, compare(exact, _run(case, rate, dtype, prepare=_round))
+
+
+def _run(
+    case: Case, rate: float, dtype: torch.dtype | None, prepare: Callable[[nn.Module], object] | None = None
+) -> Trajectory:
+    """A run of a copy of the case's model."""
+    return reference_run(
+        dataclasses.replace(case, build=lambda: copy.deepcopy(case.build())),
+        steps=STEPS,
+        global_batch=GLOBAL_BATCH,
+        optim_args=_adamw(rate),
+        optim_param_func=trained,
+        autocast_dtype=dtype,
+        prepare=prepare,
+    )
+
+
+def _in_double(case: Case) -> Case:
+    """The case in double precision."""
+
+    def make_batch(batch_size: int, seed: int) -> Any:
+        return floats_to(case.make_batch(batch_size, seed), torch.float64)
+
+    return dataclasses.replace(case, build=lambda: case.build().double(), make_batch=make_batch)
+
+
+def _is_mean(case: Case) -> bool:
     """Whether the loss of a batch is the mean of the losses of its parts. Batch norms see the whole batch anyway."""
     model = case.build()
-    model.load_state_dict(state)
     if num_batch_norms(model):
         return True
     batch = SyntheticDataset(case, GLOBAL_BATCH).batch(0, GLOBAL_BATCH)
@@ -255,7 +291,9 @@ def run_row(case: Case, strategy: Strategy, reference: Reference, timeout_s: flo
     """The row of a case under a strategy."""
     methods = None if strategy.methods is None else _with_batch_norms(strategy.methods, case.build())
     began = time.perf_counter()
-    outcomes = catch_ranks(_train, strategy.num_ranks, args=(case, methods, reference), timeout_s=timeout_s)
+    outcomes = catch_ranks(
+        _train, strategy.num_ranks, args=(case, methods, reference, parent_tie()), timeout_s=timeout_s
+    )
     return {
         **_judged(outcomes, reference, strategy),
         "wall_s": round(time.perf_counter() - began, 1),
@@ -282,7 +320,7 @@ def _train(
     warnings.simplefilter("ignore")
     began = time.process_time()
     result = accelerate_case(
-        case,
+        _in_double(case) if reference.double else case,
         methods,
         steps=STEPS,
         global_batch=GLOBAL_BATCH,
@@ -372,6 +410,7 @@ def _compared(values: list[dict[str, Any]], reference: Reference, strategy: Stra
         "param_error": first["param_error"],
         "loss_error": first["loss_error"],
         "noise": reference.noise,
+        **({"double": True} if reference.double else {}),
         **({"parts of": first["like"]} if first["like"] else {}),
         "plan_s": max(value["plan_s"] for value in values),
         "train_s": max(value["train_s"] for value in values),

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from atorch_ns.system import parent_tie
-from benchmarks._models.entry import Entry, Unfit, has_experts
-from benchmarks._models.row import STRATEGIES, Reference, Strategy, find_reference, run_row
+from benchmarks._models.entry import Entry, Unfit, has_experts, num_batch_norms
+from benchmarks._models.row import STRATEGIES, References, Strategy, run_row
 
 __all__ = ["Rows", "sweep"]
 
@@ -151,50 +151,33 @@ def _leave(*_: object) -> None:
 
 def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_s: float) -> None:
     """All rows of a model, in its process."""
+    facts: dict[str, Any] = {"model": entry.key, "kind": entry.kind}
+    try:
+        case = entry.case()
+    except Exception as error:
+        reason = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+        rows.add({**facts, "strategy": "", "is": "unfit", "reason": reason[:1000]})
+        return
+    model = case.build()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    facts |= {"class": type(model).__name__, "parameters": num_parameters}
+    if batch_norms := num_batch_norms(model):
+        facts["batch norms"] = batch_norms
     with tempfile.TemporaryDirectory(prefix="models_") as folder:
-        references: dict[Any, Reference] = {}
-        try:
-            case = entry.case()
-        except Exception as error:
-            reason = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
-            rows.add(
-                {
-                    "model": entry.key,
-                    "kind": entry.kind,
-                    "strategy": "",
-                    "is": "unfit",
-                    "reason": reason[:1000],
-                }
-            )
-            return
-        model = case.build()
-        facts = {
-            "model": entry.key,
-            "kind": entry.kind,
-            "class": type(model).__name__,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        }
+        references = References(case, Path(folder), 10 * timeout_s)
         for strategy in strategies:
             if strategy.mixtures_only and not has_experts(model):
                 rows.add({**facts, "strategy": strategy.name, "is": "no mixture"})
                 continue
-            dtype = strategy.autocast_dtype
             try:
-                if dtype not in references:
-                    references[dtype] = find_reference(case, Path(folder), 10 * timeout_s, dtype)
+                reference = references.of(strategy)
             except Unfit as error:
+                whole = strategy.autocast_dtype is None  # then no row of this model can be compared
                 rows.add(
-                    {
-                        **facts,
-                        "strategy": "" if dtype is None else strategy.name,
-                        "is": "unfit",
-                        "reason": str(error),
-                    }
+                    {**facts, "strategy": "" if whole else strategy.name, "is": "unfit", "reason": str(error)}
                 )
-                if dtype is None:
+                if whole:
                     return
                 continue
-            row = run_row(
-                case, strategy, references[dtype], timeout_s * max(_busy(), references[dtype].slowness)
-            )
-            rows.add({**facts, "strategy": strategy.name, **row})
+            limit_s = timeout_s * max(_busy(), reference.slowness)
+            rows.add({**facts, "strategy": strategy.name, **run_row(case, strategy, reference, limit_s)})
