@@ -12,7 +12,7 @@ import importlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,12 +22,11 @@ from benchmarks._models.row import GLOBAL_BATCH, STEPS, STRATEGIES
 from benchmarks._models.sweep import Rows, sweep
 from benchmarks._results import Column, Findings
 
-__all__ = ["ROWS", "SOURCES", "run"]
+__all__ = ["ROWS", "run", "selection"]
 
 ROWS: Final = Path(__file__).parents[1] / "build" / "benchmarks" / "models.jsonl"
 """Rows as they come. Without it the sweep begins anew."""
 SOURCES: Final = ("transformers", "timm", "torchvision", "by hand")
-OUTCOMES: Final = ("equal", "refused", "wrong", "hung", "raw error")
 TARGET: Final = 0.97
 """The share of rows that is to be equal; no row is to be wrong, hung or a raw error."""
 PLAN_TARGET_S: Final = 3.0
@@ -81,7 +80,7 @@ def run(*, quick: bool, report: Callable[[str], object], rows: str = "") -> Find
     if quick:
         kept.path.unlink(missing_ok=True)
     there = kept.read()
-    selected = _selection(rows, there)
+    selected = selection(rows, there)
     entries, absent = _entries()
     if quick:
         entries = [entry for entry in entries if entry.key in _QUICK]
@@ -119,7 +118,8 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-def _selection(text: str, there: Mapping[tuple[str, str], Mapping[str, Any]]) -> Callable[[str, str], bool]:
+def selection(text: str, there: Mapping[tuple[str, str], Mapping[str, Any]]) -> Callable[[str, str], bool]:
+    """``(model, strategy)`` to whether a text of patterns, as of :func:`run`, selects the row, given those that are there."""
     patterns = [part.strip() for part in text.split(",") if part.strip()]
     if not patterns:
         return lambda model, strategy: True
@@ -153,6 +153,7 @@ def _findings(
         ),
         rows=[_model_row(model, rows) for model in models],
         settings={
+            "strategies": [strategy.name for strategy in STRATEGIES],
             "steps": STEPS,
             "global batch": GLOBAL_BATCH,
             "rows": dict(outcomes),
@@ -175,11 +176,3 @@ def _model_row(model: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) ->
     found["reasons"] = {name: row["reason"] for name, row in own.items() if "reason" in row}
     found["plan_s"] = {name: row["plan_s"] for name, row in own.items() if "plan_s" in row}
     return found
-
-
-def outcomes(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Model, strategy and outcome of every row that counts, from the rows of :func:`run`."""
-    for row in rows:
-        for strategy in STRATEGIES:
-            if row.get(strategy.name) in OUTCOMES:
-                yield str(row["model"]), strategy.name, str(row[strategy.name])

@@ -34,7 +34,7 @@ from atorch_ns.testing import (
 from atorch_ns.testing.parity import accelerate_case, whole_parameters
 from benchmarks._models.entry import Unfit, num_batch_norms
 
-__all__ = ["STRATEGIES", "Reference", "References", "Strategy", "run_row"]
+__all__ = ["STRATEGIES", "Reference", "References", "Strategy", "judged", "run_row"]
 
 STEPS: Final = 3
 GLOBAL_BATCH: Final = 8
@@ -295,7 +295,7 @@ def run_row(case: Case, strategy: Strategy, reference: Reference, timeout_s: flo
         _train, strategy.num_ranks, args=(case, methods, reference, parent_tie()), timeout_s=timeout_s
     )
     return {
-        **_judged(outcomes, reference, strategy),
+        **judged(outcomes, reference, strategy),
         "wall_s": round(time.perf_counter() - began, 1),
     }
 
@@ -357,7 +357,7 @@ def _train(
     }
 
 
-def _judged(outcomes: list[Outcome[Any]], reference: Reference, strategy: Strategy) -> dict[str, Any]:
+def judged(outcomes: list[Outcome[Any]], reference: Reference, strategy: Strategy) -> dict[str, Any]:
     late = [outcome for outcome in outcomes if outcome.status == "timed_out"]
     raised = [outcome for outcome in outcomes if outcome.status == "raised"]
     died = [outcome for outcome in outcomes if outcome.status == "died"]
