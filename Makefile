@@ -72,9 +72,10 @@ format: $(STAMP)  ## rewrite the files in the common style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(STAMP)  ## run every benchmark (an hour), into benchmarks/results/ and docs/benchmarks.md
+bench: $(STAMP)  ## run every benchmark (hours), into benchmarks/results/, docs/benchmarks.md and docs/models.md
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS); failed=$$?; \
-		$(BIN)/python -m benchmarks.table docs/benchmarks.md || exit 1; exit $$failed
+		$(BIN)/python -m benchmarks.table docs/benchmarks.md || exit 1; \
+		$(BIN)/python -m benchmarks._models.page docs/models.md || exit 1; exit $$failed
 
 pictures: $(STAMP)  ## draw the pictures of the guides anew
 	$(BIN)/python docs/pictures.py

@@ -21,6 +21,7 @@ NAMES = (
     "materialise",
     "memory",
     "model_axes",
+    "models",
     "overhead",
     "peers",
     "planning",
@@ -45,7 +46,8 @@ def main() -> int:
 
     module = importlib.import_module(f"benchmarks.{arguments.only[0]}")
     context = Context()
-    findings = module.run(quick=arguments.quick, report=_say)
+    options = {"rows": arguments.rows} if arguments.rows else {}
+    findings = module.run(quick=arguments.quick, report=_say, **options)
     if findings is not None:  # otherwise it has said what is missing here
         paths = write(findings, arguments.out, context.facts())
         print(paths[-1].read_text(encoding="utf-8"))
@@ -87,7 +89,15 @@ def _arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="where the results go; benchmarks/results unless given, build/benchmarks with --quick",
     )
+    parser.add_argument(
+        "--rows",
+        default="",
+        metavar="PATTERN,...",
+        help="of models alone: run only these once more, as its run() says",
+    )
     arguments = parser.parse_args()
+    if arguments.rows and list(arguments.only) != ["models"]:
+        parser.error("--rows goes with --only models")
     if arguments.out is None:
         root = Path(__file__).parent
         arguments.out = root.parent / "build" / "benchmarks" if arguments.quick else root / "results"

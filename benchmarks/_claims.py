@@ -322,10 +322,57 @@ def _losses(row: Data) -> Iterator[str]:
         yield f"{where}: the losses are {row['loss_apart']:.2g} apart, so the two train different things."
 
 
+def _models(data: Data) -> Iterator[Claim]:
+    outcomes = [
+        (row["model"], name, row[name])
+        for row in data["rows"]
+        for name in data["settings"]["strategies"]
+        if row.get(name) in ("equal", "refused", "wrong", "hung", "raw error")
+    ]
+    equal = sum(outcome == "equal" for *_, outcome in outcomes) / max(1, len(outcomes))
+    yield Claim(
+        what="models under strategies: rows that are equal to one process",
+        asked="≥ 97%",
+        found=f"{equal:.1%}",
+        n=len(outcomes),
+        holds=equal >= 0.97,
+        shortfall="" if equal >= 0.97 else f"{equal:.1%} of the rows are equal to one process; 97% is asked.",
+    )
+    faults = [
+        f"{model} under {name}" for model, name, outcome in outcomes if outcome not in ("equal", "refused")
+    ]
+    yield Claim(
+        what="models under strategies: rows that are wrong, hang or end in a raw error",
+        asked="0",
+        found=str(len(faults)),
+        n=len(outcomes),
+        holds=not faults,
+        shortfall=f"{len(faults)} rows are wrong, hang or end in a raw error: {', '.join(faults[:5])} …"
+        if faults
+        else "",
+    )
+    plans = {
+        row["model"]: row["plan_s"]["tensor 2"] for row in data["rows"] if "tensor 2" in row.get("plan_s", {})
+    }
+    slowest = max(plans, key=plans.__getitem__, default="")
+    worst = plans.get(slowest, 0.0)
+    yield Claim(
+        what=f"tensor 2, from the call to the divided model, cpu s of a rank, the slowest: {slowest}",
+        asked="≤ 3",
+        found=f"{worst:.1f}",
+        n=len(plans),
+        holds=worst <= 3,
+        shortfall=""
+        if worst <= 3
+        else f"Planning tensor 2 for {slowest} takes {worst:.1f} cpu s; 3 is asked.",
+    )
+
+
 READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "speed": _speed,
     "peers": _peers,
     "model_axes": _model_axes,
+    "models": _models,
     "overhead": _overhead,
     "memory": _memory,
     "materialise": _materialise,
