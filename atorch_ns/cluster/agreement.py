@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import RankError
@@ -43,7 +44,12 @@ def agree(
     except Exception as raised:  # the other ranks must receive it before it is raised
         error = raised
     reason = None if error is None else error_text(error)
-    reasons = gathered(reason, distributed=True, group=group)
+    try:
+        reasons = gathered(reason, distributed=True, group=group)
+    except RankError:
+        if error is not None:
+            raise error  # noqa: B904  # what this rank met is its own, not a consequence
+        raise
     if error is not None:
         raise error
     ranks = dist.get_process_group_ranks(group)
@@ -92,7 +98,8 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
     if distributed:
         import torch.distributed as dist
 
-        dist.broadcast_object_list(values, group=group, group_src=0)
+        with _reaching(group):
+            dist.broadcast_object_list(values, group=group, group_src=0)
     return cast("T", values[0])
 
 
@@ -103,5 +110,21 @@ def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = N
     import torch.distributed as dist
 
     values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with _reaching(group):
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextmanager
+def _reaching(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turns the backend's error about a lost connection into a :class:`RankError`."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        raise RankError(
+            f"one of the ranks {ranks} no longer answers: killed, out of memory, or held up elsewhere; its own log says "
+            f"more. Seen here as: {error_text(error)}"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -307,13 +308,14 @@ def test_an_unknown_schedule_is_refused_with_the_choices() -> None:
     assert "Interleaved1F1B" in text
 
 
-def _dies() -> float:
+def _dies(*, in_training: bool) -> float:
     case = get_case("mlp")
     calls = []
+    trains = False
 
     def loss(batch: Any, output: Any) -> torch.Tensor:
-        calls.append(1)
-        if dist.is_initialized() and dist.get_rank() == 2 and len(calls) > 9:
+        calls.append(trains)
+        if dist.is_initialized() and dist.get_rank() == 2 and calls.count(in_training) > 3:
             os._exit(7)
         return case.loss_func(batch, output)
 
@@ -322,15 +324,23 @@ def _dies() -> float:
         [("parallel_mode", [("pipeline", 3)]), ("pipeline_parallel", {"num_micro_batches": 4})],
         loss_func=loss,
     )
+    trains = True
     return [float(result.train_step(batch)) for batch in result.dataloader][-1]
 
 
-def test_a_rank_that_dies_ends_the_step_on_all() -> None:
-    outcomes = catch_ranks(_dies, 3, timeout_s=60)
+@pytest.mark.parametrize(
+    ("in_training", "text"),
+    [
+        (True, "rank(s) 2 of the pipeline (ranks 0, 1, 2) no longer answer"),
+        (False, "one of the ranks 0, 1, 2 no longer answers"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_job_on_all(in_training: bool, text: str) -> None:
+    outcomes = catch_ranks(partial(_dies, in_training=in_training), 3, timeout_s=60)
     assert [outcome.status for outcome in outcomes] == ["raised", "raised", "died"]
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, RankError)
-        assert "rank(s) 2 of the pipeline (ranks 0, 1, 2) no longer answer" in str(outcome.error)
+        assert text in str(outcome.error)
     assert max(outcome.seconds for outcome in outcomes) < 45
 
 
