@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from atorch_ns.sharding.sequence.attention import (
     whole_mask,
 )
 from atorch_ns.sharding.sequence.plan import BlockPlan, Numbers, SequenceLayout
+from atorch_ns.sharding.sequence.products import Product
 from atorch_ns.sharding.sequence.ring import ring_attention
 
 Function = Callable[..., Any]
@@ -33,7 +34,18 @@ _FILLED_LIKE: Final[frozenset[Function]] = frozenset(
     {torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full, torch.Tensor.new_empty}
 )
 _VIEWS: Final[frozenset[Function]] = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.expand})
+_TRIANGLES: Final[dict[Function, Literal["lower", "upper"]]] = {
+    torch.tril: "lower",
+    torch.Tensor.tril: "lower",
+    torch.triu: "upper",
+    torch.Tensor.triu: "upper",
+}
 _OTHER = -1
+USE_SDPA: Final = (
+    "Use an attention that calls torch.nn.functional.scaled_dot_product_attention, in transformers' models where they "
+    "offer it by attn_implementation='sdpa', or divide over the axes data, zero or pipeline."
+)
+"""Advice where attention that is written out cannot be divided."""
 
 
 class SeenCalls(TorchFunctionMode):
@@ -44,12 +56,16 @@ class SeenCalls(TorchFunctionMode):
 
     Attributes:
         attentions: the attention calls in order.
+        products: the dimension of the second factor that is the keys', by the index of the matrix product.
+        num_products: the number of matrix products.
         sites: indices of the position numbers, tables and square masks that are T long.
     """
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self.attentions: list[AttentionCall] = []
+        self.products: dict[int, int] = {}
+        self.num_products = 0
         self.sites: set[int] = set()
         self._length = length
         self._count = 0
@@ -66,6 +82,11 @@ class SeenCalls(TorchFunctionMode):
             if count == self._length:
                 self.sites.add(self._count)
             self._count += 1
+        elif (product := Product.of(func, args, kwargs)) is not None:
+            dim = product.gathered_dim(self._length)
+            if dim is not None:
+                self.products[self.num_products] = dim
+            self.num_products += 1
         return func(*args, **kwargs)
 
     def _note(self, call: AttentionCall) -> torch.Tensor:
@@ -81,15 +102,18 @@ class DividedCalls(TorchFunctionMode):
 
     Attributes:
         crossed: indices of the attention calls so far whose keys are not those of the sequence.
+        products: the matrix products so far whose second factor was gathered, with its dimension.
     """
 
     def __init__(self, plan: BlockPlan, layout: SequenceLayout, group: Group) -> None:
         super().__init__()
         self.crossed: set[int] = set()
+        self.products: dict[int, int] = {}
         self._plan = plan
         self._layout = layout
         self._group = group
         self._num_attentions = 0
+        self._num_products = 0
         self._num_sites = 0
 
     def __torch_function__(
@@ -105,7 +129,15 @@ class DividedCalls(TorchFunctionMode):
             numbers = self._plan.sites.get(self._num_sites - 1)
             if numbers is not None:
                 self._expect(count)
-                return with_positions(func, args, kwargs, self._layout, numbers)
+                return with_positions(
+                    func, args, kwargs, self._layout, numbers, rows=bool(self._plan.products)
+                )
+        if self._plan.products:
+            if (product := Product.of(func, args, kwargs)) is not None:
+                args, kwargs = self._gathered(product, args, kwargs)
+                return func(*args, **kwargs)
+            if (rows := triangle(func, args, kwargs, self._layout)) is not None:
+                return rows
         view = square_view(func, args, kwargs, self._layout)
         return func(*args, **kwargs) if view is None else view
 
@@ -116,6 +148,38 @@ class DividedCalls(TorchFunctionMode):
     def leave(self) -> None:
         """Turns the mode off."""
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def check(self) -> None:
+        """Called after a pass that ended well.
+
+        Raises:
+            InputError: if the block has not made the matrix products that it made when it was tested.
+        """
+        if self._plan.products and self._num_products != self._plan.num_products:
+            raise InputError(
+                f"a block that writes its attention out made {self._num_products} matrix products, and "
+                f"{self._plan.num_products} when it was tested: its code takes another branch. {USE_SDPA}"
+            )
+
+    def _gathered(
+        self, product: Product, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a product, with the keys of all ranks where they are those of the sequence."""
+        place = self._num_products
+        self._num_products += 1
+        dim = self._plan.products.get(place)
+        if dim is None:
+            return args, kwargs
+        length = product.right.size(dim)
+        if length == self._layout.local:
+            self.products[place] = dim
+            right = product.gathered(dim, self._layout, self._group)
+            return product.with_right(right, args, kwargs)
+        if length == self._layout.length:  # another sequence, which every rank has whole
+            return args, kwargs
+        raise InputError(
+            f"a matrix product has {length} keys where this rank holds {self._layout.local} positions. {USE_SDPA}"
+        )
 
     def _attention(self, call: AttentionCall) -> torch.Tensor:
         place = self._num_attentions
@@ -177,27 +241,42 @@ def with_positions(
     kwargs: dict[str, Any],
     layout: SequenceLayout,
     numbers: Numbers,
+    *,
+    rows: bool = False,
 ) -> Any:
     """The result of a call that numbers L positions, for this rank's positions or for all T.
 
-    A square is always that of all positions: a mask has a row and a column for each.
+    A square is that of all positions: a mask has a row and a column for each. With ``rows``, those that are this rank's
+    own are the rows of its positions.
     """
+    own_square = rows and numbers == "own"
     if func is torch.arange:
         found = func(*args, **kwargs)
         own = layout.own.to(found)
         return own if numbers == "own" else torch.arange(layout.length, device=own.device).to(found)
     if func is torch.Tensor.__getitem__:
         table, index = args
-        indices = _indices(index)
-        is_square = sum(_is_prefix(item) for item in indices) > 1
-        rows: Any = slice(0, layout.length)
-        if numbers == "own" and not is_square:
-            rows = layout.own.to(table.device)
-        return table[tuple(rows if _is_prefix(item) else item for item in indices)]
+        indices = [slice(0, layout.length) if _is_prefix(item) else item for item in _indices(index)]
+        prefixes = [place for place, item in enumerate(_indices(index)) if _is_prefix(item)]
+        if own_square or (numbers == "own" and len(prefixes) == 1):
+            indices[prefixes[0]] = layout.own.to(table.device)
+        return table[tuple(indices)]
     size = _size_of(func, args, kwargs)
     assert size is not None
-    larger = (*size[:-2], layout.length, layout.length)
+    larger = (*size[:-2], layout.local if own_square else layout.length, layout.length)
     return _with_size(func, args, kwargs, larger)
+
+
+def triangle(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], layout: SequenceLayout
+) -> torch.Tensor | None:
+    """The triangle of [..., L, T], this rank's rows of a square; ``None`` for any other call."""
+    if func not in _TRIANGLES or not args or args[0].shape[-2:] != (layout.local, layout.length):
+        return None
+    diagonal = args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
+    offsets = torch.arange(layout.length) - layout.own[:, None] - diagonal
+    kept = (offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0).to(args[0].device)
+    return args[0].masked_fill(~kept, 0)
 
 
 def square_view(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,12 +44,17 @@ class _Call:
     is_random: bool
 
 
+_Form = frozenset[tuple[Path, int, bool]]
+"""The tensors that a block is called with: paths, numbers of dimensions, and which may be masks of a row each."""
+
+
 @dataclass
 class _Known:
-    """The plan of equal blocks, or a copy to test until there is one."""
+    """The plans of equal blocks by what they are called with, and a copy to test until each has been called."""
 
     copy: nn.Module | None
-    plan: BlockPlan | None = None
+    uncalled: set[int] = field(default_factory=set)
+    plans: dict[_Form, BlockPlan] = field(default_factory=dict)
 
 
 class BlockChain:
@@ -67,6 +72,8 @@ class BlockChain:
         self._kinds = tuple(kinds)
         self._settings = settings
         self._known: dict[str, _Known] = {}
+        self._plans: dict[int, BlockPlan] = {}
+        """The plan of each block's last call."""
         self._zigzag: bool | None = None
         self._joined: dict[int, frozenset[Path]] = {}
         self._due: int | None = None
@@ -84,6 +91,7 @@ class BlockChain:
                 if self._settings.restore_precision is not None:
                     self._settings.restore_precision(copied)
                 self._known[kind] = _Known(copied)
+            self._known[kind].uncalled.add(place)
             block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
             block.module.register_forward_hook(self._leaving(place), always_call=True)
 
@@ -97,7 +105,7 @@ class BlockChain:
         """
         self._joined, self._due = {}, None
         for place, links in places.items():
-            following = self._known[self._kinds[place + 1]].plan
+            following = self._plans.get(place + 1)
             divided: Container[Path] = () if following is None else following.divided
             self._joined[place] = frozenset(source for source, path in links if path not in divided)
 
@@ -107,11 +115,11 @@ class BlockChain:
         return len(self._joined)
 
     def plans(self) -> dict[str, BlockPlan]:
-        """The plans found so far, by the name of the first block of each kind."""
+        """The plans in use, each by the name of the first block that has it."""
         found: dict[str, BlockPlan] = {}
-        for kind, known in self._known.items():
-            if known.plan is not None:
-                found[self.blocks[self._kinds.index(kind)].name] = known.plan
+        for place, plan in sorted(self._plans.items()):
+            if plan not in found.values():
+                found[self.blocks[place].name] = plan
         return found
 
     def _entering(self, place: int) -> Any:
@@ -142,6 +150,7 @@ class BlockChain:
             call.calls.leave()
             if output is None:  # the call failed
                 return None
+            call.calls.check()
             plan, wanted = call.plan, self._joined.get(place)
             if wanted is not None:
                 self._last_length = call.layout.length
@@ -191,12 +200,30 @@ class BlockChain:
 
     def _plan(self, place: int, arguments: Any, length: int) -> BlockPlan:
         known = self._known[self._kinds[place]]
-        if known.plan is not None:
-            return known.plan
-        assert known.copy is not None
-        device, copied = self._settings.device, known.copy
+        form = _form(arguments)
+        plan = known.plans.get(form)
+        if plan is None:
+            plan = known.plans[form] = self._find_plan(place, arguments, length)
+        known.uncalled.discard(place)
+        if not known.uncalled:
+            known.copy = None
+        self._plans[place] = plan
+        return plan
+
+    def _find_plan(self, place: int, arguments: Any, length: int) -> BlockPlan:
+        known = self._known[self._kinds[place]]
+        device, copied, name = self._settings.device, known.copy, self.blocks[place].name
+        if copied is None:
+            likeliest = next(iter(known.plans.values()))
+            if likeliest.products:
+                raise InputError(
+                    f"sequence_parallel: {name} is called with other tensors than in the first batch. It writes its "
+                    "attention out as matrix products, so that masks which come later were not tested. Give the first "
+                    "batch all that others have, such as an attention_mask with padding."
+                )
+            return likeliest
         subject = Subject(
-            name=self.blocks[place].name,
+            name=name,
             # Outside of modes that follow the tensors of this pass: a tensor with references cannot be swapped.
             block=isolated(lambda: copied.to(device), device),
             arguments=arguments,
@@ -204,9 +231,16 @@ class BlockChain:
             zigzag=self._zigzag,
             settings=self._settings,
         )
-        known.plan, self._zigzag = find_block_plan(subject)
-        known.copy = None
-        return known.plan
+        plan, self._zigzag = find_block_plan(subject)
+        return plan
+
+
+def _form(arguments: Any) -> _Form:
+    return frozenset(
+        (path, leaf.dim(), leaf.dim() > 3 and leaf.size(-2) > 1)
+        for path, leaf in leaves(arguments)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def _test_copy(block: nn.Module) -> nn.Module:

@@ -107,7 +107,7 @@ class SequenceLayout:
         return x
 
 
-AttentionKind = Literal["ulysses", "ring"]
+AttentionKind = Literal["ulysses", "ring", "gather"]
 
 Numbers = Literal["own", "whole"]
 """Position numbers made inside a block become those of this rank's positions, or of all."""
@@ -118,11 +118,13 @@ class BlockPlan:
     """The changes to the arguments, the inner calls and the results of a block.
 
     Attributes:
-        kind: how attention sees the keys of other ranks.
+        kind: how attention sees the keys of other ranks; ``gather`` if it is written out as matrix products only.
         divided: the dimension of each argument of which a rank gets its positions.
         sites: the meaning of those position numbers, tables and square masks of the block that are the sequence's,
             by their index in the order of the calls that make them.
         crossed: indices of the attention calls that see keys that every rank has whole.
+        products: the dimension of the second factor that is gathered, by the index of the matrix product.
+        num_products: the number of matrix products in a call of the block.
         outputs: the dimension of each result that is a part.
     """
 
@@ -130,6 +132,8 @@ class BlockPlan:
     divided: Mapping[Path, int]
     sites: Mapping[int, Numbers] = field(default_factory=dict)
     crossed: frozenset[int] = frozenset()
+    products: Mapping[int, int] = field(default_factory=dict)
+    num_products: int = 0
     outputs: Mapping[Path, int] = field(default_factory=dict)
 
 

@@ -29,7 +29,7 @@ from atorch_ns.sharding.compare import (
 )
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
-from atorch_ns.sharding.sequence.block_calls import DividedCalls, SeenCalls
+from atorch_ns.sharding.sequence.block_calls import USE_SDPA, DividedCalls, SeenCalls
 from atorch_ns.sharding.sequence.plan import (
     AttentionKind,
     BlockPlan,
@@ -112,8 +112,10 @@ def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
 def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
     """Runs the block whole, on the first of several small inputs that it accepts."""
     failure: Exception | None = None
-    for length, squares in itertools.product(lengths_to_test(subject), (True, False)):
-        arguments = small_arguments(subject, length, squares=squares)
+    for length, few_rows, squares in itertools.product(
+        lengths_to_test(subject), (True, False), (True, False)
+    ):
+        arguments = small_arguments(subject, length, squares=squares, few_rows=few_rows)
         seen = SeenCalls(length)
         try:
             given = copied_state(arguments)  # a run may write into a cache
@@ -121,7 +123,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
                 output = subject.block(*given[0], **given[1])
             return _outcome(subject.block, output, arguments), seen, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
-            failure = error if failure is None or squares else failure
+            failure = error if failure is None or (squares and few_rows) else failure
     assert failure is not None  # there is a length to test
     raise InputError(
         f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
@@ -178,8 +180,12 @@ def _run_divided(
     args, kwargs = divide_arguments(arguments, plan, layout, group)
     with DividedCalls(plan, layout, group) as calls:
         output = block(*args, **kwargs)
+    calls.check()
     plan = replace(
-        plan, crossed=frozenset(calls.crossed), outputs=_divided_outputs(output, whole.output, layout)
+        plan,
+        crossed=frozenset(calls.crossed),
+        products=calls.products,
+        outputs=_divided_outputs(output, whole.output, layout),
     )
     outcome = _outcome(block, gather_results(output, plan, layout, group), arguments)
     gradients = {
@@ -226,20 +232,26 @@ def _refusal(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
         f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.settings.group.size()} ranks: on a small "
         f"input it does not give on parts what it gives on the whole; {why}."
     )
-    if not seen.attentions and any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules()):
+    if seen.attentions:
+        return (
+            f"{head} Its code may count positions from 0 in each part: pass position ids or rotary tables into the "
+            "block, put another module in with module_replace, or name other modules in blocks."
+        )
+    if any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules()):
         return (
             f"{head} It is made of convolutions, which mix neighbouring positions: there are no tokens that ranks could "
             "share. Use the axes data, zero or pipeline. If only some modules attend, name those in blocks."
         )
-    if not seen.attentions:
+    if seen.products:
         return (
-            f"{head} It makes no call of torch.nn.functional.scaled_dot_product_attention, the one attention that "
-            "can be divided: build transformers' models with attn_implementation='sdpa', or put another attention "
-            "in with module_replace. If it is no attention block, name those that are in blocks."
+            f"{head} It writes its attention out as matrix products, and keys and values of all ranks are not all that "
+            f"it needs: its code may count positions from 0 in each part. {USE_SDPA}"
         )
     return (
-        f"{head} Its code may count positions from 0 in each part: pass position ids or rotary tables into the "
-        "block, put another module in with module_replace, or name other modules in blocks."
+        f"{head} No attention that can be divided was seen in it: no call of "
+        "torch.nn.functional.scaled_dot_product_attention and no matrix product of all positions with all. If it mixes "
+        "positions in another way, such as a recurrence, use the axes data, zero or pipeline. If it is no attention "
+        "block, name those that are in blocks."
     )
 
 
@@ -257,15 +269,21 @@ def candidates(
     """Plans to try for a block, likeliest first, each with whether the sequence is in zigzag."""
     hidden = find_hidden(arguments, subject.settings.dim)
     assert hidden is not None
-    divisions = _divisions(arguments, hidden, length, subject.settings.dim, squares=True)
-    divisions += _divisions(arguments, hidden, length, subject.settings.dim, squares=False)
+    divisions = [
+        division
+        for squares in (True, False)
+        for division in _divisions(
+            arguments, hidden, length, subject.settings.dim, squares=squares, rows=bool(seen.products)
+        )
+    ]
     for kind in _kinds(subject, seen):
         preferred = (
             kind == "ring" and subject.settings.balanced and any(call.causal for call in seen.attentions)
         )
         zigzag = preferred if subject.zigzag is None else subject.zigzag
         for sites, divided in itertools.product(_numberings(seen), _distinct(divisions)):
-            yield BlockPlan(kind=kind, divided=divided, sites=sites), zigzag
+            plan = BlockPlan(kind=kind, divided=divided, sites=sites)
+            yield replace(plan, products=seen.products, num_products=seen.num_products), zigzag
 
 
 def _distinct(values: Sequence[T]) -> list[T]:
@@ -288,10 +306,18 @@ def _numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
 
 
 def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
-    if subject.settings.kind != "auto":
-        return (subject.settings.kind,)
-    ranks = subject.settings.group.size()
     own = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
+    kind = subject.settings.kind
+    if seen.products and kind != "auto":
+        raise InputError(
+            f"sequence_parallel: {subject.name} ({type(subject.block).__name__}) writes its attention out as matrix "
+            f"products, which kind={kind!r} cannot divide. Use kind='auto', which gathers keys and values. {USE_SDPA}"
+        )
+    if kind != "auto":
+        return (kind,)
+    if seen.products and not own:
+        return ("gather",)
+    ranks = subject.settings.group.size()
     return (
         ("ulysses",)
         if all(heads_divide(call, ranks * subject.settings.head_share) for call in own)
@@ -300,12 +326,13 @@ def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
 
 
 def _divisions(
-    arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int, *, squares: bool
+    arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int, *, squares: bool, rows: bool
 ) -> list[dict[Path, int]]:
     """Sets of arguments to divide, the likeliest first.
 
     Arguments that look like hidden states of another sequence stay whole at first, then are divided. A trained bias
-    of attention has the rows of this rank's queries, so that each rank trains its own; other masks are whole at first.
+    of attention has the rows of this rank's queries, so that each rank trains its own; other masks are whole at first,
+    unless attention is written out (``rows``).
     """
     path, states = hidden
     others: dict[Path, int] = {}
@@ -322,11 +349,12 @@ def _divisions(
         elif leaf.dim() >= 3 and leaf.size(-2) == length:
             (biases if leaf.requires_grad else masks)[place] = leaf.dim() - 2
     found: list[dict[Path, int]] = []
-    for rows in (biases, {}, {**biases, **masks}):
+    choices = [biases, {}, {**biases, **masks}]
+    for those in reversed(choices) if rows else choices:
         found += [
-            {path: dim, **others, **rows},
-            {path: dim, **others, **streams, **rows},
-            {path: dim, **rows},
+            {path: dim, **others, **those},
+            {path: dim, **others, **streams, **those},
+            {path: dim, **those},
         ]
     return _distinct(found)
 
@@ -350,10 +378,12 @@ def lengths_to_test(subject: Subject) -> list[int]:
     return list(dict.fromkeys([*chosen[:2], *short[:2], subject.length]))
 
 
-def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
-    """The arguments with ``length`` positions and few rows; hidden states are random, equal on all ranks.
+def small_arguments(subject: Subject, length: int, *, squares: bool, few_rows: bool = True) -> Any:
+    """The arguments with ``length`` positions; hidden states are random, equal on all ranks.
 
-    ``squares``: whether a tensor with the sequence's length twice is a mask.
+    Args:
+        squares: whether a tensor with the sequence's length twice is a mask.
+        few_rows: whether samples are left out, of tensors that have as many rows.
     """
     found = find_hidden(subject.arguments, subject.settings.dim)
     assert found is not None
@@ -367,14 +397,14 @@ def small_arguments(subject: Subject, length: int, *, squares: bool) -> Any:
         if path == hidden_path:
             shape = list(hidden.shape)
             shape[subject.settings.dim] = length
-            if rows:
+            if rows and few_rows:
                 shape[0] = min(rows, _ROWS)
             random = torch.randn(shape, generator=generator)
             return random.to(subject.settings.device).requires_grad_()
         small = leaf.detach()
         for dim in sequence_dims(leaf, subject.length, subject.settings.dim, squares=squares):
             small = small.narrow(dim, 0, length)
-        if rows > _ROWS and small.dim() > 0 and small.size(0) == rows:
+        if few_rows and rows > _ROWS and small.dim() > 0 and small.size(0) == rows:
             small = small.narrow(0, 0, _ROWS)
         small = small.to(subject.settings.device, copy=True)
         if not small.is_floating_point():

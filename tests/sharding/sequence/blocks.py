@@ -122,11 +122,61 @@ class MultiHeadBlock(nn.Module):
 
 
 class WrittenOutBlock(Block):
-    """Attention written out."""
+    """Attention written out: a soft cap, a sink for each head, a causal mask of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(HEADS))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
-        return self.close(x, (q @ k.transpose(-1, -2) / math.sqrt(HEAD)).softmax(-1) @ v)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(HEAD)).tanh() * 2
+        later = torch.ones(x.size(1), x.size(1), device=x.device).triu(diagonal=1).bool()
+        scores = scores.masked_fill(later, float("-inf"))
+        sinks = self.sinks.view(1, HEADS, 1, 1).expand(*scores.shape[:3], 1)
+        return self.close(x, torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v)
+
+
+class EinsumBlock(Block):
+    """Sums of products, a trained bias [H, T, T] that it is given, and a mask cut out of a buffer by the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(64, 64, dtype=torch.bool).tril())
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.heads(x)
+        scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(HEAD) + bias
+        scores = scores.where(self.seen[: scores.size(-2), : scores.size(-1)], float("-inf"))
+        weights = scores.softmax(-1)
+        return self.close(x, torch.einsum("bhqk, bhkd -> bhqd", weights, v)), weights
+
+
+class SlopesBlock(Block):
+    """As Bloom's: slopes [B H, 1, T] that it is given are added by the product; numbers of positions make the mask."""
+
+    def forward(self, x: Tensor, slopes: Tensor) -> Tensor:
+        q, k, v = (part.flatten(0, 1) for part in self.heads(x))
+        scores = slopes.baddbmm(batch1=q, batch2=k.mT, alpha=HEAD**-0.5)
+        number = torch.arange(x.size(1), device=x.device)
+        scores = scores.view(len(x), HEADS, x.size(1), -1)
+        scores = scores.masked_fill(number[:, None] < torch.arange(x.size(1)), float("-inf"))
+        mixed = torch.bmm(scores.softmax(-1).flatten(0, 1), v)
+        return self.close(x, mixed.unflatten(0, (len(x), HEADS)))
+
+
+class MeanBlock(Block):
+    """Adds the mean of all positions, without any attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.feed(x.mean(1, keepdim=True))
+
+
+class ShiftBlock(WrittenOutBlock):
+    """Written out, and each position is mixed with the one before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.roll(1, 1))
 
 
 class NeighbourBlock(Block):
@@ -171,6 +221,11 @@ def _bias(x: Tensor, scale: Tensor) -> dict[str, Any]:
     return {"bias": values * scale}
 
 
+def _slopes(x: Tensor, scale: Tensor) -> dict[str, Any]:
+    slopes = torch.outer(2.0 ** -torch.arange(HEADS), torch.arange(x.size(1)))
+    return {"slopes": slopes.repeat(len(x), 1)[:, None]}
+
+
 def _layer(norm_first: bool) -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=True, norm_first=norm_first)
 
@@ -194,7 +249,13 @@ CHAINS: dict[str, Callable[[], Chain]] = {
     "torch's layer with masks": lambda: Chain(lambda: _layer(False), _layer_mask),
 }
 TRAINED_BIAS: dict[str, Callable[[], Chain]] = {"bias": lambda: Chain(BiasBlock, _bias)}
-REFUSED: dict[str, Callable[[], Chain]] = {
+WRITTEN_OUT: dict[str, Callable[[], Chain]] = {
     "written out": lambda: Chain(WrittenOutBlock),
+    "einsum": lambda: Chain(EinsumBlock, _bias),
+    "slopes": lambda: Chain(SlopesBlock, _slopes),
+}
+REFUSED: dict[str, Callable[[], Chain]] = {
+    "mean": lambda: Chain(MeanBlock),
+    "shifted": lambda: Chain(ShiftBlock),
     "neighbour": lambda: Chain(NeighbourBlock),
 }

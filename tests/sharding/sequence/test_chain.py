@@ -16,7 +16,16 @@ from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.errors import InputError
 from atorch_ns.sharding import BlockChain, SequenceSettings
 from atorch_ns.testing.workers import run_ranks
-from tests.sharding.sequence.blocks import CHAINS, HEADS, REFUSED, TRAINED_BIAS, WIDTH, Chain, FlagBlock
+from tests.sharding.sequence.blocks import (
+    CHAINS,
+    HEADS,
+    REFUSED,
+    TRAINED_BIAS,
+    WIDTH,
+    WRITTEN_OUT,
+    Chain,
+    FlagBlock,
+)
 
 Kind = Literal["auto", "ulysses", "ring"]
 
@@ -61,7 +70,7 @@ def deviation(make: Callable[[], Chain], kind: Kind, length: int) -> float:
 
 
 def _deviations(names: list[str], kind: Kind, length: int) -> dict[str, float]:
-    makers = {**CHAINS, **TRAINED_BIAS}
+    makers = {**CHAINS, **TRAINED_BIAS, **WRITTEN_OUT}
     return {name: deviation(makers[name], kind, length) for name in names}
 
 
@@ -72,6 +81,12 @@ def _deviations(names: list[str], kind: Kind, length: int) -> dict[str, float]:
 def test_blocks_of_many_kinds(kind: Kind, num_ranks: int, length: int) -> None:
     names = [*CHAINS, *TRAINED_BIAS]
     for found in run_ranks(_deviations, num_ranks, args=(names, kind, length)):
+        assert max(found.values()) < 1e-4, found
+
+
+@pytest.mark.parametrize(("num_ranks", "length"), [(2, 12), (2, 5), (3, 13)])
+def test_attention_that_is_written_out(num_ranks: int, length: int) -> None:
+    for found in run_ranks(_deviations, num_ranks, args=([*WRITTEN_OUT], "auto", length)):
         assert max(found.values()) < 1e-4, found
 
 
@@ -118,13 +133,20 @@ def _refusals() -> dict[str, str]:
         with pytest.raises(InputError) as caught:
             model(torch.randn(2, 16, WIDTH))
         messages[name] = str(caught.value)
-    return messages
+    model = WRITTEN_OUT["written out"]()
+    attach(model, "ring")
+    with pytest.raises(InputError) as caught:
+        model(torch.randn(2, 16, WIDTH))
+    return {**messages, "ring": str(caught.value)}
 
 
 def test_blocks_that_cannot_be_divided_are_named_before_use() -> None:
     for messages in run_ranks(_refusals, 2):
-        assert "cannot divide blocks.0 (WrittenOutBlock) over 2 ranks" in messages["written out"]
-        assert "attn_implementation='sdpa'" in messages["written out"]
+        assert "cannot divide blocks.0 (MeanBlock) over 2 ranks" in messages["mean"]
+        assert "No attention that can be divided was seen" in messages["mean"]
+        assert "writes its attention out" in messages["shifted"]
+        assert "attn_implementation='sdpa'" in messages["shifted"]
+        assert "kind='ring' cannot divide. Use kind='auto'" in messages["ring"]
         assert "cannot divide blocks.0 (NeighbourBlock)" in messages["neighbour"]
         assert "off by" in messages["neighbour"]
 

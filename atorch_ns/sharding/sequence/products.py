@@ -1,0 +1,103 @@
+"""Attention written out as matrix products: its keys and values are gathered from all ranks.
+
+A product of this rank's queries with the keys of all positions has this rank's rows of the scores. Whatever code does
+with them row by row is right as it stands: soft caps, sinks, biases, masks, softmax, dropout. So is their product with
+the values of all positions. Heads are not divided. All-gathers take the place of Ulysses' all-to-alls: n times their
+bytes for keys and values, little beside scores that are kept.
+
+Legend: T positions of the whole sequence, n ranks, L positions of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from atorch_ns.sharding.collectives import Group, all_gather
+from atorch_ns.sharding.sequence.plan import SequenceLayout
+
+_FACTORS: Final[dict[Callable[..., Any], tuple[int, str, str]]] = {
+    torch.matmul: (0, "input", "other"),
+    torch.Tensor.matmul: (0, "self", "other"),
+    torch.bmm: (0, "input", "mat2"),
+    torch.Tensor.bmm: (0, "self", "mat2"),
+    torch.baddbmm: (1, "batch1", "batch2"),
+    torch.Tensor.baddbmm: (1, "batch1", "batch2"),
+    torch.einsum: (1, "", ""),
+}
+"""The place of the first factor among the arguments, and the names of both."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product.
+
+    Attributes:
+        left, right: its factors, of three dimensions or more: products with single weights are none of attention's.
+        place: of ``right`` among the arguments, or its name.
+        terms: the dimensions of both factors and of the result as letters; others may lead.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    place: int | str
+    terms: tuple[str, str, str]
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+        """The product that a call is; ``None`` for other calls."""
+        if func not in _FACTORS:
+            return None
+        first, *names = _FACTORS[func]
+        given = dict(enumerate(args)) | kwargs
+        places = [place if place in given else name for place, name in enumerate(names, first)]
+        left, right = (given.get(place) for place in places)
+        if not all(isinstance(factor, torch.Tensor) and factor.dim() > 2 for factor in (left, right)):
+            return None
+        terms = _terms(args[0]) if func is torch.einsum else ("ij", "jk", "ik")
+        return None if terms is None or len(args) > 3 else cls(left, right, places[1], terms)
+
+    def gathered_dim(self, length: int) -> int | None:
+        """The dimension of ``right`` that is the keys', in a product of the whole sequence of ``length``.
+
+        That is where each of T queries meets each of T keys, or a weight for each meets values.
+        """
+        left, right, result = self.terms
+        queries = (set(left) & set(result)) - set(right)
+        if not any(self.left.size(_dim(left, letter)) == length for letter in queries):
+            return None
+        for letter in right:
+            is_key = (letter in result) != (letter in left)
+            if is_key and self.right.size(_dim(right, letter)) == length:
+                return _dim(right, letter)
+        return None
+
+    def with_right(
+        self, right: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with another second factor."""
+        if isinstance(self.place, str):
+            return args, {**kwargs, self.place: right}
+        return (*args[: self.place], right, *args[self.place + 1 :]), kwargs
+
+    def gathered(self, dim: int, layout: SequenceLayout, group: Group) -> torch.Tensor:
+        """The second factor for the keys of all ranks."""
+        return layout.in_order(all_gather(self.right, dim, group), dim)
+
+
+def _terms(equation: Any) -> tuple[str, str, str] | None:
+    """Letters of ``"...ab,...bc->...ac"``; ``None`` unless the result is written and dots stand in front."""
+    factors, arrow, result = str(equation).replace(" ", "").partition("->")
+    left, comma, right = factors.partition(",")
+    terms = tuple(term.removeprefix("...") for term in (left, right, result))
+    if not (arrow and comma) or not all(term.isalpha() for term in terms):
+        return None
+    return terms[0], terms[1], terms[2]
+
+
+def _dim(term: str, letter: str) -> int:
+    """Counted from the end, since dimensions may lead."""
+    return term.index(letter) - len(term)
