@@ -33,7 +33,8 @@ class SequenceParallelConfig(MethodConfig):
     kind: Literal["auto", "ulysses", "ring"] = Field(
         default="auto",
         description="How attention sees other ranks' positions: ulysses exchanges heads for positions, ring "
-        "sends keys and values around; auto takes ulysses where the heads divide.",
+        "sends keys and values around; auto takes ulysses where the heads divide, and gathers keys and values where a block "
+        "writes its attention out.",
     )
     sequence_dim: int = Field(default=1, ge=0, description="The dimension of positions in hidden states.")
     blocks: ModuleSelectors | None = Field(

@@ -63,20 +63,6 @@ def test_parallel_mode_alone_is_enough() -> None:
     assert ring.plan.sequence.exchange == "ring"
 
 
-def _attention_written_out() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        attn_implementation="eager",
-    )
-    return LlamaForCausalLM(config)
-
-
 def _message(case: Case, steps: Any) -> str:
     with pytest.raises((InputError, StrategyError)) as caught:
         accelerate_case(case, steps)
@@ -84,11 +70,9 @@ def _message(case: Case, steps: Any) -> str:
 
 
 def _messages() -> list[str]:
-    eager = dataclasses.replace(get_case("hf_llama"), build=_attention_written_out)
     tied = get_case("tied_llama")
     odd = dataclasses.replace(tied, build=lambda: TiedLlama(num_heads=1))
     return [
-        _message(eager, strategy("auto")),
         _message(get_case("mlp"), strategy("auto")),
         _message(odd, strategy("ulysses")),
         _message(tied, strategy("auto", blocks=["DecoderBlok"])),
@@ -98,10 +82,7 @@ def _messages() -> list[str]:
 
 
 def test_what_cannot_be_divided_is_refused_before_training() -> None:
-    _attention_written_out()
-    (eager, mlp, heads, missing, tied, kind), _ = run_ranks(_messages, 2)
-    assert "model.layers.0 (LlamaDecoderLayer) over 2 ranks" in eager
-    assert "attn_implementation='sdpa'" in eager
+    (mlp, heads, missing, tied, kind), _ = run_ranks(_messages, 2)
     assert "blocks.0 (ResidualBlock)" in mlp
     assert "1 attention heads over sequence=2" in heads
     assert "DecoderBlok" in missing

@@ -247,12 +247,17 @@ def _sequence(
     context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """Ulysses: queries, keys, values and results change between tokens and heads in each attention; a ring: keys
-    and values pass every rank, forward, and with their gradients backward. Keys and values have fewer heads."""
+    and values pass every rank, forward, and with their gradients backward. Keys and values have fewer heads. Attention
+    that is written out, of which the trace has seen no call, gathers them, and scatters the sums of their gradients."""
     trace, segment = context.trace, context.trace.segments[s]
     if not segment.is_block:
         return np.zeros(len(context.sizes)), 0.0
     heads = trace.num_key_value_heads / trace.num_heads if trace.num_heads else 1.0
     width = _output(context, s) / context.sizes.tensor
+    if not segment.num_attentions:
+        gathers = 2 * (2 + again)
+        num_bytes = width * heads * gathers
+        return collective_seconds("all_gather", num_bytes, groups, context.hardware, gathers), gathers
     passes = segment.num_attentions * (2 + again)
     is_ring = context.sizes.is_ring
     count = 4 * passes
