@@ -30,6 +30,7 @@ from atorch_ns.text import error_text, first_few
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.sample_batch import sample_batch
 from opt_lib._model_axes.tensor import (
+    LossOnParts,
     TensorParallelConfig,
     divide_logits,
     guard_loss,
@@ -78,29 +79,10 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
         batch = _sampled(job)
-        graph = job.cluster.agree(
-            lambda: _traced(job, model, batch, group.size, chains=config.sequence), what="tracing the layers"
+        planned = job.cluster.agree(
+            lambda: _planned(job, config, model, batch, group.size), what="finding and testing a tensor plan"
         )
-        chosen = choose_plan(
-            model,
-            group,
-            graph,
-            plan=users_plan(config, model),
-            source=config.source,
-            sequence_dim=config.sequence_dim if config.sequence else None,
-            undivided=config.undivided,
-            run_numerics=config.self_test,
-        )
-        loss = loss_on_parts(
-            job,
-            model,
-            batch,
-            chosen,
-            graph,
-            group,
-            wanted=config.parallel_loss,
-            run_numerics=config.self_test,
-        )
+        chosen, loss = job.cluster.from_first(planned)  # one plan, however the numbers were rounded
         local = _of_this_rank(chosen, job.module, job.parts.stages)
         _divide(job, local, group)
         divide_logits(job, loss, local.layout)
@@ -148,6 +130,35 @@ def _sampled(job: Job) -> Any:
             "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
         )
     return batch
+
+
+def _planned(
+    job: Job, config: TensorParallelConfig, model: nn.Module, batch: Any, degree: int
+) -> tuple[ChosenPlan, LossOnParts]:
+    """A tested plan, and whether the loss is computed on parts; nothing is communicated."""
+    graph = _traced(job, model, batch, degree, chains=config.sequence)
+    chosen = choose_plan(
+        model,
+        degree,
+        graph,
+        plan=users_plan(config, model),
+        source=config.source,
+        sequence_dim=config.sequence_dim if config.sequence else None,
+        undivided=config.undivided,
+        run_numerics=config.self_test,
+        device=job.device,
+    )
+    loss = loss_on_parts(
+        job,
+        model,
+        batch,
+        chosen,
+        graph,
+        degree,
+        wanted=config.parallel_loss,
+        run_numerics=config.self_test,
+    )
+    return chosen, loss
 
 
 def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
@@ -215,11 +226,12 @@ def _holder(attribute: str, local: Iterable[str]) -> bool:
 
 def _divide(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
     """Divides the layers; all that stays whole gets the values of the group's first rank."""
-    assert group.process_group is not None
+    assert group.mesh is not None
+    ranks = group.mesh.get_group()
     done = divide(job.module, chosen.layout, group, chosen.regions, chosen.stream)
     job.parts.packings.update(done.packings)
-    job.gradients.sums.add(chosen.partial, group.process_group)
-    divided = set(done.names)
+    job.gradients.sums.add(chosen.partial, ranks)
+    divided = set(done.dims)
     named = job.module.named_parameters(remove_duplicate=False)
     whole = {id(p): p for name, p in named if plain_name(name) not in divided}
-    broadcast_from_first(job, (*whole.values(), *job.module.buffers()), group=group.process_group)
+    broadcast_from_first(job, (*whole.values(), *job.module.buffers()), group=ranks)

@@ -192,6 +192,15 @@ def total(x: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
+def maximum(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The largest of each element over the group, as a new tensor; no gradient flows through it."""
+    if isinstance(group, SimulatedGroup):
+        return torch.stack(group.swap(x)).amax(0)
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
+    return out
+
+
 def sent_on(x: torch.Tensor, group: Group) -> tuple[list[Any], torch.Tensor]:
     """Sends ``x`` to the next rank; returns the works to wait for, and the tensor that comes from the previous one."""
     size, rank = group.size(), group.rank()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 _FLOOR = 1e-2
 """Gradients smaller than this share of the largest are compared on its scale: that of attention's key bias is zero but
@@ -49,12 +48,3 @@ def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: f
 def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
     """The scale below which gradients are compared as if they were that large."""
     return _FLOOR * max(map(largest, gradients), default=0.0)
-
-
-def worst_of_ranks(
-    errors: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str
-) -> list[float]:
-    """Each error on the rank where it is largest; collective over the group."""
-    values = torch.tensor(errors, dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in values]

@@ -8,13 +8,14 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.random_states import random_states_kept, save_generators
 from atorch_ns.sharding.collectives import (
+    Group,
+    SimulatedGroup,
     all_gather,
     copy_to,
     gather_from,
@@ -77,15 +78,22 @@ class TensorGroup:
     """The ranks that layers are divided over, and this rank's place among them.
 
     Args:
-        mesh: the tensor axis; ``None`` to compute shapes without other ranks: nothing is communicated.
-        size: the number of ranks; needed without a mesh.
+        ranks: the tensor axis; or a simulated group, whose ranks hold their parts as plain tensors; or the number of
+            ranks, to compute shapes without them: nothing is communicated.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, *, size: int = 0) -> None:
-        self.mesh = mesh
-        self.size = size or (mesh.size() if mesh is not None else 1)
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
-        self.process_group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
+    def __init__(self, ranks: DeviceMesh | SimulatedGroup | int) -> None:
+        self.mesh: DeviceMesh | None = None
+        self.process_group: Group | None = None
+        self.rank = 0
+        if isinstance(ranks, int):
+            self.size = ranks
+            return
+        if isinstance(ranks, SimulatedGroup):
+            self.process_group = ranks
+        else:
+            self.mesh, self.process_group = ranks, ranks.get_group()
+        self.size, self.rank = self.process_group.size(), self.process_group.rank()
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
         return self

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator
 from torch import nn
 
 from atorch_ns.capture.blocks import repeated_blocks
-from atorch_ns.cluster import agree, gathered
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
@@ -23,7 +22,6 @@ from atorch_ns.sharding import (
     LogitOutputs,
     LogitUses,
     LossStudy,
-    TensorGroup,
     TensorPlan,
     compare_losses,
     explain_divided_weights,
@@ -191,12 +189,12 @@ def loss_on_parts(
     batch: Any,
     chosen: ChosenPlan,
     graph: LayerGraph,
-    group: TensorGroup,
+    degree: int,
     *,
     wanted: ParallelLoss,
     run_numerics: bool,
 ) -> LossOnParts:
-    """Tests the user's loss on a small batch on the CPU, on divided and on whole logits; collective.
+    """Tests the user's loss on a small batch, on divided and on whole logits.
 
     Raises:
         InputError: if the user wants it and it would be wrong.
@@ -209,7 +207,7 @@ def loss_on_parts(
     if wanted is False or not heads:
         why = "no layer that gives logits is divided" if wanted is True else ""
         return LossOnParts(note=f"parallel_loss=True changes nothing: {why}" if why else "")
-    wrong, idle = _reasons(job, model, batch, heads, group, run_numerics=run_numerics)
+    wrong, idle = _reasons(job, model, batch, heads, degree, run_numerics=run_numerics)
     if wanted is True and wrong:
         raise InputError(
             f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
@@ -221,7 +219,7 @@ def loss_on_parts(
 
 
 def _reasons(
-    job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], group: TensorGroup, *, run_numerics: bool
+    job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], degree: int, *, run_numerics: bool
 ) -> tuple[str, str]:
     """Why a loss on parts would be wrong, and why it would be of no use; empty where neither is so."""
     if job.plan.compiled and not repeated_blocks(model):
@@ -230,33 +228,25 @@ def _reasons(
     def run(module: nn.Module, data: Any) -> Any:
         return call_model(module, data, job.inputs.model_input_format)
 
-    study = agree(
-        lambda: study_logits(model, batch, run, heads, group.size),
-        what="following the logits",
-        distributed=True,
-    )
+    study = study_logits(model, batch, run, heads, degree)
     if study.uses.changed:
         return f"{job.original.model_class} changes them in place, by {study.uses.changed[0]}", ""
     if study.failure:
         return "", f"{job.original.model_class} does not run on parts of them: {study.failure}"
     if not run_numerics:
         return "", "nothing is tested, since self_test=False"
-    return _by_numbers(job, study, group)
+    return _by_numbers(job, study, degree)
 
 
-def _by_numbers(job: Job, study: LossStudy, group: TensorGroup) -> tuple[str, str]:
+def _by_numbers(job: Job, study: LossStudy, degree: int) -> tuple[str, str]:
     seen = LogitUses()
-    failure = ""
-    error = 0.0
+    error, failure = 0.0, ""
     try:
-        error = compare_losses(study, job.inputs.loss_func, group, seen)
-    except Exception as failed:
+        error = compare_losses(study, job.inputs.loss_func, degree, job.device, seen)
+    except Exception as failed:  # of the user's loss
         failure = error_line(failed)
-    failures = gathered((failure, list(seen.changed)), distributed=True, group=group.process_group)
-    changed = next((names[0] for _, names in failures if names), "")
-    if changed:
-        return f"loss_func changes them in place, by {changed}", ""
-    failure = next((text for text, _ in failures if text), "")
+    if seen.changed:
+        return f"loss_func changes them in place, by {seen.changed[0]}", ""
     if failure:
         return "", f"loss_func cannot be tested on a small batch: {failure}"
     if error > LOSS_TOLERANCE:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atorch_ns.sharding import LayerGraph, Layout, TensorGroup, choose_plan, trace_layers
+from atorch_ns.sharding import LayerGraph, Layout, choose_plan, trace_layers
 from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
 from tests.opt_lib.tensor_cases import TENSOR, check, of_model
 from tests.sharding.tensor_models import VOCAB, WIDTH, make, tokens
@@ -57,7 +57,7 @@ def _graph(model: nn.Module) -> LayerGraph:
 
 def test_a_list_of_experts_trains_as_in_one_process() -> None:
     model = Model()
-    layers = choose_plan(model, TensorGroup(None, size=2), _graph(model), run_numerics=False).layout.layers
+    layers = choose_plan(model, 2, _graph(model), run_numerics=False).layout.layers
     assert {layers[f"layers.0.experts.{number}.0"].style for number in range(NUM_EXPERTS)} == {"colwise"}
     check(of_model(Model, "experts"), 2, {"tensor": [TENSOR]})
 
@@ -70,7 +70,7 @@ def test_a_unit_whose_layers_fail_together_stays_whole_and_is_named(monkeypatch:
 
     monkeypatch.setattr(SelfTest, "plan", fails_together)
     model = make()
-    chosen = choose_plan(model, TensorGroup(None, size=2), _graph(model), run_numerics=False)
+    chosen = choose_plan(model, 2, _graph(model), run_numerics=False)
     assert set(chosen.layout.layers) == {"embed", "head"}
     assert not chosen.layout.attributes
     (why,) = {text for path, text in chosen.plan.left.items() if path.startswith("blocks.*.attention")}

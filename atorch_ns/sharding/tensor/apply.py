@@ -27,11 +27,11 @@ class Divided:
     """The parameters that have been divided.
 
     Attributes:
-        names: their names, all of them for tied parameters.
+        dims: the dimension of each, by all its names where it is tied.
         packings: the element order of fused parameters, by name.
     """
 
-    names: list[str] = field(default_factory=list)
+    dims: dict[str, int] = field(default_factory=dict)
     packings: dict[str, Packing] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ def divide(
             packing = Packing(dim, parts, group.size) if parts else None
             made = _part(parameter, dim, packing, group)
             parts_made[id(made)] = made
-            _put(modules, names[id(parameter)], made, packing, done)
+            _put(modules, names[id(parameter)], made, dim, packing, done)
         if kind is None:
             attention_by_heads(module, group)
         else:
@@ -85,6 +85,7 @@ def _put(
     modules: Mapping[str, nn.Module],
     names: Sequence[str],
     made: nn.Parameter,
+    dim: int,
     packing: Packing | None,
     done: Divided,
 ) -> None:
@@ -92,7 +93,7 @@ def _put(
     for name in names:
         holder, _, own = name.rpartition(".")
         modules[holder]._parameters[own] = made
-        done.names.append(name)
+        done.dims[name] = dim
         if packing is not None:
             done.packings[name] = packing
 

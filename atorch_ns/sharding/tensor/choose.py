@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import nn
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.divisibility import (
     check_degree,
     check_heads,
@@ -54,24 +54,27 @@ class ChosenPlan:
 
 def choose_plan(
     model: nn.Module,
-    group: TensorGroup,
+    degree: int,
     graph: LayerGraph,
     *,
     plan: TensorPlan | None = None,
     source: Source = "auto",
     sequence_dim: int | None = None,
     run_numerics: bool = True,
+    device: torch.device | str = "cpu",
     undivided: Undivided = "error",
 ) -> ChosenPlan:
-    """Chooses the plan to use; collective with ``run_numerics``.
+    """Chooses the plan to use.
 
     Args:
         model: the whole model, on any device; not changed.
+        degree: the number of ranks that layers are divided over.
         graph: how the model's layers are connected.
         plan: the user's plan; ``None`` without one.
         source: where a plan comes from if the user gives none.
         sequence_dim: the dimension of the sequence, to divide it between divided layers.
         run_numerics: whether the self-test compares numbers, not shapes alone.
+        device: where it computes them.
         undivided: whether attention whose heads the degree does not divide is an error or is kept whole.
 
     Raises:
@@ -79,13 +82,13 @@ def choose_plan(
             cannot.
     """
     if undivided == "error":
-        check_degree(model, group.size)
-    test = SelfTest(model, graph, group, run_numerics=run_numerics)
+        check_degree(model, degree)
+    test = SelfTest(model, graph, degree, device=device, run_numerics=run_numerics)
     notes: list[str] = []
     if plan is not None:
-        _check_users(model, plan, group.size, graph)
+        _check_users(model, plan, degree, graph)
     elif source != "found":
-        plan = _own_plan(model, group.size, graph, test, notes)
+        plan = _own_plan(model, degree, graph, test, notes)
         if plan is None and source == "model":
             raise InputError(
                 f"source='model', and {type(model).__name__} has no plan that can be used"
@@ -93,22 +96,22 @@ def choose_plan(
             )
     users = plan is not None and plan.where == "user"
     if plan is None:
-        plan = find_tensor_plan(model, group.size, graph, test)
+        plan = find_tensor_plan(model, degree, graph, test)
     layout = plan.resolve(model)
     if not users and undivided == "error":
-        check_heads(model, layout, graph, group.size)
+        check_heads(model, layout, graph, degree)
     while True:
         regions = regions_in(graph, layout)
         failure, partial = test.plan(layout, regions)
         if failure is None or users:
             break
-        plan = _without(model, plan, layout, failure, group.size)
+        plan = _without(model, plan, layout, failure, degree)
         layout = plan.resolve(model)
     plan = replace(plan, left=grouped(plan.left))
     if not layout.layers:
-        raise _nothing_divided(model, group.size, plan, graph)
+        raise _nothing_divided(model, degree, plan, graph)
     if failure is not None:
-        raise _failed(model, group, graph, test, plan, failure)
+        raise _failed(model, degree, graph, test, plan, failure)
     stream = None
     if sequence_dim is not None:
         stream, partial = _choose_stream(model, test, graph, layout, regions, sequence_dim)
@@ -185,14 +188,14 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
 
 def _failed(
     model: nn.Module,
-    group: TensorGroup,
+    degree: int,
     graph: LayerGraph,
     test: SelfTest,
     plan: TensorPlan,
     failure: Failure,
 ) -> InputError:
     """The error for a user's plan, with the settings that would work where some are found."""
-    found = find_tensor_plan(model, group.size, graph, test)
+    found = find_tensor_plan(model, degree, graph, test)
     right = found.resolve(model)
     mine = plan.resolve(model)
     local = right.filtered(lambda path: is_inside(path, failure.path))
@@ -247,7 +250,7 @@ def _choose_stream(
     regions: Sequence[RegionSpec],
     dim: int,
 ) -> tuple[StreamSpec, set[str]]:
-    """The blocks between which the sequence can be divided, and the parameters that then have partial gradients; collective.
+    """The blocks between which the sequence can be divided, and the parameters that then have partial gradients.
 
     Hidden states are in pieces only inside a chain of blocks that hand them on untouched: code between two chains,
     such as a mean over the sequence or a learned scale, sees them whole.

@@ -1,27 +1,27 @@
 """Self-test of tensor parallelism: modules must compute divided by a layout what they compute whole.
 
 A *unit* is a module with the call that it is tested with. Its divided copy must run without memory and give results
-of the right shapes; then both copies run on random values, and all outputs and gradients are compared.
+of the right shapes; then both copies run on random values, and all outputs and gradients are compared. The divided
+copy runs on simulated ranks in this process, so nothing is communicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import map_tensors, unique_tensors_of
 from atorch_ns.capture.real_values import RealValues
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile.record.steps import ModuleCall
-from atorch_ns.sharding.compare import gradient_floor, largest, relative_error, weighted_sum, worst_of_ranks
+from atorch_ns.sharding.collectives import SimulatedGroup, simulate
+from atorch_ns.sharding.compare import gradient_floor, largest, relative_error, weighted_sum
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, is_inside
@@ -76,20 +76,28 @@ class Failure:
 
 
 class SelfTest:
-    """Tests layouts of one model on one tensor group; collective where it compares numbers.
+    """Tests layouts of one model for one number of ranks.
 
     Args:
         model: the whole model; not changed.
-        group: the ranks that share its layers; without a mesh shapes alone are tested.
+        degree: the number of ranks that share its layers.
+        device: where numbers are computed.
         run_numerics: whether to compare numbers; else shapes alone, which a wrong order of heads passes.
     """
 
     def __init__(
-        self, model: nn.Module, graph: LayerGraph, group: TensorGroup, *, run_numerics: bool = True
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        degree: int,
+        *,
+        device: torch.device | str = "cpu",
+        run_numerics: bool = True,
     ) -> None:
         self._model = model
         self._graph = graph
-        self._group = group
+        self._degree = degree
+        self._device = torch.device(device)
         self._run_numerics = run_numerics
 
     def unit(
@@ -121,14 +129,14 @@ class SelfTest:
             for spec in regions
             if is_inside(spec.rows[0], unit.path)
         ]
-        reason = _shape_failure(unit, local, specs, self._group.size, stream, training=training)
+        reason = _shape_failure(unit, local, specs, self._degree, stream, training=training)
         if reason and not (may_read_values and not _runs_without_memory(unit)):
             return Verdict(reason, runs=False)
         if not self._run_numerics:
             return Verdict()
         try:
-            return _compare(unit, local, specs, self._group, stream)
-        except Exception as error:  # all ranks run the same code on the same values
+            return _compare(unit, local, specs, stream, self._degree, self._device)
+        except Exception as error:
             if not reason:
                 raise
             return Verdict(error_line(error), runs=False)
@@ -259,7 +267,7 @@ def _shape_failure(
     try:
         with unit.without_memory() as (whole, args, kwargs):
             wanted = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
-            divide(whole, layout, TensorGroup(None, size=degree), regions, stream)
+            divide(whole, layout, TensorGroup(degree), regions, stream)
             found = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
             if training:
                 whole.train()(*args, **kwargs)
@@ -281,28 +289,35 @@ def _runs_without_memory(unit: Unit) -> bool:
 def _compare(
     unit: Unit,
     layout: Layout,
-    regions: Iterable[RegionSpec],
-    group: TensorGroup,
+    regions: Sequence[RegionSpec],
     stream: StreamSpec | None,
+    degree: int,
+    device: torch.device,
 ) -> Verdict:
-    """Compares outputs and all gradients of the unit, divided and whole, on random inputs; collective."""
-    assert group.mesh is not None
-    device = group.mesh.device_type
-    reference = _run(*unit.with_values(device))
+    """Compares outputs and all gradients of the unit, divided and whole, on random inputs."""
     module, args, kwargs = unit.with_values(device)
-    done = divide(module, layout, group, regions, stream)
-    found = _run(module, args, kwargs)
-    errors = {
-        f"output {place}": relative_error(mine, whole)
-        for place, (mine, whole) in enumerate(zip(found.outputs, reference.outputs, strict=True))
-    }
+
+    def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
+        copy = copy_structure(module, _own_buffers, {})
+        done = divide(copy, layout, TensorGroup(group), regions, stream)
+        return _run(copy, args, kwargs), done
+
+    reference = _run(copy_structure(module, _own_buffers, {}), args, kwargs)
+    found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
-    errors |= {
-        f"the gradient of input {place}": relative_error(mine, whole, floor=floor)
-        for place, (mine, whole) in enumerate(zip(found.inputs, reference.inputs, strict=True))
+    errors = {
+        f"output {place}": max(relative_error(mine, whole) for mine in ranks)
+        for place, (whole, *ranks) in enumerate(_by_rank(reference, found, lambda run: run.outputs))
     }
-    partial = _compare_parameters(found, reference, done, group, errors)
-    return _worst(errors, partial, group)
+    errors |= {
+        f"the gradient of input {place}": max(relative_error(mine, whole, floor=floor) for mine in ranks)
+        for place, (whole, *ranks) in enumerate(_by_rank(reference, found, lambda run: run.inputs))
+    }
+    partial = _compare_parameters(found, reference, done, errors)
+    where = max(errors, key=errors.__getitem__, default="")
+    error = errors.get(where, 0.0)
+    reason = "" if error <= TOLERANCE else f"{where} is off by {error:.2g} of its size"
+    return Verdict(reason, error=error, partial=partial)
 
 
 @dataclass(frozen=True)
@@ -312,20 +327,31 @@ class _Run:
     parameters: dict[str, torch.Tensor]
 
 
+def _by_rank(
+    reference: _Run, found: Sequence[_Run], tensors: Callable[[_Run], list[torch.Tensor]]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Each tensor of the reference, with those of all ranks."""
+    return zip(tensors(reference), *map(tensors, found), strict=True)
+
+
+def _own_buffers(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if kind == "parameter" else tensor.clone()
+
+
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     inputs: list[torch.Tensor] = []
     given: dict[int, torch.Tensor] = {}
 
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad:  # as in the model: masks and rotary tables get no gradients
-            return tensor
+    def own(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in given:
-            inputs.append(tensor)
-            given[id(tensor)] = tensor.clone()  # operators in place may not change a leaf
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            if leaf.requires_grad:  # as in the model: masks and rotary tables get no gradients
+                inputs.append(leaf)
+            given[id(tensor)] = leaf.clone()  # operators in place may not change a leaf
         return given[id(tensor)]
 
-    args, kwargs = map_tensors(leaf, args), map_tensors(leaf, kwargs)
     with torch.enable_grad():
+        args, kwargs = map_tensors(own, args), map_tensors(own, kwargs)
         outputs = [
             tensor for tensor in unique_tensors_of(module(*args, **kwargs)) if tensor.is_floating_point()
         ]
@@ -346,41 +372,26 @@ def _grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare_parameters(
-    found: _Run, reference: _Run, done: Divided, group: TensorGroup, errors: dict[str, float]
+    found: Sequence[_Run], reference: _Run, done: Divided, errors: dict[str, float]
 ) -> tuple[str, ...]:
     """Adds the errors of all gradients; returns the names of those whose sum over ranks is the right one."""
     partial = []
-    floor = gradient_floor(reference.parameters.values())
+    least = gradient_floor(reference.parameters.values())
     for name, whole in reference.parameters.items():
-        mine, what = found.parameters[name], f"the gradient of {name}"
-        if isinstance(mine, DTensor):
-            (placement,) = mine.placements
-            packing = done.packings.get(name)
-            wanted = whole if packing is None else packing.pack(whole)
-            part = wanted.chunk(group.size, placement.dim)[group.rank]  # type: ignore[attr-defined]
-            errors[what] = relative_error(mine.to_local(), part, floor=max(floor, largest(whole)))
+        ranks, what = [run.parameters[name] for run in found], f"the gradient of {name}"
+        if name in done.dims:
+            wanted = done.packings[name].pack(whole) if name in done.packings else whole
+            pairs = zip(ranks, wanted.chunk(len(ranks), done.dims[name]), strict=True)
+            floor = max(least, largest(whole))
+            errors[what] = max(relative_error(mine, part, floor=floor) for mine, part in pairs)
             continue
-        total = mine.clone()
-        dist.all_reduce(total, group=group.process_group)
-        pair = [relative_error(mine, whole), relative_error(total, whole)]
-        floored = [relative_error(mine, whole, floor=floor), relative_error(total, whole, floor=floor)]
-        alone, summed, *both = _everywhere([*pair, *floored], group)
+        total = torch.stack(ranks).sum(0)
+        summed, alone = relative_error(total, whole), max(relative_error(mine, whole) for mine in ranks)
         if summed < alone:
             partial.append(name)
-        errors[what] = both[summed < alone]
+        right = [total] if summed < alone else ranks
+        errors[what] = max(relative_error(mine, whole, floor=least) for mine in right)
     return tuple(partial)
-
-
-def _everywhere(errors: list[float], group: TensorGroup) -> list[float]:
-    assert group.mesh is not None
-    return worst_of_ranks(errors, group.process_group, group.mesh.device_type)
-
-
-def _worst(errors: dict[str, float], partial: tuple[str, ...], group: TensorGroup) -> Verdict:
-    values = _everywhere(list(errors.values()), group)
-    error, where = max(zip(values, errors, strict=True), default=(0.0, ""))
-    reason = "" if error <= TOLERANCE else f"{where} is off by {error:.2g} of its size"
-    return Verdict(reason, error=error, partial=partial)
 
 
 def _fresh(value: Any) -> Any:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.errors import StepError
+from atorch_ns.sharding.collectives import Group, maximum, total
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.vocabulary import dispatch
 from atorch_ns.torch_compat import tensor_without_storage
@@ -54,7 +54,7 @@ def cross_entropy_on_parts(
     target: torch.Tensor,
     weight: torch.Tensor | None,
     call: LossCall,
-    group: dist.ProcessGroup,
+    group: Group,
 ) -> torch.Tensor:
     """``torch.nn.functional.cross_entropy`` of the whole logits, the same on every rank; collective.
 
@@ -112,22 +112,20 @@ class _OnParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, target: torch.Tensor, call: LossCall, group: dist.ProcessGroup
+        ctx: Any, rows: torch.Tensor, target: torch.Tensor, call: LossCall, group: Group
     ) -> torch.Tensor:
         ignored = target == call.ignore_index
         local = target - group.rank() * rows.shape[1]
         inside = (local >= 0) & (local < rows.shape[1]) & ~ignored
         local = local.masked_fill(~inside, 0).unsqueeze(1)
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        largest = rows.amax(1).to(dtype)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        largest = maximum(rows.amax(1).to(dtype), group)
         logs = rows - largest.unsqueeze(1)  # in dtype
         pieces = logs.split(max(1, -(-len(logs) // _PIECES)))
         own = logs.gather(1, local).squeeze(1).masked_fill(~inside, 0)
         if call.smoothing:
             own = (1 - call.smoothing) * own + call.smoothing / call.shape[call.dim] * logs.sum(1)
-        sums = torch.stack([torch.cat([piece.exp().sum(1) for piece in pieces]), own])
-        dist.all_reduce(sums, group=group)
+        sums = total(torch.stack([torch.cat([piece.exp().sum(1) for piece in pieces]), own]), group)
         log_sum = sums[0].log()
         ctx.call = call
         ctx.save_for_backward(logs.sub_(log_sum.unsqueeze(1)).to(rows.dtype), local, inside, ignored)

@@ -23,7 +23,8 @@ from atorch_ns.capture.nests import (
 )
 from atorch_ns.errors import StepError
 from atorch_ns.profile.record.steps import Subject
-from atorch_ns.sharding.compare import gradients_of, largest, relative_error, worst_of_ranks
+from atorch_ns.sharding.collectives import SimulatedGroup, simulate
+from atorch_ns.sharding.compare import gradients_of, largest, relative_error
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.layers import keep_divided
 from atorch_ns.sharding.tensor.trace import ways_to_run
@@ -176,7 +177,7 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], d
 
 
 def _divide_outputs(model: nn.Module, heads: Sequence[str], degree: int, uses: LogitUses) -> None:
-    group = TensorGroup(None, size=degree)
+    group = TensorGroup(degree)
 
     def divided(module: nn.Module, args: Any, output: torch.Tensor) -> DividedLogits:
         return DividedLogits.of(output.chunk(degree, -1)[0], group, uses=uses)
@@ -185,14 +186,17 @@ def _divide_outputs(model: nn.Module, heads: Sequence[str], degree: int, uses: L
         model.get_submodule(path).register_forward_hook(divided)
 
 
-def compare_losses(study: LossStudy, loss: Loss | None, group: TensorGroup, uses: LogitUses) -> float:
-    """The largest error of a loss on parts and its gradients against the whole one; collective over the group.
+def compare_losses(
+    study: LossStudy, loss: Loss | None, degree: int, device: torch.device, uses: LogitUses
+) -> float:
+    """The largest error of a loss on parts and its gradients against the whole one, on simulated ranks.
 
     The user's loss is run on the small batch and on random outputs of the model. Cross-entropies inside the model are
     run again on random logits.
 
     Args:
         loss: the user's loss; ``None`` without one.
+        degree: the number of ranks that the logits are divided over.
         uses: receives the loss's operations on the logits.
 
     Returns:
@@ -201,51 +205,57 @@ def compare_losses(study: LossStudy, loss: Loss | None, group: TensorGroup, uses
     Raises:
         Exception: what the loss raises.
     """
-    assert group.mesh is not None
-    device = torch.device(group.mesh.device_type)
-    error = max((_replayed(call, group, device) for call in study.uses.losses), default=0.0)
+
+    def replayed(group: SimulatedGroup) -> float:
+        return max((_replayed(call, TensorGroup(group), device) for call in study.uses.losses), default=0.0)
+
+    errors = simulate(degree, replayed, device)
     if loss is not None and any(isinstance(one, DividedLogits) for one in unique_tensors_of(study.output)):
-        error = max(error, _compared(study, loss, group, device, uses))
-    return worst_of_ranks([error], group.process_group, device)[0]
-
-
-def _compared(
-    study: LossStudy, loss: Loss, group: TensorGroup, device: torch.device, uses: LogitUses
-) -> float:
-    batch = map_tensors(lambda tensor: tensor.to(device), study.batch)
-    found = []
-    for divides in (False, True):
-        leaves: list[torch.Tensor] = []
-        output = map_tensors(_random_values(leaves, group, device, uses if divides else None), study.output)
-        with torch.enable_grad():
-            value = loss(batch, output)
-            first = value[0] if isinstance(value, (list, tuple)) and value else value
-        found.append((first.detach().float(), gradients_of(first, leaves)))
-    (whole, whole_gradients), (mine, gradients) = found
-    errors = [relative_error(mine, whole)]
-    for one, reference in zip(gradients, whole_gradients, strict=True):
-        part = reference if one.shape == reference.shape else reference.chunk(group.size, -1)[group.rank]
-        errors.append(relative_error(one, part, floor=largest(reference)))
+        errors += _errors(study, loss, degree, device, uses)
     return max(errors)
 
 
+def _errors(
+    study: LossStudy, loss: Loss, degree: int, device: torch.device, uses: LogitUses
+) -> Iterator[float]:
+    batch = map_tensors(lambda tensor: tensor.to(device), study.batch)
+
+    def run(group: SimulatedGroup | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        leaves: list[torch.Tensor] = []
+        place = None if group is None else TensorGroup(group)
+        output = map_tensors(_random_values(leaves, place, device, uses), study.output)
+        with torch.enable_grad():
+            value = loss(batch, output)
+            first = value[0] if isinstance(value, (list, tuple)) and value else value
+        return first.detach().float(), gradients_of(first, leaves)
+
+    whole, references = run(None)
+    for rank, (mine, gradients) in enumerate(simulate(degree, run, device)):
+        yield relative_error(mine, whole)
+        for one, reference in zip(gradients, references, strict=True):
+            part = reference if one.shape == reference.shape else reference.chunk(degree, -1)[rank]
+            yield relative_error(one, part, floor=largest(reference))
+
+
 def _random_values(
-    leaves: list[torch.Tensor], group: TensorGroup, device: torch.device, uses: LogitUses | None
+    leaves: list[torch.Tensor], group: TensorGroup | None, device: torch.device, uses: LogitUses
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gives random values to the tensors of an output, the same on every rank; floating ones are added to ``leaves``."""
+    """Gives random values to the tensors of an output, the same on every rank and divided over ``group``; floating ones are added to ``leaves``."""
     generator = torch.Generator().manual_seed(13)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         values = torch.randn(tensor.shape, generator=generator).to(device, torch.float32)
-        dim = tensor._dim if isinstance(tensor, DividedLogits) and uses is not None else None
-        if dim is not None:
+        dim = tensor._dim if isinstance(tensor, DividedLogits) and group is not None else None
+        if group is not None and dim is not None:
             values = values.chunk(group.size, dim)[group.rank].contiguous()
         leaves.append(values.requires_grad_())
         with torch.enable_grad():
             values = values.clone()  # a loss may change what is no leaf
-        return values if dim is None else DividedLogits.of(values, group, dim=dim, uses=uses)
+        if group is None or dim is None:
+            return values
+        return DividedLogits.of(values, group, dim=dim, uses=uses)
 
     return make
 

@@ -101,7 +101,7 @@ def _encoded() -> tuple[Any, float, float]:
     whole, divided, x = Encoder(), Encoder(), torch.randn(SAMPLES, TOKENS, WIDTH)
     divided.load_state_dict(whole.state_dict())
     graph = trace_layers(divided, x, lambda module, data: module(data))
-    chosen = choose_plan(divided, group, graph)
+    chosen = choose_plan(divided, group.size, graph)
     divide(divided, chosen.layout, group, chosen.regions)
     training = (divided(x) - whole(x)).abs().max()
     with torch.no_grad():  # where the whole layer takes a fused path

@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding import LayerGraph, TensorGroup, TensorPlan, choose_plan, trace_layers
+from atorch_ns.sharding import LayerGraph, TensorPlan, choose_plan, trace_layers
 from atorch_ns.sharding.tensor.divisibility import check_degree
 from atorch_ns.sharding.tensor.find import find_tensor_plan
 from atorch_ns.sharding.tensor.selftest import SelfTest
-from atorch_ns.testing.workers import run_ranks
 from tests.sharding.tensor_models import (
     ATTENTIONS,
     WIDTH,
@@ -50,7 +48,7 @@ def graph_of(model: nn.Module, batch: Any) -> LayerGraph:
 def found_by_shapes(model: nn.Module, degree: int, batch: Any) -> TensorPlan:
     """The plan found without comparing numbers."""
     graph = graph_of(model, batch)
-    test = SelfTest(model, graph, TensorGroup(None, size=degree), run_numerics=False)
+    test = SelfTest(model, graph, degree, run_numerics=False)
     return find_tensor_plan(model, degree, graph, test)
 
 
@@ -73,31 +71,27 @@ class TestDegrees:
 
     def test_nothing_to_divide(self) -> None:
         model = nn.Sequential(nn.Linear(15, 25), nn.ReLU(), nn.Linear(25, 5))
-        group = TensorGroup(None, size=2)
         graph = graph_of(model, torch.randn(4, 15))
         with pytest.raises(
             InputError, match=r"Sequential \(\{0,2\}: 25 outputs do not divide by 2.*\{5, 25\}"
         ):
-            choose_plan(model, group, graph, run_numerics=False)
+            choose_plan(model, 2, graph, run_numerics=False)
 
 
-def _found(names: list[str]) -> dict[str, Any]:
+def _found() -> dict[str, Any]:
     """For each attention the plan found, and how the chosen plan tests."""
-    group = TensorGroup(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
     found: dict[str, Any] = {}
     for attention in (*ATTENTIONS, NormOverHeads):
-        if attention.__name__ in names:
-            model = make(attention)
-            chosen = choose_plan(model, group, graph_of(model, tokens()))
-            found[attention.__name__] = (chosen.plan, chosen.partial)
+        model = make(attention)
+        chosen = choose_plan(model, 2, graph_of(model, tokens()))
+        found[attention.__name__] = (chosen.plan, chosen.partial)
     return found
 
 
 class TestFound:
     @pytest.fixture(scope="class")
     def found(self) -> dict[str, Any]:
-        names = [attention.__name__ for attention in (*ATTENTIONS, NormOverHeads)]
-        return run_ranks(_found, 2, args=(names,), timeout_s=100)[0]
+        return _found()
 
     @pytest.mark.parametrize("attention", ATTENTIONS, ids=lambda kind: kind.__name__)
     def test_every_layer_is_divided(self, found: dict[str, Any], attention: type[nn.Module]) -> None:

@@ -46,15 +46,15 @@ PLAN = TensorPlan(
 )
 
 
-def _chosen(model: nn.Module, group: TensorGroup, plan: TensorPlan | None = None, **how: Any) -> ChosenPlan:
+def _chosen(model: nn.Module, plan: TensorPlan | None = None, *, degree: int = 2, **how: Any) -> ChosenPlan:
     graph = trace_layers(model, tokens(), lambda module, data: module(data))
-    return choose_plan(model, group, graph, plan=plan, undivided="keep", **how)
+    return choose_plan(model, degree, graph, plan=plan, undivided="keep", **how)
 
 
 def _divided(model: nn.Module) -> ChosenPlan:
     ranks = torch.distributed.get_world_size()
     group = TensorGroup(init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",)))
-    found = _chosen(model, group)
+    found = _chosen(model, degree=ranks)
     divide(model, found.layout, group, found.regions)
     return found
 
@@ -127,12 +127,12 @@ def _mlps() -> list[Any]:
     plans = []
     for hidden in (False, True):
         model = make(lambda hidden=hidden: ScaledMlp(hidden=hidden))  # type: ignore[arg-type]
-        plans.append(_divided(model).plan)
+        plans.append(_chosen(model).plan)
     return plans
 
 
 def test_an_mlp_scaled_by_widths_is_right_or_whole() -> None:
-    by_input, by_hidden = run_ranks(_mlps, 2, timeout_s=60)[0]
+    by_input, by_hidden = _mlps()
     assert by_input.styles["blocks.*.attention.down"] == "rowwise"
     assert not by_input.left
     assert not by_input.narrow_inputs
@@ -183,14 +183,12 @@ def test_a_layout_is_seen_from_inside_and_from_outside() -> None:
 
 def _failure(plan: TensorPlan) -> str:
     with pytest.raises(InputError) as caught:
-        _chosen(make(Causal), TensorGroup(None, size=2), plan, run_numerics=False)
+        _chosen(make(Causal), plan, run_numerics=False)
     return str(caught.value)
 
 
 def test_a_users_plan_without_them_is_told() -> None:
-    assert _chosen(
-        make(Causal), TensorGroup(None, size=2), PLAN, run_numerics=False
-    ).layout.narrow_inputs == (
+    assert _chosen(make(Causal), PLAN, run_numerics=False).layout.narrow_inputs == (
         "blocks.0.attention.x",
         "blocks.1.attention.x",
     )
@@ -208,8 +206,7 @@ def test_another_course_in_training_is_an_error() -> None:
         attributes=("heads",),
         narrow_inputs=("attention.x",),
     )
-    group = TensorGroup(None, size=2)
-    divide(model, plan.resolve(model), group)
+    divide(model, plan.resolve(model), TensorGroup(2))
     model.eval()(tokens())
     model = copy.deepcopy(model)
     assert model.eval()(tokens()).isfinite().all()

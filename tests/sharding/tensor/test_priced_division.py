@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.data import call_model
 from atorch_ns.profile.record.fake_steps import FakeSteps
 from atorch_ns.profile.record.steps import Precision, Subject
-from atorch_ns.sharding import TensorGroup, choose_plan, parameter_dims, trace_layers
+from atorch_ns.sharding import choose_plan, parameter_dims, trace_layers
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.workers import run_ranks
 from tests.sharding.tensor.test_regions import BackToWidth, SizeByHeads
 from tests.sharding.tensor_models import (
     ATTENTIONS,
@@ -89,13 +87,10 @@ def priced(model: nn.Module, batch: Any, loss: Run) -> Dims:
     return dict(FakeSteps(subject, {}, "cpu").record(Precision.parse("float32"), sizes).dims)
 
 
-def divided(model: nn.Module, batch: Any, forward: Run, group: TensorGroup | None = None) -> Dims:
-    """The dims of the plan that runs on two ranks; without ranks shapes alone decide between layouts."""
-    place = TensorGroup(None, size=2) if group is None else group
+def divided(model: nn.Module, batch: Any, forward: Run, *, by_numbers: bool = False) -> Dims:
+    """The dims of the plan that runs on two ranks, by shapes or by numbers."""
     graph = trace_layers(model, batch, forward)
-    chosen = choose_plan(
-        model, place, graph, source="found", run_numerics=group is not None, undivided="keep"
-    )
+    chosen = choose_plan(model, 2, graph, source="found", run_numerics=by_numbers, undivided="keep")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for path, layer in chosen.layout.layers.items():
@@ -147,13 +142,9 @@ def test_known_differences(name: str) -> None:
     assert all(any(parameter.startswith(f"{path}.") for parameter in extra) for path in modules), reason
 
 
-def _by_numbers() -> list[Dims]:
-    group = TensorGroup(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
-    return [divided(make(attention), tokens(), _forward, group) for attention in BY_NUMBERS]
-
-
 def test_what_only_numbers_show_is_priced_as_divided() -> None:
-    for attention, dims in zip(BY_NUMBERS, run_ranks(_by_numbers, 2, timeout_s=60)[0], strict=True):
+    for attention in BY_NUMBERS:
+        dims = divided(make(attention), tokens(), _forward, by_numbers=True)
         found = priced(make(attention), tokens(), _loss)
         assert dims.items() < found.items(), attention
         assert all(name.startswith(tuple(ATTENTION)) for name in found.keys() - dims.keys()), attention

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding import LayerGraph, TensorGroup, TensorPlan, choose_plan, trace_layers
+from atorch_ns.sharding import LayerGraph, TensorPlan, choose_plan, trace_layers
 from atorch_ns.sharding.tensor.find import grouped
-from atorch_ns.testing.workers import run_ranks
 from opt_lib._model_axes.tensor import TensorParallelConfig, users_plan
 from tests.sharding.tensor_models import HEADS, WIDTH, attend, make, tokens
 
@@ -76,19 +72,12 @@ def graph_of(model: nn.Module) -> LayerGraph:
 
 def chosen(model: nn.Module, plan: TensorPlan | None = None) -> TensorPlan:
     """By shapes alone."""
-    return choose_plan(
-        model, TensorGroup(None, size=2), graph_of(model), plan=plan, run_numerics=False, undivided="keep"
-    ).plan
-
-
-def _odd_names() -> Any:
-    group = TensorGroup(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
-    model = make(OddNames)
-    return choose_plan(model, group, graph_of(model)).plan
+    return choose_plan(model, 2, graph_of(model), plan=plan, run_numerics=False, undivided="keep").plan
 
 
 def test_a_number_with_any_name_is_divided_where_code_reshapes_by_it() -> None:
-    plan = run_ranks(_odd_names, 2, timeout_s=60)[0]
+    model = make(OddNames)
+    plan = choose_plan(model, 2, graph_of(model)).plan
     assert set(plan.attributes) == {"blocks.*.attention.num_heads", "blocks.*.attention.pairs"}
     assert plan.styles["blocks.*.attention.o"] == "rowwise"
     assert not plan.left
