@@ -23,7 +23,7 @@ from atorch_ns.sharding.tensor.plan import (
     with_wildcards,
 )
 from atorch_ns.sharding.tensor.regions import candidate_layouts, candidate_regions, layout_of, signature
-from atorch_ns.sharding.tensor.selftest import SelfTest, unit_for
+from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict, unit_for
 from atorch_ns.sharding.tensor.trace import LayerGraph
 
 _SHAPE = re.compile(r"shape '?\[([\d, -]+)\]'? is invalid for input of size (\d+)")
@@ -87,13 +87,17 @@ def _divide_region(
     home = unit_for(model, graph, common_parent(spec.layers)).path
     refusals: list[str] = []
     wrong: list[Layout] = []
+    tried: list[tuple[Layout, Verdict]] = []
     inputs = narrowable(model, graph, home, spec.columns, degree)
     for layout in candidate_layouts(model, spec, degree, inputs):
-        if misfits(model, layout, degree):
+        if misfits(model, layout, degree) or any(_does_as(layout, *earlier) for earlier in tried):
             continue
         verdict = test.unit(home, layout, [spec], training=bool(layout.narrow_inputs))
         if verdict.passed:
             return layout, ""
+        if not verdict.whole_runs:
+            return None, verdict.reason
+        tried.append((layout, verdict))
         if verdict.runs:
             wrong.append(layout)
         refusals.append("no layout tried gives the results of the whole" if verdict.runs else verdict.reason)
@@ -104,6 +108,13 @@ def _divide_region(
     widths = [size for path in spec.layers for size in layer_sizes(model.get_submodule(path))]
     why = reshape_reason(refusals, widths, degree) or heads_reason(model, spec, degree)
     return None, why or next(iter(refusals), "")
+
+
+def _does_as(layout: Layout, other: Layout, verdict: Verdict) -> bool:
+    """Whether a layout differs from another one only in numbers that the code has not read."""
+    differ = {*layout.attributes} ^ {*other.attributes}
+    same = (layout.layers, layout.narrow_inputs) == (other.layers, other.narrow_inputs)
+    return same and not differ & verdict.reads
 
 
 def _divide_attention(

@@ -7,9 +7,10 @@ copy runs on simulated ranks in this process, so nothing is communicated.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from atorch_ns.sharding.collectives import SimulatedGroup, simulate
 from atorch_ns.sharding.compare import gradient_floor, largest, relative_error, weighted_sum
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.apply import Divided, divide
-from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, is_inside
+from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, integers, is_inside
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph
 from atorch_ns.text import error_line
@@ -45,12 +46,16 @@ class Verdict:
     Attributes:
         reason: why the unit fails, as a clause; empty if it passes.
         runs: whether the divided unit runs and gives results of the right shapes.
+        whole_runs: whether the undivided one runs.
+        reads: paths of the numbers that the divided one has read: others make no difference.
         error: the largest error of an output or a gradient, relative to the largest value there.
         partial: names of whole parameters of which each rank has only a summand of the gradient.
     """
 
     reason: str = ""
     runs: bool = True
+    whole_runs: bool = True
+    reads: frozenset[str] = frozenset()
     error: float = 0.0
     partial: tuple[str, ...] = ()
 
@@ -129,17 +134,18 @@ class SelfTest:
             for spec in regions
             if is_inside(spec.rows[0], unit.path)
         ]
-        reason = _shape_failure(unit, local, specs, self._degree, stream, training=training)
-        if reason and not (may_read_values and not _runs_without_memory(unit)):
-            return Verdict(reason, runs=False)
+        shapes = _run_without_memory(unit, local, specs, self._degree, stream, training=training)
+        reads = frozenset(".".join(filter(None, (unit.path, name))) for name in shapes.reads)
+        if shapes.reason and (shapes.whole_runs or not may_read_values):
+            return Verdict(shapes.reason, runs=False, whole_runs=shapes.whole_runs, reads=reads)
         if not self._run_numerics:
-            return Verdict()
+            return Verdict(reads=reads)
         try:
-            return _compare(unit, local, specs, stream, self._degree, self._device)
+            return replace(_compare(unit, local, specs, stream, self._degree, self._device), reads=reads)
         except Exception as error:
-            if not reason:
+            if not shapes.reason:
                 raise
-            return Verdict(error_line(error), runs=False)
+            return Verdict(error_line(error), runs=False, whole_runs=False, reads=reads)
 
     def plan(
         self, layout: Layout, regions: Iterable[RegionSpec], stream: StreamSpec | None = None
@@ -254,7 +260,22 @@ def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
     return Unit(path, model.get_submodule(path), graph.calls[path])
 
 
-def _shape_failure(
+@dataclass
+class _Shapes:
+    """What a run without memory shows.
+
+    Attributes:
+        reason: why the divided unit does not run or gives other shapes; empty if it is right.
+        whole_runs: whether the undivided one runs.
+        reads: names of the numbers that the divided one has read.
+    """
+
+    reason: str = ""
+    whole_runs: bool = False
+    reads: set[str] = field(default_factory=set)
+
+
+def _run_without_memory(
     unit: Unit,
     layout: Layout,
     regions: Iterable[RegionSpec],
@@ -262,28 +283,62 @@ def _shape_failure(
     stream: StreamSpec | None,
     *,
     training: bool,
-) -> str:
-    """The reason why the divided unit does not run, or gives other shapes, without memory; empty if it is right."""
+) -> _Shapes:
+    shapes = _Shapes()
     try:
-        with unit.without_memory() as (whole, args, kwargs):
-            wanted = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
-            divide(whole, layout, TensorGroup(degree), regions, stream)
-            found = [tensor.shape for tensor in unique_tensors_of(whole(*args, **kwargs))]
+        with unit.without_memory() as (module, args, kwargs):
+            wanted = [tensor.shape for tensor in unique_tensors_of(module(*args, **kwargs))]
+            shapes.whole_runs = True
+            divide(module, layout, TensorGroup(degree), regions, stream)
+            _note_reads(module, shapes.reads)
+            found = [tensor.shape for tensor in unique_tensors_of(module(*args, **kwargs))]
             if training:
-                whole.train()(*args, **kwargs)
-    except Exception as error:
-        return error_line(error)
-    return "" if wanted == found else f"it gives {found} in place of {wanted}"
+                module.train()(*args, **kwargs)
+    except Exception as error:  # whatever its code raises
+        shapes.reason = error_line(error)
+    else:
+        shapes.reason = "" if wanted == found else f"it gives {found} in place of {wanted}"
+    return shapes
 
 
-def _runs_without_memory(unit: Unit) -> bool:
-    """Whether the undivided unit runs on fake tensors."""
-    try:
-        with unit.without_memory() as (whole, args, kwargs):
-            whole(*args, **kwargs)
-    except Exception:  # whatever its code raises
-        return False
-    return True
+class _Noting:
+    """First base of a class whose objects tell which attributes are read."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Leaves out what the other base does with its subclasses."""
+
+
+def _note_reads(module: nn.Module, names: set[str]) -> None:
+    """From now on, adds to ``names`` each integer attribute of a module or its settings that code reads, by its path."""
+    prefixes: dict[int, list[str]] = {}
+    owners: dict[int, Any] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, _, _ in integers(part):
+            inner = name.rpartition(".")[0]
+            owner = getattr(part, inner) if inner else part
+            owners[id(owner)] = owner
+            prefixes.setdefault(id(owner), []).append(".".join(filter(None, (path, inner))))
+    for key, owner in owners.items():
+        own = list(dict.fromkeys(prefixes[key]))
+        try:
+            owner.__class__ = _noting(type(owner), own, names)
+        except TypeError:  # its class has another layout of memory: all of it may be read
+            names.update(".".join(filter(None, (prefix, name))) for prefix in own for name in vars(owner))
+
+
+def _noting(kind: type, prefixes: Sequence[str], names: set[str]) -> type:
+    def read(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if type(value) is int:
+            own = object.__getattribute__(self, "__dict__")
+            found = (
+                [name] if name in own else [one for one, other in own.items() if other is value]
+            )  # another name of it
+            names.update(".".join(filter(None, (prefix, one))) for prefix in prefixes for one in found)
+        return value
+
+    namespace = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return types.new_class(kind.__name__, (_Noting, kind), {}, lambda own: own.update(namespace))
 
 
 def _compare(
