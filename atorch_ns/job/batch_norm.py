@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.sharding.collectives import copy_to, reduce_from
+from atorch_ns.torch_compat import check_batch_norm_input
 
 if TYPE_CHECKING:
     from atorch_ns.job.job import Job
 
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 def synchronise_batch_norms(job: Job) -> None:
@@ -55,25 +56,22 @@ def note_batch_norms(job: Job) -> str:
     )
 
 
-def _batch_norms(job: Job) -> Iterator[nn.modules.batchnorm._BatchNorm]:
-    return (module for root in job.roots for module in root.modules() if isinstance(module, _KINDS))
+def _batch_norms(job: Job) -> Iterator[BatchNorm]:
+    return (module for root in job.roots for module in root.modules() if isinstance(module, BatchNorm))
 
 
-def _normalised(
-    norm: nn.modules.batchnorm._BatchNorm, group: dist.ProcessGroup, x: torch.Tensor
-) -> torch.Tensor:
+def _normalised(norm: BatchNorm, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     """``x`` [B, C, ...] by the mean and the variance of each channel over all ranks; their batches may differ in size."""
     if not norm.training:
-        return type(norm).forward(norm, x)
-    norm._check_input_dim(x)
+        return type(norm).forward(norm, x)  # type: ignore[arg-type]
+    check_batch_norm_input(norm, x)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
     def total(value: torch.Tensor) -> torch.Tensor:
-        return reduce_from(
-            copy_to(value, group), group
-        )  # every rank's loss depends on it, so its gradient is a sum too
+        # Every rank's loss depends on it, so its gradient is a sum too.
+        return reduce_from(copy_to(value, group), group)
 
     count = torch.full((1,), x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
     sums = total(torch.cat([wide.sum(dims), count]))
@@ -89,9 +87,7 @@ def _normalised(
 
 
 @torch.no_grad()
-def _update_statistics(
-    norm: nn.modules.batchnorm._BatchNorm, mean: torch.Tensor, variance: torch.Tensor, size: float
-) -> None:
+def _update_statistics(norm: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, size: float) -> None:
     if not norm.track_running_stats or norm.running_mean is None or norm.running_var is None:
         return
     assert norm.num_batches_tracked is not None

@@ -40,6 +40,7 @@ from atorch_ns.torch_compat.fake import (
     tensor_without_storage,
 )
 from atorch_ns.torch_compat.modules import (
+    check_batch_norm_input,
     checkpoint_wrapper,
     inner_hooks,
     is_stand_in,
@@ -56,6 +57,7 @@ __all__ = [
     "FlashAttention",
     "TorchDispatchMode",
     "after_backward",
+    "check_batch_norm_input",
     "checkpoint_wrapper",
     "compile_records",
     "count_operators",
