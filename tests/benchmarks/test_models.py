@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atorch_ns.testing import Case, Outcome
 from benchmarks import models
 from benchmarks._claims import claims_of
-from benchmarks._models.entry import Entry, Unfit, distance_to_waves, first_floating, make_comparable
+from benchmarks._models.entry import Entry, Unfit, case_of, distance_to_waves, first_floating, make_comparable
 from benchmarks._models.page import RESULTS, page, template
 from benchmarks._models.row import STRATEGIES, Reference, References, judged, run_row
 from benchmarks._models.sweep import Rows, sweep
@@ -27,7 +27,7 @@ REFERENCE = Reference(paths={}, double=False, noise=1e-6, loss_noise=1e-8, rate=
 
 
 class Doubling(nn.Module):
-    """Two layers; with ``spoil`` a rank other than the first computes something else, or fails."""
+    """Two layers; with ``spoil`` ranks compute something else than one process, or fail."""
 
     def __init__(self, spoil: str = "") -> None:
         super().__init__()
@@ -46,14 +46,10 @@ class Doubling(nn.Module):
 
 def _entry(spoil: str = "") -> Entry:
     def make() -> Case:
-        model = Doubling(spoil)
-        return Case(
-            name="",
-            build=lambda: model,
-            make_batch=lambda size, seed: torch.randn(size, 4, generator=torch.Generator().manual_seed(seed)),
-            loss_func=lambda batch, output: distance_to_waves(output),
-            model_input_format=None,
-            block="",
+        return case_of(
+            Doubling(spoil),
+            lambda size, seed: torch.randn(size, 4, generator=torch.Generator().manual_seed(seed)),
+            lambda batch, output: distance_to_waves(output),
         )
 
     return Entry(source="by hand", name=f"Doubling {spoil}".strip(), kind="by hand", make=make)
@@ -109,7 +105,7 @@ def test_a_sweep_goes_on_where_it_was_and_runs_again_what_is_asked_for(tmp_path:
         sweep(
             [_entry()],
             rows,
-            again=lambda row: again,
+            again=again,
             chosen=lambda model, strategy: strategy in ("ddp", "zero1", "expert 2"),
             report=said.append,
             workers=1,
