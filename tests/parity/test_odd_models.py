@@ -87,6 +87,22 @@ class Parts(nn.Module):
         raise AssertionError("never called")
 
 
+class TwoTowers(nn.Module):
+    """Two towers that are computed in turns, one of which the loss does not look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.unseen = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        other = x
+        for seen, unseen in zip(self.seen, self.unseen, strict=True):
+            x, other = seen(x), unseen(other)
+        return self.last(x), other
+
+
 class Sometimes(nn.Module):
     """A layer for rare samples: some steps use it on one rank alone, and some do not use it at all."""
 
@@ -161,7 +177,8 @@ def _batch(size: int, seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, 1, generator=generator)}
 
 
-def _loss(batch: dict[str, Tensor], output: Tensor) -> Tensor:
+def _loss(batch: dict[str, Tensor], output: Any) -> Tensor:
+    output = output[0] if isinstance(output, tuple) else output
     return nn.functional.mse_loss(output, batch["y"])
 
 
@@ -203,14 +220,14 @@ def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
 
 def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
     # torch's fully_shard reduces what a rank has gradients of, and needs the same parameters on all ranks.
-    if kind in (Containers, ReadApart):
+    if kind in (Containers, ReadApart, TwoTowers):
         return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
     return STRATEGIES[:2] if kind is Sometimes else STRATEGIES
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Containers, ReadApart, Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice],
+    [Containers, ReadApart, TwoTowers, Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice],
     ids=lambda k: k.__name__,
 )
 def test_odd_models(kind: Callable[[], nn.Module]) -> None:

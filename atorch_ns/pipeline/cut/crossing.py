@@ -12,7 +12,7 @@ from before its first call reaches that code in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec
@@ -24,7 +24,7 @@ class Carried:
 
     Attributes:
         value: number of the tensor in the graph.
-        spec: shape and dtype.
+        spec: shape and dtype, and whether a gradient comes back.
         call: the call that returned it; for an argument the first call after the cut.
         leaf: index among the tensors of that output, or of those arguments.
         is_argument: whether it reaches the stage's code as an argument.
@@ -140,17 +140,26 @@ def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
             else:
                 arguments.append(value)
     carried = [
-        Carried(value=number, spec=value.spec, call=value.call, leaf=value.leaf)
+        Carried(value=number, spec=_spec(graph, number), call=value.call, leaf=value.leaf)
         for number in sorted(outputs)
         for value in (graph.values[number],)
     ]
     carried += [
         Carried(
-            value=number, spec=graph.values[number].spec, call=cut, leaf=first.index(number), is_argument=True
+            value=number, spec=_spec(graph, number), call=cut, leaf=first.index(number), is_argument=True
         )
         for number in arguments
     ]
     return Crossing(cut=cut, carried=tuple(carried))
+
+
+def _spec(graph: CallGraph, number: int) -> TensorSpec:
+    """Without a gradient where the loss does not depend on it.
+
+    torch's schedules would send back zeros, with which an optimizer decays weights that one process leaves alone.
+    """
+    spec = graph.values[number].spec
+    return replace(spec, requires_grad=spec.requires_grad and number in graph.trained)
 
 
 def _num_bytes(graph: CallGraph, values: Collection[int]) -> int:

@@ -215,6 +215,22 @@ class CallGraph:
         return tuple(last)
 
     @cached_property
+    def trained(self) -> frozenset[int]:
+        """The values that the results are computed from, so that a backward pass reaches them."""
+        found: set[int] = set()
+        waiting = list(self.results)
+        while waiting:
+            number = waiting.pop()
+            if number in found:
+                continue
+            found.add(number)
+            value = self.values[number]
+            waiting += value.inputs
+            if value.last_call >= 0 and not value.inputs:  # an output of a call, or what it left behind
+                waiting += self.calls[value.last_call].arguments
+        return frozenset(found)
+
+    @cached_property
     def sources(self) -> tuple[frozenset[int] | None, ...]:
         """The outputs of calls that the code between calls computes each value from; ``None`` if it cannot be followed."""
         found: list[frozenset[int] | None] = []
