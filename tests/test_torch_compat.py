@@ -26,7 +26,6 @@ from atorch_ns.torch_compat import (
     FlashAttention,
     TorchDispatchMode,
     after_backward,
-    check_batch_norm_input,
     checkpoint_wrapper,
     compile_records,
     count_operators,
@@ -75,12 +74,6 @@ def test_checkpoint_wrapper_keeps_names_and_calls_through() -> None:
     assert set(model.state_dict()) == {"0.weight", "0.bias"}
     inside = {name for name, _ in nn.Module.named_parameters(model)}
     assert {name.replace(WRAPPER_PREFIXES[0], "") for name in inside} == {"0.weight", "0.bias"}
-
-
-def test_a_batch_norm_refuses_other_dimensions() -> None:
-    check_batch_norm_input(nn.BatchNorm2d(3), torch.ones(2, 3, 4, 4))
-    with pytest.raises(ValueError, match="expected 4D input"):
-        check_batch_norm_input(nn.BatchNorm2d(3), torch.ones(2, 3))
 
 
 def test_found_inf() -> None:

@@ -40,7 +40,6 @@ from atorch_ns.torch_compat.fake import (
     tensor_without_storage,
 )
 from atorch_ns.torch_compat.modules import (
-    check_batch_norm_input,
     checkpoint_wrapper,
     inner_hooks,
     is_stand_in,
@@ -57,7 +56,6 @@ __all__ = [
     "FlashAttention",
     "TorchDispatchMode",
     "after_backward",
-    "check_batch_norm_input",
     "checkpoint_wrapper",
     "compile_records",
     "count_operators",

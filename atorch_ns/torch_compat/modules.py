@@ -86,8 +86,3 @@ def inner_hooks(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
         for kind in _HOOKS
         if (found := getattr(inner, kind, None))
     )
-
-
-def check_batch_norm_input(norm: nn.Module, x: torch.Tensor) -> None:
-    """Refuses what a batch norm's own forward pass refuses: another number of dimensions than its kind takes."""
-    norm._check_input_dim(x)  # type: ignore[operator]

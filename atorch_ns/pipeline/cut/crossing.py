@@ -145,9 +145,7 @@ def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
         for value in (graph.values[number],)
     ]
     carried += [
-        Carried(
-            value=number, spec=_spec(graph, number), call=cut, leaf=first.index(number), is_argument=True
-        )
+        Carried(value=number, spec=_spec(graph, number), call=cut, leaf=first.index(number), is_argument=True)
         for number in arguments
     ]
     return Crossing(cut=cut, carried=tuple(carried))
