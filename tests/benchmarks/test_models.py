@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,21 @@ def test_what_we_refuse_is_refused_with_our_reason(tmp_path: Path) -> None:
     case = _entry().case()
     row = run_row(case, SEQUENCE, References(case, tmp_path, 60).of(SEQUENCE), 60)
     assert (row["is"], "sequence_parallel" in row["reason"]) == ("refused", True)
+
+
+@pytest.mark.timeout(120)
+def test_batch_norms_are_compared_in_the_same_micro_batches(tmp_path: Path) -> None:
+    plain = _entry()
+    entry = dataclasses.replace(plain, make=lambda: _with_norm(plain.make()))
+    found = References(entry.case(), tmp_path, 60).of(DDP)
+    whole, parts = (torch.load(path, weights_only=False).losses for path in found.paths.values())
+    assert [*found.paths] == ["", "micro-batches"]
+    assert parts != pytest.approx(whole, rel=1e-3)
+
+
+def _with_norm(case: Case) -> Case:
+    model = nn.Sequential(nn.BatchNorm1d(4), case.build())
+    return dataclasses.replace(case, build=lambda: model)
 
 
 def _outcome(rank: int, status: Any, **more: Any) -> Outcome[Any]:
