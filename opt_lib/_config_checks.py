@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import MissingPackageError, Problem
-from atorch_ns.method import Conflict, dtype_name
+from atorch_ns.method import Conflict, Flag, dtype_name
 from atorch_ns.profile import Profile
 from atorch_ns.text import error_text
 
@@ -63,6 +63,13 @@ def _reduced(name: str) -> str:
 
 
 ReducedDtype = Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)]
+
+SyncBatchNorm = Annotated[
+    Flag,
+    Field(
+        description="Batch norms in training share mean and variance over the ranks that see different data."
+    ),
+]
 """``float16`` or ``bfloat16``, however it is written."""
 
 

@@ -20,6 +20,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
+from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
 from opt_lib._sharded.units import (
     SyncSwitch,
@@ -50,10 +51,7 @@ class DdpConfig(MethodConfig):
     broadcast_buffers: Flag = Field(
         default=True, description="Buffers follow rank 0 at the start of every forward pass."
     )
-    sync_batchnorm: Flag = Field(
-        default=False,
-        description="Batch norms in training share mean and variance over the ranks that see different data.",
-    )
+    sync_batchnorm: SyncBatchNorm = False
 
 
 @final

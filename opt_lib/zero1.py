@@ -18,6 +18,7 @@ from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
 from opt_lib import _fairscale as fairscale
+from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._deepspeed import zero
 from opt_lib._optimizer_parts import local_state_view, with_checkpoint_hint
 
@@ -39,10 +40,7 @@ class Zero1Config(MethodConfig):
         default="native", description="native is torch's ZeroRedundancyOptimizer under DDP."
     )
     use_ds_zero: Flag = Field(default=False, description="Short for backend: deepspeed.")
-    sync_batchnorm: Flag = Field(
-        default=False,
-        description="Batch norms in training share mean and variance over the ranks that see different data.",
-    )
+    sync_batchnorm: SyncBatchNorm = False
 
     @model_validator(mode="after")
     def _one_backend(self) -> Zero1Config:

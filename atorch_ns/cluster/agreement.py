@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -98,7 +99,7 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
     if distributed:
         import torch.distributed as dist
 
-        with _reaching(group):
+        with _reaching(group, value):
             dist.broadcast_object_list(values, group=group, group_src=0)
     return cast("T", values[0])
 
@@ -110,19 +111,20 @@ def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = N
     import torch.distributed as dist
 
     values = [value] * dist.get_world_size(group)
-    with _reaching(group):
+    with _reaching(group, value):
         dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextmanager
-def _reaching(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turns the backend's error about a lost connection into a :class:`RankError`."""
+def _reaching(group: dist.ProcessGroup | None, value: object) -> Iterator[None]:
+    """Turns the backend's error about a lost connection into a :class:`RankError`; one about ``value`` passes."""
     import torch.distributed as dist
 
     try:
         yield
     except RuntimeError as error:
+        pickle.dumps(value)  # raises again if that was the reason
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
         raise RankError(
             f"one of the ranks {ranks} no longer answers: killed, out of memory, or held up elsewhere; its own log says "

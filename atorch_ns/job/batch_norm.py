@@ -5,35 +5,43 @@ Legend: B batch, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from atorch_ns.sharding.collectives import copy_to, reduce_from
 
 if TYPE_CHECKING:
     from atorch_ns.job.job import Job
 
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 def synchronise_batch_norms(job: Job) -> None:
     """Lets batch norms in training take mean and variance over the samples of all data ranks.
 
-    On GPUs they become torch's ``SyncBatchNorm``. That refuses CPUs, where they stay what they are and compute with
-    collectives of their own. Parameters and buffers keep their names.
+    On GPUs torch's own become its ``SyncBatchNorm``. That refuses CPUs, and leaves out what classes made from them add,
+    such as an activation: there they stay what they are, and the function that they call is computed with collectives.
+    Parameters and buffers keep their names.
     """
     assert job.mesh is not None
     group = job.mesh.data_group
-    if job.device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(job.module, group)
-    else:
-        for norm in _batch_norms(job):
-            norm.forward = partial(_normalised, norm, group)  # type: ignore[method-assign]
+    for root in job.roots:
+        for parent in list(root.modules()):
+            for name, child in parent.named_children():
+                if not isinstance(child, BatchNorm):
+                    continue
+                if job.device.type == "cuda" and type(child) in get_args(BatchNorm):
+                    setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(child, group))
+                else:
+                    child.forward = partial(_forward, child, _Shared(group))  # type: ignore[method-assign]
     job.step.shares_batch_norms = True
 
 
@@ -55,25 +63,51 @@ def note_batch_norms(job: Job) -> str:
     )
 
 
-def _batch_norms(job: Job) -> Iterator[nn.modules.batchnorm._BatchNorm]:
-    return (module for root in job.roots for module in root.modules() if isinstance(module, _KINDS))
+def _batch_norms(job: Job) -> Iterator[BatchNorm]:
+    return (module for root in job.roots for module in root.modules() if isinstance(module, BatchNorm))
 
 
-def _normalised(
-    norm: nn.modules.batchnorm._BatchNorm, group: dist.ProcessGroup, x: torch.Tensor
+def _forward(norm: nn.Module, shared: _Shared, *args: Any, **kwargs: Any) -> Any:
+    with shared if norm.training else nullcontext():
+        return type(norm).forward(norm, *args, **kwargs)
+
+
+class _Shared(TorchFunctionMode):
+    """Computes ``torch.nn.functional.batch_norm`` over the batches of all ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return _batch_norm(self._group, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    group: dist.ProcessGroup,
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> torch.Tensor:
     """``x`` [B, C, ...] by the mean and the variance of each channel over all ranks; their batches may differ in size."""
-    if not norm.training:
-        return type(norm).forward(norm, x)
-    norm._check_input_dim(x)
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     dims = [0, *range(2, x.dim())]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
     def total(value: torch.Tensor) -> torch.Tensor:
-        return reduce_from(
-            copy_to(value, group), group
-        )  # every rank's loss depends on it, so its gradient is a sum too
+        # Every rank's loss depends on it, so its gradient is a sum too.
+        return reduce_from(copy_to(value, group), group)
 
     count = torch.full((1,), x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
     sums = total(torch.cat([wide.sum(dims), count]))
@@ -81,21 +115,14 @@ def _normalised(
     mean = sums[:-1] / size
     centred = wide - mean.view(shape)
     variance = total(centred.square().sum(dims)) / size
-    _update_statistics(norm, mean.detach(), variance.detach(), float(size))
-    out = centred * (variance + norm.eps).rsqrt().view(shape)
-    if norm.affine:
-        out = out * norm.weight.view(shape) + norm.bias.view(shape)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((variance * (size / (size - 1).clamp(min=1))).to(running_var.dtype), momentum)
+    out = centred * (variance + eps).rsqrt().view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
     return out.to(x.dtype)
-
-
-@torch.no_grad()
-def _update_statistics(
-    norm: nn.modules.batchnorm._BatchNorm, mean: torch.Tensor, variance: torch.Tensor, size: float
-) -> None:
-    if not norm.track_running_stats or norm.running_mean is None or norm.running_var is None:
-        return
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked.add_(1)
-    share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-    norm.running_var.lerp_((variance * (size / max(size - 1, 1))).to(norm.running_var.dtype), share)

@@ -23,9 +23,9 @@ from atorch_ns.errors import AtorchError, StrategyError
 from atorch_ns.job import Inputs, Result
 from atorch_ns.job.sampling import forward_loss
 from atorch_ns.method import Registry, Resolved
-from atorch_ns.numerics.probe import ProbeResult, judge_run, prepare_small
+from atorch_ns.numerics.probe import ProbeResult, judge_run, prepare_small, run_small
 from atorch_ns.numerics.reference import distance, part_of_ranks
-from atorch_ns.numerics.run import judged_job, run_strategy, train_step
+from atorch_ns.numerics.run import judged_job, train_step
 from atorch_ns.numerics.setup import Prepared
 from atorch_ns.sharding.compare import largest
 from atorch_ns.strategy import MODEL_AXES, Strategy
@@ -91,14 +91,7 @@ def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Reg
     if isinstance(prepared, str):
         return prepared
     try:
-        run = run_strategy(
-            prepared.inputs,
-            cluster,
-            prepared.resolved,
-            prepared.batches,
-            learning_rate=prepared.learning_rate,
-            training=prepared.training,
-        )
+        run = run_small(prepared, cluster)
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
         return error_text(error)
     return judge_run(prepared, inputs, cluster, run)

@@ -84,7 +84,7 @@ def probe(
     strategy: Strategy,
     registry: Registry,
     *,
-    max_blocks: int | None = 2,
+    shallow: bool = True,
 ) -> ProbeResult:
     """Trains a small model under ``strategy`` and in one process, and compares; collective.
 
@@ -96,12 +96,12 @@ def probe(
         cluster: the cluster, with its process group up if it is distributed.
         strategy: the strategy to check.
         registry: the methods.
-        max_blocks: ``None`` keeps all blocks; else two of the first kind and one of each other kind are
-            kept, or all of them where the model does not run with fewer.
+        shallow: keeps two blocks of the first kind and one of each other kind, or all of them where the model does not
+            run with fewer; else all.
     """
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        found = cluster.from_first(_probe(inputs, cluster, strategy, registry, max_blocks))
+        found = cluster.from_first(_probe(inputs, cluster, strategy, registry, shallow=shallow))
     return replace(found, seconds=time.perf_counter() - begin)
 
 
@@ -110,24 +110,14 @@ def _probe(
     cluster: Cluster,
     strategy: Strategy,
     registry: Registry,
-    max_blocks: int | None,
+    *,
+    shallow: bool,
 ) -> ProbeResult:
-    prepared = prepare_small(inputs, cluster, strategy, registry, shallow=max_blocks is not None)
+    prepared = prepare_small(inputs, cluster, strategy, registry, shallow=shallow)
     if isinstance(prepared, str):
         return ProbeResult(passed=False, ran=False, reason=prepared)
-
-    def act() -> StrategyRun:
-        return run_strategy(
-            prepared.inputs,
-            cluster,
-            prepared.resolved,
-            prepared.batches,
-            learning_rate=prepared.learning_rate,
-            training=prepared.training,
-        )
-
     try:
-        run = cluster.agree(act, what="the numerics probe")
+        run = cluster.agree(lambda: run_small(prepared, cluster), what="the numerics probe")
     except StepError as error:  # no step with finite gradients
         return ProbeResult(passed=False, reason=str(error))
     except Exception as error:
@@ -153,6 +143,18 @@ def prepare_small(
         except Exception as error:
             refused.append(error_text(error))
     return "; with all blocks: ".join(dict.fromkeys(refused))
+
+
+def run_small(prepared: Prepared, cluster: Cluster) -> StrategyRun:
+    """Trains the small job under its strategy; collective."""
+    return run_strategy(
+        prepared.inputs,
+        cluster,
+        prepared.resolved,
+        prepared.batches,
+        learning_rate=prepared.learning_rate,
+        training=prepared.training,
+    )
 
 
 def judge_run(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:

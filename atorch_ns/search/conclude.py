@@ -48,7 +48,7 @@ def conclude(
     bound = None
     if knowledge.objective.counts_time:
         bound = knowledge.lower_bound(settings.win_probability, settings.seed)
-    check = None
+    probe = check = None
     if winner is not None:
         probe = knowledge.ledger.probes.get(winner.candidate.key)
         check = _numerics_check(probe, unfinished=stop_reason if settings.probe and over else "")
@@ -67,6 +67,7 @@ def conclude(
         nearest_miss="" if best is not None else nearest_miss(knowledge),
         resumed=knowledge.ledger.num_resumed,
         checks=() if check is None else (check,),
+        numerics_passed=probe is not None and probe.status == "ok",
     )
 
 

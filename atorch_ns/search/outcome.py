@@ -98,6 +98,7 @@ class SearchOutcome:
         nearest_miss: if nothing fits or runs, what came nearest and what to do, as a sentence.
         resumed: trials read from an earlier history instead of run.
         checks: self-checks, each ``"<what>: passed"`` or ``"<what>: failed: <numbers>"``.
+        numerics_passed: whether the winner was found to train as one process does.
     """
 
     setting: Setting
@@ -114,11 +115,7 @@ class SearchOutcome:
     nearest_miss: str = ""
     resumed: int = 0
     checks: tuple[str, ...] = ()
-
-    @property
-    def numerics_passed(self) -> bool:
-        """Whether the winner was found to train as one process does."""
-        return any(": passed" in check for check in self.checks)
+    numerics_passed: bool = False
 
     @property
     def unchecked(self) -> str:

@@ -131,7 +131,7 @@ class Case:
         build: function that makes the model, equal on every call; the random state of the caller is not changed.
         make_batch: ``(batch_size, seed)`` to a batch on the CPU; row ``i`` depends on both.
         loss_func: ``(batch, output)`` to a scalar, the mean over the batch.
-        model_input_format: form in which the batch is passed to the model: None, "unpack_sequence", "unpack_dict".
+        model_input_format: form in which the batch is passed to the model: None, "unpack_sequence", "unpack_dict", "first".
         block: class name of the repeated block, for methods that wrap by class.
     """
 
@@ -148,7 +148,7 @@ class Case:
             return model(*batch)
         if self.model_input_format == "unpack_dict":
             return model(**batch)
-        return model(batch)
+        return model(batch[0] if self.model_input_format == "first" else batch)
 
 
 def take(batch: Any, rows: slice | int) -> Any:

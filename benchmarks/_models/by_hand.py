@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atorch_ns.testing import CASES, Case
-from benchmarks._models.entry import Entry, distance_to_waves
-from benchmarks._models.from_timm import FirstOfBatch
+from benchmarks._models.entry import Entry, case_of, distance_to_waves
 
 __all__ = ["entries"]
 
@@ -62,7 +60,6 @@ def _built(name: str) -> Case:
 
 def _of_features(kind: Callable[[], nn.Module]) -> Case:
     """``model(x)`` for x [B, 4], mean squared error to y [B, 1]."""
-    model = kind()
 
     def make_batch(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -70,34 +67,17 @@ def _of_features(kind: Callable[[], nn.Module]) -> Case:
             batch_size, 1, generator=generator
         )
 
-    return FirstOfBatch(
-        name="",
-        build=lambda: model,
-        make_batch=make_batch,
-        loss_func=lambda batch, output: nn.functional.mse_loss(output, batch[1]),
-        model_input_format="first",
-        block="",
+    return case_of(
+        kind(), make_batch, lambda batch, output: nn.functional.mse_loss(output, batch[1]), "first"
     )
 
 
 def _of_tokens(kind: Callable[[], nn.Module], vocab_size: int, num_tokens: int) -> Case:
     """``model(tokens)``, of whose output the loss is made."""
-    model = kind()
 
     def make_batch(batch_size: int, seed: int) -> Tensor:
         return torch.randint(
             vocab_size, (batch_size, num_tokens), generator=torch.Generator().manual_seed(seed)
         )
 
-    return Case(
-        name="",
-        build=lambda: model,
-        make_batch=make_batch,
-        loss_func=_waves,
-        model_input_format=None,
-        block="",
-    )
-
-
-def _waves(batch: Any, output: Any) -> Tensor:
-    return distance_to_waves(output)
+    return case_of(kind(), make_batch, lambda batch, output: distance_to_waves(output))

@@ -12,9 +12,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.job.batch_norm import BatchNorm
 from atorch_ns.testing import Case
 
-__all__ = ["Entry", "Unfit", "first_floating", "make_comparable", "num_batch_norms", "num_parameters"]
+__all__ = [
+    "Entry",
+    "Unfit",
+    "case_of",
+    "first_floating",
+    "make_comparable",
+    "num_batch_norms",
+    "num_parameters",
+]
 
 _BIAS: Final = 0.05
 _LARGEST: Final = 1e3
@@ -59,6 +69,23 @@ class Entry:
         return dataclasses.replace(case, name=self.key, build=lambda: model)
 
 
+def case_of(
+    model: nn.Module,
+    make_batch: Callable[[int, int], Any],
+    loss_func: Callable[[Any, Any], Tensor],
+    model_input_format: str | None = None,
+) -> Case:
+    """The case of one model, which an entry names."""
+    return Case(
+        name="",
+        build=lambda: model,
+        make_batch=make_batch,
+        loss_func=loss_func,
+        model_input_format=model_input_format,
+        block="",
+    )
+
+
 def make_comparable(model: nn.Module) -> nn.Module:
     """The model in training mode without chance, and with weights that show an error.
 
@@ -95,7 +122,7 @@ def has_experts(model: nn.Module) -> bool:
 
 def num_batch_norms(model: nn.Module) -> int:
     """How many layers normalise by statistics of the batch."""
-    return sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return sum(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def first_floating(output: Any, batch_size: int) -> Tensor:
@@ -106,9 +133,8 @@ def first_floating(output: Any, batch_size: int) -> Tensor:
     Raises:
         Unfit: if there is none.
     """
-    leaves, _ = torch.utils._pytree.tree_flatten(dict(output) if isinstance(output, dict) else output)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
+    for leaf in tensors_of(output):
+        if not leaf.is_floating_point() or leaf.dim() < 2:
             continue
         if leaf.shape[0] == batch_size and leaf.shape != (batch_size, batch_size):
             return leaf

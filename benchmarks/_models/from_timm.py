@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.testing import Case
-from benchmarks._models.entry import Entry, Unfit, num_parameters
+from benchmarks._models.entry import Entry, Unfit, case_of, num_parameters
 
 __all__ = ["entries"]
 
@@ -183,28 +183,8 @@ def _case(name: str) -> Case:
                 except Exception as error:
                     said = said or f"{type(error).__name__}: {error}"
                     continue
-                return image_case(name, model, make_batch)
+                return case_of(model, make_batch, class_loss, "first")
     raise Unfit(said)
-
-
-class FirstOfBatch(Case):
-    """A case whose model is given the first item of a batch."""
-
-    def call(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output."""
-        return model(batch[0])
-
-
-def image_case(name: str, model: nn.Module, make_batch: Any) -> Case:
-    """A classifier of images: ``model(image)``, cross entropy with the label."""
-    return FirstOfBatch(
-        name=name,
-        build=lambda: model,
-        make_batch=make_batch,
-        loss_func=class_loss,
-        model_input_format="first",
-        block="",
-    )
 
 
 def image_batches(side: int) -> Any:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.testing import Case
-from benchmarks._models.entry import Entry, Unfit
-from benchmarks._models.from_timm import NUM_CLASSES, image_batches, image_case
+from benchmarks._models.entry import Entry, Unfit, case_of
+from benchmarks._models.from_timm import NUM_CLASSES, class_loss, image_batches
 
 __all__ = ["entries"]
 
@@ -77,7 +77,7 @@ def _transformer() -> Case:
 
     sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 64}
     model = VisionTransformer(image_size=_SIDE, patch_size=16, num_classes=NUM_CLASSES, **sizes)
-    return image_case("vit", model, image_batches(_SIDE))
+    return case_of(model, image_batches(_SIDE), class_loss, "first")
 
 
 def _small(make: Any) -> nn.Module:
@@ -91,15 +91,14 @@ def _classifier(name: str, options: Mapping[str, Any]) -> Case:
     from torchvision.models import get_model
 
     model = _small(partial(get_model, name, weights=None, num_classes=NUM_CLASSES, **options))
-    return image_case(name, model, image_batches(_SIDES.get(name, _SIDE)))
+    return case_of(model, image_batches(_SIDES.get(name, _SIDE)), class_loss, "first")
 
 
 def _segmenter(name: str) -> Case:
     from torchvision.models import get_model
 
     model = _small(partial(get_model, name, num_classes=NUM_CLASSES, **_NO_WEIGHTS))
-    case = image_case(name, model, _images_with_masks)
-    return type(case)(**{**vars(case), "loss_func": _pixel_loss})
+    return case_of(model, _images_with_masks, _pixel_loss, "first")
 
 
 def _images_with_masks(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -165,24 +164,16 @@ def _detector(name: str) -> Case:
         options |= {"rpn_pre_nms_top_n_train": 8, "rpn_post_nms_top_n_train": 8}
     classes = {"num_classes": NUM_CLASSES} if "keypoint" not in name else {}
     model = _small(lambda: Detection(get_model(name, **classes, **_NO_WEIGHTS, **options)))
-    return Case(
-        name=name,
-        build=lambda: model,
-        make_batch=_images_with_boxes,
-        loss_func=lambda batch, losses: torch.stack(list(losses.values())).sum(),
-        model_input_format="unpack_dict",
-        block="",
-    )
+    loss = lambda batch, losses: torch.stack(list(losses.values())).sum()  # noqa: E731
+    return case_of(model, _images_with_boxes, loss, "unpack_dict")
 
 
 def _images_with_boxes(batch_size: int, seed: int) -> dict[str, Tensor]:
-    """Images with two boxes each."""
+    """Images with two boxes each, of the one class that detectors of keypoints know."""
     generator = torch.Generator().manual_seed(seed)
     corners = torch.rand(batch_size, 2, 2, generator=generator) * _SIDE / 3
     return {
         "images": torch.rand(batch_size, 3, _SIDE, _SIDE, generator=generator),
         "boxes": torch.cat([corners, corners + _SIDE / 3], 2),
-        "labels": torch.randint(
-            1, NUM_CLASSES if batch_size else 2, (batch_size, 2), generator=generator
-        ).clamp(max=1),
+        "labels": torch.ones(batch_size, 2, dtype=torch.long),
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.testing import Case
-from benchmarks._models.entry import Entry, Unfit, distance_to_waves, first_floating, num_parameters
+from benchmarks._models.entry import Entry, Unfit, case_of, distance_to_waves, first_floating, num_parameters
 from benchmarks._models.tiny_configs import FIRST_SPECIAL, NUM_TOKENS, SCALES, VOCAB_SIZE, Scale, tiny_config
 
 __all__ = ["MOST_PARAMETERS", "entries"]
@@ -115,19 +115,8 @@ def _case(name: str, class_name: str) -> Case:
         except Exception as error:
             said.append(str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}")
             continue
-        return _of(name, model, make_batch)
+        return case_of(model, make_batch, _loss, "unpack_dict")
     raise Unfit(said[0])
-
-
-def _of(name: str, model: nn.Module, make_batch: Maker) -> Case:
-    return Case(
-        name=name,
-        build=lambda: model,
-        make_batch=make_batch,
-        loss_func=_loss,
-        model_input_format="unpack_dict",
-        block="",
-    )
 
 
 def _config(cls: type[Any], scale: Scale) -> Any:

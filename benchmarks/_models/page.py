@@ -26,7 +26,9 @@ _HEAD = """\
 Which models train under which strategies, found by training them: every architecture with the flags that its users have and
 tiny sizes, {steps} steps on two or four processes (gloo) and in one process with plain torch, every loss and every parameter
 compared. Nothing is prepared for a model. Only dropout is off, since processes draw other masks than one process; and
-`sync_batchnorm` is on for models with batch norms, which would compute other statistics else.
+`sync_batchnorm` is on for models with batch norms, which would compute other statistics else. A pipeline is compared with one
+process that has the same micro-batches, where that makes a difference: to batch norms, and to losses that are no mean over
+samples.
 
 ✓ equal to one process · a number: refused, on all ranks and with the reason of that number below · **wrong**, **hung**,
 **raw error**: a fault of ours · empty: not run, as `expert 2` on a model without experts.

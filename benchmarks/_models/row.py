@@ -143,8 +143,8 @@ class Reference:
     """One process with plain torch.
 
     Attributes:
-        paths: files of its trajectories: of the whole batch under ``""``; where the loss is no mean over samples, also
-            of the batch in parts, by what has these parts.
+        paths: files of its trajectories: of the whole batch under ``""``; where the loss is no mean over parts, also of
+            the batch in those parts, by what has them.
         double: whether everything is in double precision, as rounding decides what this model does in single.
         noise: how far a run from weights that are one rounding off gets, in units of updates.
         loss_noise: the same of the losses.
@@ -203,8 +203,7 @@ def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference
             f"steps ({apart.worst_param}), in double precision too, so two runs cannot be compared"
         )
     tried, runs = _in_double(case) if double else case, {"": exact}
-    if not _is_mean(tried):
-        runs |= {name: _run(InParts.of(tried, part), rate, dtype) for name, part in _PARTS.items()}
+    runs |= {name: _run(InParts.of(tried, _PARTS[name]), rate, dtype) for name in _parts(tried)}
     paths = {name: folder / f"reference_{dtype}_{name}.pt" for name in runs}
     for name, path in paths.items():
         torch.save(runs[name], path)
@@ -252,11 +251,19 @@ def _in_double(case: Case) -> Case:
     return dataclasses.replace(case, build=lambda: case.build().double(), make_batch=make_batch)
 
 
+def _parts(case: Case) -> list[str]:
+    """The parts whose losses have another mean than the whole batch.
+
+    Batch norms share statistics over ranks, so that theirs is no other; over micro-batches nothing can.
+    """
+    if num_batch_norms(case.build()):
+        return ["micro-batches"]
+    return [] if _is_mean(case) else [*_PARTS]
+
+
 def _is_mean(case: Case) -> bool:
-    """Whether the loss of a batch is the mean of the losses of its parts. Batch norms see the whole batch anyway."""
+    """Whether the loss of a batch is the mean of the losses of its parts."""
     model = case.build()
-    if num_batch_norms(model):
-        return True
     batch = SyntheticDataset(case, GLOBAL_BATCH).batch(0, GLOBAL_BATCH)
     with torch.no_grad():
         whole = case.loss_func(batch, case.call(model, batch))

@@ -11,15 +11,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from atorch_ns.system import parent_tie
 from benchmarks._models.entry import Entry, Unfit, has_experts, num_batch_norms
 from benchmarks._models.row import STRATEGIES, References, Strategy, run_row
 
 __all__ = ["Rows", "sweep"]
-
-_POLL_S: Final = 0.05
 
 
 class Rows:
@@ -57,7 +55,7 @@ def sweep(
     entries: Sequence[Entry],
     rows: Rows,
     *,
-    again: Callable[[Mapping[str, Any]], bool],
+    again: bool,
     chosen: Callable[[str, str], bool],
     report: Callable[[str], object],
     workers: int,
@@ -68,7 +66,7 @@ def sweep(
     Args:
         entries: the models.
         rows: where rows are written.
-        again: whether a row that is there is run once more.
+        again: whether rows that are there are run once more.
         chosen: whether a model and a strategy are asked for.
         report: told about every model.
         workers: how many models are trained at once.
@@ -84,8 +82,7 @@ def sweep(
             for strategy in STRATEGIES
             if entry.place % strategy.every == 0
             and chosen(entry.key, strategy.name)
-            and ((entry.key, strategy.name) not in there or again(there[entry.key, strategy.name]))
-            and ((entry.key, "") not in there or again(there[entry.key, ""]))
+            and (again or not {(entry.key, strategy.name), (entry.key, "")} & there.keys())
         ]
 
     before = signal.signal(signal.SIGTERM, _leave)  # for workers too, which then end their ranks
@@ -117,16 +114,13 @@ def _busy() -> float:
 
 
 def _reap(running: dict[int, str], rows: Rows, report: Callable[[str], object]) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            key = running.pop(pid)
-            if status:
-                reason = f"its process ended with {os.waitstatus_to_exitcode(status)}"
-                rows.add({"model": key, "strategy": "", "is": "unfit", "reason": reason})
-                report(f"models: {key}: {reason}")
-            return
-    time.sleep(_POLL_S)
+    """Waits for a model's process to end."""
+    pid, status = os.wait()
+    key = running.pop(pid, None)  # none of another child
+    if key is not None and status:
+        reason = f"its process ended with {os.waitstatus_to_exitcode(status)}"
+        rows.add({"model": key, "strategy": "", "is": "unfit", "reason": reason})
+        report(f"models: {key}: {reason}")
 
 
 def _fork(entry: Entry, strategies: Sequence[Strategy], rows: Rows, timeout_s: float) -> int:

@@ -11,7 +11,7 @@ from atorch_ns.errors import Problem
 from atorch_ns.method import Flag, MethodConfig, ModuleSelectors, dtype_name
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._config_checks import unmatched_problem
+from opt_lib._config_checks import SyncBatchNorm, unmatched_problem
 
 _STRATEGIES = {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"}
 
@@ -95,10 +95,7 @@ class ShardConfig(MethodConfig):
         "model on the meta device.",
     )
     device_id: int | str | None = Field(default=None, description="Not used: the launcher gives the device.")
-    sync_batchnorm: Flag = Field(
-        default=False,
-        description="Batch norms in training share mean and variance over the ranks that see different data.",
-    )
+    sync_batchnorm: SyncBatchNorm = False
     ignored_modules: ModuleSelectors = Field(
         default=(), description="As atorch_ignored_cls: modules by class or name."
     )

@@ -92,10 +92,10 @@ class GatherWhereRead(TorchFunctionMode):
 
 def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None:
     """Lets the model's code read parameters of units that it does not call, and says in the report which it reads."""
-    policy = options.get("mp_policy")
-    watch = GatherWhereRead(options["mesh"], None if policy is None else policy.param_dtype)
     if job.plan.compiled:  # the compiler would trace the hooks
         return
+    policy = options.get("mp_policy")
+    watch = GatherWhereRead(options["mesh"], None if policy is None else policy.param_dtype)
     for root in job.roots:
         watch.attach(root)
     job.explain(

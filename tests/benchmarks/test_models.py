@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from atorch_ns.testing import Case, Outcome
 from benchmarks import models
 from benchmarks._claims import claims_of
-from benchmarks._models.entry import Entry, Unfit, distance_to_waves, first_floating, make_comparable
+from benchmarks._models.entry import Entry, Unfit, case_of, distance_to_waves, first_floating, make_comparable
 from benchmarks._models.page import RESULTS, page, template
 from benchmarks._models.row import STRATEGIES, Reference, References, judged, run_row
 from benchmarks._models.sweep import Rows, sweep
@@ -27,7 +28,7 @@ REFERENCE = Reference(paths={}, double=False, noise=1e-6, loss_noise=1e-8, rate=
 
 
 class Doubling(nn.Module):
-    """Two layers; with ``spoil`` a rank other than the first computes something else, or fails."""
+    """Two layers; with ``spoil`` ranks compute something else than one process, or fail."""
 
     def __init__(self, spoil: str = "") -> None:
         super().__init__()
@@ -46,14 +47,10 @@ class Doubling(nn.Module):
 
 def _entry(spoil: str = "") -> Entry:
     def make() -> Case:
-        model = Doubling(spoil)
-        return Case(
-            name="",
-            build=lambda: model,
-            make_batch=lambda size, seed: torch.randn(size, 4, generator=torch.Generator().manual_seed(seed)),
-            loss_func=lambda batch, output: distance_to_waves(output),
-            model_input_format=None,
-            block="",
+        return case_of(
+            Doubling(spoil),
+            lambda size, seed: torch.randn(size, 4, generator=torch.Generator().manual_seed(seed)),
+            lambda batch, output: distance_to_waves(output),
         )
 
     return Entry(source="by hand", name=f"Doubling {spoil}".strip(), kind="by hand", make=make)
@@ -79,6 +76,21 @@ def test_what_we_refuse_is_refused_with_our_reason(tmp_path: Path) -> None:
     case = _entry().case()
     row = run_row(case, SEQUENCE, References(case, tmp_path, 60).of(SEQUENCE), 60)
     assert (row["is"], "sequence_parallel" in row["reason"]) == ("refused", True)
+
+
+@pytest.mark.timeout(120)
+def test_batch_norms_are_compared_in_the_same_micro_batches(tmp_path: Path) -> None:
+    plain = _entry()
+    entry = dataclasses.replace(plain, make=lambda: _with_norm(plain.make()))
+    found = References(entry.case(), tmp_path, 60).of(DDP)
+    whole, parts = (torch.load(path, weights_only=False).losses for path in found.paths.values())
+    assert [*found.paths] == ["", "micro-batches"]
+    assert parts != pytest.approx(whole, rel=1e-3)
+
+
+def _with_norm(case: Case) -> Case:
+    model = nn.Sequential(nn.BatchNorm1d(4), case.build())
+    return dataclasses.replace(case, build=lambda: model)
 
 
 def _outcome(rank: int, status: Any, **more: Any) -> Outcome[Any]:
@@ -109,7 +121,7 @@ def test_a_sweep_goes_on_where_it_was_and_runs_again_what_is_asked_for(tmp_path:
         sweep(
             [_entry()],
             rows,
-            again=lambda row: again,
+            again=again,
             chosen=lambda model, strategy: strategy in ("ddp", "zero1", "expert 2"),
             report=said.append,
             workers=1,

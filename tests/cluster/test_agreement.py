@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -19,6 +20,28 @@ def _others_answer(monkeypatch: pytest.MonkeyPatch, *answers: Any, ranks: list[i
     """This process is the first rank of a group of ``ranks``; the others answer ``answers``."""
     monkeypatch.setattr(agreement, "gathered", lambda value, **_: [value, *answers])
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: ranks)
+
+
+class _Unwritable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("it has no storage")
+
+
+def test_a_value_that_cannot_be_sent_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(values: list[Any], value: Any, group: Any) -> None:
+        pickle.dumps(value)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_gather_object", lost)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [4, 5])
+    with pytest.raises(
+        RankError, match=r"one of the ranks 4, 5 no longer answers.*Connection closed by peer"
+    ):
+        gathered(1, distributed=True)
+    with pytest.raises(RuntimeError, match="it has no storage") as caught:
+        gathered(_Unwritable(), distributed=True)
+    assert not isinstance(caught.value, RankError)
 
 
 def test_one_process_agrees_with_itself() -> None:

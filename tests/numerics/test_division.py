@@ -110,3 +110,19 @@ def test_a_sample_batch_will_do_and_what_is_missing_is_said() -> None:
     for (note,) in run_ranks(_without_loss, 2, args=("tensor",)):
         assert "was not compared with one process" in note
         assert "it needs loss_func" in note
+
+
+def _found_without_probe() -> tuple[list[str], bool]:
+    search = {"max_trials": 1, "time_limit_s": 60, "probe": False}
+    result = _accelerate(None, included=["tensor_parallel"], search=search)
+    found = result.report.search
+    assert found is not None
+    notes = [note for note in result.applied.notes if note.startswith("the model as a whole")]
+    return notes, any(": passed" in check for check in found.checks)
+
+
+@pytest.mark.timeout(150)
+def test_other_checks_of_a_search_do_not_stand_for_it() -> None:
+    for (note,), other_checks in run_ranks(_found_without_probe, 2, timeout_s=120):
+        assert "divided over tensor, trains as in one process" in note
+        assert other_checks

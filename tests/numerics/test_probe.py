@@ -263,7 +263,7 @@ def test_a_model_on_meta_is_given_values() -> None:
 
 def test_two_blocks_stand_for_all() -> None:
     (shallow,) = _probe_all(_inputs(), [[]])
-    whole = probe(_inputs(), Cluster.detect(), Strategy.load([]), _registry(), max_blocks=None)
+    whole = probe(_inputs(), Cluster.detect(), Strategy.load([]), _registry(), shallow=False)
     assert shallow.num_parameters < whole.num_parameters
     assert shallow.passed
     assert whole.passed

@@ -410,6 +410,7 @@ def test_the_winner_is_probed_and_replaced_if_its_numbers_are_wrong() -> None:
     assert fates(found)["c1"] == "failed"
     assert "embedding.weight" in reason(found, "c1")
     assert found.checks == ("numerics against one process, with SGD: passed",)
+    assert found.numerics_passed
     assert [task.key for task in world.tasks if task.kind == "probe"] == ["c1", "c0"]
 
 
@@ -423,6 +424,7 @@ def test_a_probe_that_cannot_run_is_told_and_proves_nothing() -> None:
     assert search.outcome().checks == (
         "numerics against one process, with SGD: could not be run: not done in time: 60 s",
     )
+    assert not search.outcome().numerics_passed
 
 
 def test_no_probe_if_it_is_switched_off() -> None:
