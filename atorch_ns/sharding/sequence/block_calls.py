@@ -276,7 +276,8 @@ def triangle(
     diagonal = args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
     offsets = torch.arange(layout.length) - layout.own[:, None] - diagonal
     kept = (offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0).to(args[0].device)
-    return args[0].masked_fill(~kept, 0)
+    found: torch.Tensor = args[0].masked_fill(~kept, 0)
+    return found
 
 
 def square_view(

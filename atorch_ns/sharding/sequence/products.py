@@ -55,7 +55,9 @@ class Product:
         given = dict(enumerate(args)) | kwargs
         places = [place if place in given else name for place, name in enumerate(names, first)]
         left, right = (given.get(place) for place in places)
-        if not all(isinstance(factor, torch.Tensor) and factor.dim() > 2 for factor in (left, right)):
+        if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+            return None
+        if min(left.dim(), right.dim()) < 3:
             return None
         terms = _terms(args[0]) if func is torch.einsum else ("ij", "jk", "ik")
         return None if terms is None or len(args) > 3 else cls(left, right, places[1], terms)

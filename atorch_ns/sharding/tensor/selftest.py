@@ -328,12 +328,11 @@ def _note_reads(module: nn.Module, names: set[str]) -> None:
 
 def _noting(kind: type, prefixes: Sequence[str], names: set[str]) -> type:
     def read(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
+        value = super(_Noting, self).__getattribute__(name)  # that of ``kind``
         if type(value) is int:
             own = object.__getattribute__(self, "__dict__")
-            found = (
-                [name] if name in own else [one for one, other in own.items() if other is value]
-            )  # another name of it
+            # A class may read it by another name of its own.
+            found = [name] if name in own else [one for one, other in own.items() if other is value]
             names.update(".".join(filter(None, (prefix, one))) for prefix in prefixes for one in found)
         return value
 

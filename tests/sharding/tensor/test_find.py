@@ -13,7 +13,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding import LayerGraph, TensorPlan, choose_plan, trace_layers
 from atorch_ns.sharding.tensor.divisibility import check_degree
 from atorch_ns.sharding.tensor.find import find_tensor_plan
-from atorch_ns.sharding.tensor.selftest import SelfTest
+from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict
 from tests.sharding.tensor_models import (
     ATTENTIONS,
     WIDTH,
@@ -36,6 +36,41 @@ class FusedKeyValue(nn.Module):
         q = self.q(x).unflatten(-1, (self.heads, -1))
         k, v = self.kv(x).split(WIDTH // 2, -1)
         k, v = (t.unflatten(-1, (self.kv_heads, -1)).repeat_interleave(2, -2) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        out: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Decoys(nn.Module):
+    """Reads one number by a name of its settings' class, beside numbers of the same kind that it never reads."""
+
+    class Config:
+        """Keeps its sizes under other names than the code uses."""
+
+        def __init__(self) -> None:
+            self.buckets = self.window = self.topk = self.bits = self.groups = self.branches = 2
+            self.count = 4
+
+        @property
+        def heads(self) -> int:
+            """As transformers' ``attribute_map`` gives it."""
+            return self.count
+
+    class Slotted:
+        """Cannot change its class."""
+
+        __slots__ = ("experts",)
+
+        def __init__(self) -> None:
+            self.experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.others = self.Config(), self.Slotted()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.config.heads, -1)) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         out: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
@@ -104,6 +139,21 @@ class TestFound:
         assert found["FusedByHead"][0].attributes == ("blocks.*.attention.heads",)
         assert found["BySettings"][0].attributes == ("blocks.*.attention.cfg.n_head",)
         assert found["FusedParts"][0].attributes == ()
+
+    def test_numbers_that_the_code_never_reads_are_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tried = []
+        unit = SelfTest.unit
+
+        def counted(test: SelfTest, path: str, *args: Any, **kwargs: Any) -> Verdict:
+            tried.append(path)
+            return unit(test, path, *args, **kwargs)
+
+        monkeypatch.setattr(SelfTest, "unit", counted)
+        model = make(Decoys)
+        plan = choose_plan(model, 2, graph_of(model, tokens())).plan
+        assert plan.attributes == ("blocks.*.attention.config.count",)
+        # Of 7 numbers that a rank may have half of: none of them, the one that was read, and the finished plan.
+        assert len([path for path in tried if path.startswith("blocks.0.attention")]) == 3
 
     def test_fused_layers_are_cut_as_their_code_cuts_them(self, found: dict[str, Any]) -> None:
         name = "blocks.*.attention.qkv"
