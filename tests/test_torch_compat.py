@@ -53,6 +53,7 @@ from atorch_ns.torch_compat import (
     unreached_parameters,
     unwrap_checkpoint,
     watch_compiled,
+    without_transforms,
 )
 from atorch_ns.torch_compat.modules import WRAPPER_PREFIXES
 
@@ -313,6 +314,19 @@ def test_a_tensor_without_storage_has_a_shape_and_no_memory() -> None:
     assert (made.shape, made.dtype, made.requires_grad) == ((3, 5), torch.bfloat16, False)
     with pytest.raises(NotImplementedError):
         made.sum()
+
+
+def test_a_tensor_under_transforms_has_a_plain_one_inside() -> None:
+    seen = []
+
+    def noted(row: torch.Tensor) -> torch.Tensor:
+        seen.append(without_transforms(row * 2))
+        return row
+
+    torch.vmap(torch.vmap(noted))(torch.ones(2, 3, 4))
+    assert seen[0].shape == (2, 3, 4)
+    assert seen[0].untyped_storage().nbytes() == 96
+    assert without_transforms(seen[0]) is seen[0]
 
 
 def test_inner_hooks_are_those_below_a_module() -> None:

@@ -38,6 +38,7 @@ from atorch_ns.torch_compat.fake import (
     quiet_fake_kernels,
     registered_children,
     tensor_without_storage,
+    without_transforms,
 )
 from atorch_ns.torch_compat.modules import (
     checkpoint_wrapper,
@@ -92,4 +93,5 @@ __all__ = [
     "unreached_parameters",
     "unwrap_checkpoint",
     "watch_compiled",
+    "without_transforms",
 ]

@@ -22,11 +22,13 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
     """Averages the gradients of ``module`` over a one-dimensional mesh (``_composable.replicate_with_fsdp``).
 
-    Buffers are left alone; ``ignored`` parameters too, as those of modules inside that are replicated already.
+    Buffers are left alone; ``ignored`` parameters too, as those of modules inside that are replicated already, and empty
+    ones, for which the implementation fails.
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate as implementation
 
-    implementation(module, mesh=mesh, ignored_params=ignored)
+    empty = {parameter for parameter in module.parameters() if parameter.numel() == 0}
+    implementation(module, mesh=mesh, ignored_params=ignored | empty)
 
 
 def group_timeout(device: torch.device) -> timedelta | None:

@@ -1,4 +1,4 @@
-"""Fake tensors, dispatch modes and registered containers."""
+"""Fake tensors, tensors under transforms, dispatch modes and registered containers."""
 
 from __future__ import annotations
 
@@ -69,6 +69,15 @@ def count_operators(action: Callable[[], object]) -> int:
 def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -> Any:
     """An instance of ``cls``, a subclass of ``torch.Tensor``, with the dtype and device of ``like`` and no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside those that ``torch.vmap`` and ``torch.func`` put around it."""
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:

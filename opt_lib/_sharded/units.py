@@ -62,14 +62,19 @@ def ignored_parameters(
 ) -> set[nn.Parameter]:
     """The parameters that are replicated instead of sharded, with memory if the model is on meta.
 
-    They belong to ignored modules, or are scalars (a learned temperature, say), which cannot be divided.
+    They belong to ignored modules, or cannot be divided: scalars (a learned temperature, say) and empty ones, which
+    are left where one size of a model is the difference of two others.
     """
     modules = [found.module for found in select_modules(model, config.ignored)]
     materialiser.materialise(modules)
-    scalars = [module for module in model.modules() if any(p.ndim == 0 for p in _own(module))]
-    materialiser.materialise(scalars, recurse=False)
+    owners = [module for module in model.modules() if any(map(_is_indivisible, _own(module)))]
+    materialiser.materialise(owners, recurse=False)
     ignored = {parameter for module in modules for parameter in module.parameters()}
-    return ignored | {parameter for module in scalars for parameter in _own(module) if parameter.ndim == 0}
+    return ignored | {p for module in owners for p in _own(module) if _is_indivisible(p)}
+
+
+def _is_indivisible(parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def _own(module: nn.Module) -> Iterable[nn.Parameter]:

@@ -25,15 +25,16 @@ STRATEGIES: tuple[list[Any], ...] = (["ddp"], ["zero1"], ["zero2"], ["fsdp"])
 
 
 class Unused(nn.Module):
-    """Half of it never takes part."""
+    """Half of it never takes part, and what is between two equal sizes is empty."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used = nn.Linear(4, 1)
         self.unused = nn.Linear(4, 4)
+        self.rest = nn.Parameter(torch.empty(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
+        out: Tensor = self.used(x) + nn.functional.linear(x, self.rest).sum()
         return out
 
 
@@ -260,7 +261,7 @@ def _goes_on_after_a_failed_pass() -> list[bool]:
 
 
 def test_unused_parameters_are_found_after_a_pass_that_failed() -> None:
-    assert run_ranks(_goes_on_after_a_failed_pass, 2) == [[False, False, True, True]] * 2
+    assert run_ranks(_goes_on_after_a_failed_pass, 2) == [[False, False, False, True, True]] * 2
 
 
 def _train_named() -> list[Any]:

@@ -117,10 +117,13 @@ class TiedByFunction(Base):
 
 
 class OwnHead(nn.Embedding):
-    """An embedding with a second method that uses its weight."""
+    """An embedding with a second method that uses its weight, and what it inherits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
     def attend(self, h: Tensor) -> Tensor:
-        return h @ self.weight.T
+        return h @ self.weight.T + super().forward(torch.zeros(1, dtype=torch.int64)).sum()
 
 
 class TiedByMethod(Base):
@@ -150,7 +153,7 @@ class SharedBlock(Base):
 
 
 class SkipConnections(Base):
-    """Early outputs are used late, as in a U-Net, in nests and by keyword."""
+    """Early outputs are used late, as in a U-Net, in nests, by keyword and under ``torch.vmap``."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -160,7 +163,7 @@ class SkipConnections(Base):
             h = block(h, mask=mask)
             kept.append(h)
         for block in self.blocks[2:]:
-            h = block(h + 0.5 * kept.pop().relu(), mask=mask)
+            h = block(h + 0.5 * torch.vmap(torch.vmap(torch.relu))(kept.pop()), mask=mask)
         return self.head(h)
 
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch_ns.capture.blocks import NamedModule, call_hooks
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.pipeline.cut.graph import Call, CallGraph, TensorSpec, Value
+from atorch_ns.torch_compat import without_transforms
 
 _LOOKS_INTO = frozenset(
     {
@@ -309,7 +310,7 @@ def _attributes(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(without_transforms(tensor).untyped_storage()._cdata)
 
 
 def _looks_into(func: Any, given: list[torch.Tensor]) -> bool:

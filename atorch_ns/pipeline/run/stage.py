@@ -82,11 +82,18 @@ class Stub(nn.Module):
             pass
         original = self.__dict__["_original"]
         found = inspect.getattr_static(type(original), name, None)
-        if inspect.isfunction(found):  # it must see the parameters that are here
-            return MethodType(found, self)
+        if inspect.isfunction(found):
+            return MethodType(found, self._as_unit())
         if isinstance(found, property) and found.fget is not None:
-            return found.fget(self)
+            return found.fget(self._as_unit())
         return getattr(original, name)
+
+    def _as_unit(self) -> Stub:
+        """This module as one of the unit's class, whose code may say ``super()`` and sees the parameters that are here."""
+        kind = type(self.__dict__["_original"])
+        made: Stub = object.__new__(type(kind.__name__, (Stub, kind), {"__call__": nn.Module.__call__}))
+        made.__dict__ = self.__dict__
+        return made
 
     def __getitem__(self, key: Any) -> Any:
         """An item of the unit."""
