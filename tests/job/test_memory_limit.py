@@ -18,7 +18,7 @@ CPU, MIB = torch.device("cpu"), 2**20
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is enforced on Linux alone"),
     pytest.mark.processes,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
 ]
 
 
@@ -59,9 +59,10 @@ def test_a_limit_that_could_not_be_enforced_is_refused(monkeypatch: pytest.Monke
         pass
 
 
-def _train(strategy: str) -> int:
+def _train(strategy: str, limited_ranks: tuple[int, ...] = (0, 1)) -> int:
     dist.init_process_group("gloo")  # its threads' stacks are no part of what training needs
-    with limit_memory(76 * MIB, CPU):
+    limit = 76 if dist.get_rank() in limited_ranks else 2**20
+    with limit_memory(limit * MIB, CPU):
         _, result, _ = auto_accelerate(
             nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(5))),
             torch.optim.AdamW,
@@ -78,8 +79,14 @@ def _train(strategy: str) -> int:
 
 def test_a_strategy_that_shards_trains_where_the_plain_one_cannot() -> None:
     """20 MiB of parameters: with gradients and Adam's states 80 MiB whole, 40 in halves."""
-    assert notebook.run(_train, ("fsdp",), nproc=2, timeout_s=60) == 4
+    assert notebook.run(_train, ("fsdp",), nproc=2, timeout_s=100) == 4
     with pytest.raises(RankError) as caught:
-        notebook.run(_train, ("ddp",), nproc=2, timeout_s=60)
+        notebook.run(_train, ("ddp",), nproc=2, timeout_s=100)
     assert "MemoryError: out of memory" in str(caught.value)
-    assert len(caught.value.failures) == 2
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+def test_a_rank_that_is_left_alone_ends_too() -> None:
+    with pytest.raises(RankError, match="MemoryError: out of memory") as caught:
+        notebook.run(_train, ("ddp", (1,)), nproc=2, timeout_s=100)
+    assert "Connection closed by peer" in caught.value.failures[0]
