@@ -47,8 +47,8 @@ define optional
   || echo "$(1) could not be installed; what needs it is skipped. Reason: $$(grep -m1 -i error $(VENV)/optional.log)"; }
 endef
 
-demo: $(STAMP)  ## find a strategy for a small Llama on two processes, train with it, and save it
-	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/demo.py
+demo: $(STAMP)  ## find strategies for a small Llama on two processes, without and with a limit of memory, and train
+	$(BIN)/python examples/auto_accelerate/demo.py
 
 test: $(STAMP)  ## run the tests (a quarter of an hour on two cores)
 	$(PYTEST) -m "not slow" --durations=15 $(PYTEST_ARGS)

@@ -5,6 +5,7 @@ from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
+from atorch_ns.job.memory_limit import is_out_of_memory, limit_memory
 from atorch_ns.job.memory_use import PeakMemory, state_bytes, track_memory
 from atorch_ns.job.model import parameter_names
 from atorch_ns.job.optimizer import StepOptimizer
@@ -47,8 +48,10 @@ __all__ = [
     "explained_groups",
     "first_loss",
     "is_on_meta",
+    "is_out_of_memory",
     "is_poisoned",
     "keeps_blocks",
+    "limit_memory",
     "local_part",
     "make_user_optimizer",
     "on_all_stages",

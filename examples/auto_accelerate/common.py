@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import torch
 
 __all__ = ["is_first_process", "parse_strategy", "say", "use_same_seed"]
+
+# transformers imports torchao, which warns of kernels for other devices and of torch's next version.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def is_first_process() -> bool:

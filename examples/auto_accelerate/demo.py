@@ -1,205 +1,182 @@
-"""Finds a strategy for a small Llama, trains it on English text with it, and lets it write a line.
+"""The demo, in two acts: a small Llama on the machine as it is, and with less memory than the plain strategy needs.
 
 ::
 
-    torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/demo.py
-    python examples/auto_accelerate/demo.py --steps 100 --strategy amp_native:bf16,checkpoint
+    python examples/auto_accelerate/demo.py
 
-The strategy that is found is saved and, if the script runs again, used without a search.
-
-Legend: T bytes of a window, V vocabulary (256 byte values).
+Every job is ``small_llama.py``, and its command line is printed: each can be run alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
+import os
+import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from common import is_first_process, parse_strategy, use_same_seed
-from progress import TrainingProgress, smoothed, sparkline
 from rich.console import Console
 from rich.table import Table
-from text import VOCABULARY_SIZE, ByteWindows, decode, encode, english_text
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from atorch_ns import Result, auto_accelerate, checkpoint
-
-PROMPT = "The statement "
-LEARNING_RATE = 3e-3
+JOB = os.path.relpath(Path(__file__).with_name("small_llama.py"))
 MIB = 2**20
+LIMIT = 0.9  # of what the plain strategy was measured to hold
+EQUAL = 1e-5  # losses of strategies that differ in the order of sums alone
 
 
-def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Find a strategy for a small Llama and train with it.")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    parser.add_argument("--batchsize", type=int, default=8, help="windows in a batch of all processes")
-    parser.add_argument("--seq-length", type=int, default=128, help="bytes in a window")
-    parser.add_argument(
-        "--strategy",
-        help="a strategy file, or names with commas between them, each with its config behind a colon; "
-        "without it the strategy of an earlier run is used, or one is searched for",
-    )
-    parser.add_argument("--time-limit", type=float, default=90.0, help="seconds that the search may take")
-    parser.add_argument("--save", type=Path, default=Path("runs/demo"), help="folder for what is kept")
-    return parser.parse_args()
+class Demo:
+    """Jobs on ``nproc`` processes, and where they leave what they found.
 
-
-def small_llama() -> nn.Module:
-    """A Llama with 5 million parameters."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=320,
-        intermediate_size=864,
-        num_hidden_layers=4,
-        num_attention_heads=5,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
-
-
-def next_byte_loss(batch: dict[str, Tensor], output: object) -> Tensor:
-    """Mean cross entropy of each byte given those before it, in nats."""
-    logits = output.logits[:, :-1]  # type: ignore[attr-defined]  # [B, T - 1, V]
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
-
-
-def strategy_to_load(options: argparse.Namespace) -> object:
-    """What the command line names, else what an earlier run has found, else nothing: then it is searched for."""
-    if options.strategy is not None:
-        return parse_strategy(options.strategy)
-    found = options.save / "strategy.json"
-    return found if found.exists() else None
-
-
-def accelerate(options: argparse.Namespace) -> Result:
-    """Model, optimizer, data and loss under the strategy; its file and the search's report go into the folder."""
-    options.save.mkdir(parents=True, exist_ok=True)
-    use_same_seed(0)
-    _, result, _ = auto_accelerate(
-        small_llama(),
-        optim_func=torch.optim.AdamW,
-        optim_args={"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1},
-        dataset=ByteWindows(english_text(), options.seq_length),
-        dataloader_args={"batch_size": options.batchsize, "shuffle": True, "drop_last": True},
-        loss_func=next_byte_loss,
-        model_input_format="unpack_dict",
-        lr_scheduler_cls=torch.optim.lr_scheduler.OneCycleLR,
-        lr_scheduler_args={
-            "max_lr": LEARNING_RATE,
-            "total_steps": options.steps + 1,
-            "pct_start": 0.1,
-            "cycle_momentum": False,
-        },
-        load_strategy=strategy_to_load(options),
-        save_strategy_to_file=options.save / "strategy.json",
-        time_limit=options.time_limit,
-        # The model is called on its own afterwards, to write a sentence; in a pipeline only train_step drives it.
-        excluded=None if strategy_to_load(options) else ["pipeline_parallel"],
-        max_grad_norm=1.0,
-        verbose=True,
-    )
-    assert result is not None
-    if result.report.search is not None and is_first_process():
-        result.report.save(options.save / "report.html")
-        result.report.save(options.save / "report.json")
-    return result
-
-
-def show_strategy(console: Console, result: Result) -> None:
-    """What was applied, and why."""
-    report = result.report
-    mesh = " × ".join(f"{name}={size}" for name, size in report.axes) or "one process"
-    table = Table(title="The strategy as applied", title_justify="left", title_style="bold")
-    for heading in ("method", "settings", "why"):
-        table.add_column(heading, overflow="fold")
-    for row in report.rows:
-        table.add_row(row.name, row.settings, row.why)
-    console.print(
-        f"{report.num_parameters / 1e6:.2f} M parameters, {report.world_size} process(es) ({mesh}) "
-        f"on {report.device}; {report.parameter_bytes_per_rank / MIB:.2f} MiB of parameters on each"
-    )
-    console.print(table)
-    for note in report.notes:
-        console.print(f"note: {note}")
-
-
-def train(result: Result, progress: TrainingProgress, num_steps: int, num_tokens: int) -> None:
-    """Trains for ``num_steps`` steps of ``num_tokens`` tokens, epoch after epoch."""
-    assert result.dataloader is not None
-    with progress:
-        while True:
-            for batch in result.dataloader:
-                loss = result.train_step(batch)
-                result.lr_scheduler.step()
-                progress.advance(float(loss), num_tokens)
-                if len(progress.losses) == num_steps:
-                    return
-
-
-@torch.no_grad()
-def continue_text(model: nn.Module, prompt: str, *, num_bytes: int, context: int, seed: int = 1) -> str:
-    """Lets ``model`` write ``num_bytes`` bytes after ``prompt``.
-
-    Every process must call it: each forward pass gathers the shards of all of them. The seed makes all
-    processes draw the same bytes.
+    Args:
+        console: shows what happens.
+        folder: for everything that is kept.
+        nproc: processes of each job.
+        flags: options that every job gets.
     """
-    model.eval()
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = encode(prompt)
-    for _ in range(num_bytes):
-        logits = model(input_ids=tokens[None, -context:].to(device)).logits[0, -1].float().cpu()  # [V]
-        likely = torch.softmax(logits / 0.5, dim=0)
-        tokens = torch.cat([tokens, torch.multinomial(likely, 1, generator=generator)])
-    return decode(tokens)
+
+    def __init__(self, console: Console, folder: Path, nproc: int, flags: list[str]) -> None:
+        self.folder = folder
+        self._console, self._nproc, self._flags = console, nproc, flags
+        self._begin = time.monotonic()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line with the seconds since the beginning."""
+        self._console.print(f"\n[{time.monotonic() - self._begin:3.0f} s] {text}", style=style)
+
+    def run(self, what: str, place: str, *flags: str) -> Path:
+        """Runs a job; returns its folder, ``place``."""
+        folder = self.folder / place
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        launch = [sys.executable, "-m", "atorch_ns.cli", "launch", "--nproc", str(self._nproc)]
+        command = [*launch, JOB, what, "--save", str(folder), *flags, *self._flags]
+        if code := subprocess.run(command, check=False).returncode:
+            sys.exit(f"the job ended with {code}: {' '.join(command)}")
+        return folder
+
+    def training(self, folder: Path) -> list[dict[str, Any]]:
+        """Each rank's losses, seconds of a step, and how it ended."""
+        return [read(folder / f"training-{rank}.json") for rank in range(self._nproc)]
 
 
-def peak_memory_mib() -> list[float]:
-    """The largest memory each process held: of its GPU where it has one, of the whole process elsewhere."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / MIB
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
-    if not dist.is_initialized():
-        return [peak]
-    peaks = [0.0] * dist.get_world_size()
-    dist.all_gather_object(peaks, peak)
-    return peaks
+def read(path: Path) -> Any:
+    """A JSON file."""
+    return json.loads(path.read_text())
+
+
+def first_act(demo: Demo) -> dict[str, Any]:
+    """The machine as it is: a search, and training with what it found."""
+    demo.say("Act 1: the machine as it is. Which strategy is the fastest?", "bold")
+    found = demo.run("find", "act-1/search")
+    demo.say("Training with it:")
+    trained = demo.run("train", "act-1/training", "--strategy", str(found / "strategy.json"))
+    figures = read(found / "figures.json")
+    best, plain = (figures[name]["measured_seconds"] for name in ("found", "plain"))
+    verdict = "trains; nothing that was tried is faster than the plain strategy, beyond the noise"
+    if figures["found"]["label"] != figures["plain"]["label"]:
+        verdict = f"trains; {plain / best:.2f} times as fast as the plain strategy"
+    return {**figures["found"], **demo.training(trained)[0], "limit": "none", "verdict": verdict}
+
+
+def second_act(demo: Demo, limit: int, losses: list[float]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``limit`` MiB for each rank: the plain strategy runs out of memory, one that is searched for trains."""
+    limited = ("--memory-limit", str(limit))
+    demo.say(f"Act 2: {limit} MiB for each rank, enforced. The plain strategy tries:", "bold")
+    plain = read(demo.folder / "act-1/search/figures.json")["plain"]
+    strategy = str(demo.folder / "act-1/search/plain.json")
+    ranks = demo.training(demo.run("train", "act-2/plain", "--strategy", strategy, *limited))
+    failed = [number for number, rank in enumerate(ranks) if "out of memory" in rank["ended"]]
+    if not failed:
+        sys.exit(f"the plain strategy was to run out of {limit} MiB and did not.")
+    step = len(ranks[failed[0]]["losses"]) + 1
+    verdict = f"out of memory in step {step}"
+
+    demo.say("Is there a strategy that fits?")
+    found = demo.run("find", "act-2/search", *limited)
+    demo.say("Training with it, under the same limit:")
+    trained = demo.run("train", "act-2/training", "--strategy", str(found / "strategy.json"), *limited)
+    outcome = demo.training(trained)[0]
+    if outcome["ended"]:
+        sys.exit(f"the strategy that was found cannot train: {outcome['ended']}")
+    apart = max(abs(one - other) for one, other in zip(losses, outcome["losses"], strict=True))
+    if apart > EQUAL:
+        sys.exit(f"the losses of both acts differ by {apart:.1e}, more than {EQUAL:.0e}.")
+    text = (
+        f"trains; losses as in act 1 (within {apart:.0e})" if apart else "trains; losses equal those of act 1"
+    )
+    return (
+        {**plain, **ranks[0], "limit": f"{limit} MiB", "verdict": verdict},
+        {**read(found / "figures.json")["found"], **outcome, "limit": f"{limit} MiB", "verdict": text},
+    )
+
+
+def summary(columns: dict[str, dict[str, Any]]) -> Table:
+    """Both acts side by side."""
+    table = Table(title="Both acts", title_justify="left", title_style="bold")
+    table.add_column("")
+    for heading in columns:
+        table.add_column(heading, overflow="fold")
+    rows = {
+        "strategy": "label",
+        "memory limit of a rank": "limit",
+        "peak memory, predicted": "predicted_bytes",
+        "peak memory, measured in its trial": "measured_bytes",
+        "step, predicted": "predicted_seconds",
+        "step, measured in its trial": "measured_seconds",
+        "step, measured in training": "step_seconds",
+    }
+    for name, key in rows.items():
+        table.add_row(name, *(shown(key, column[key]) for column in columns.values()))
+    table.add_row("losses of the first steps", *(losses_text(one["losses"][:3]) for one in columns.values()))
+    table.add_row(
+        "losses of the last steps", *(losses_text(one["losses"][3:][-3:]) for one in columns.values())
+    )
+    table.add_row("verdict", *(one["verdict"] for one in columns.values()), style="bold")
+    return table
+
+
+def shown(key: str, value: Any) -> str:
+    """A figure with its unit; a dash for one that there is not."""
+    if value is None:
+        return "–"
+    if key.endswith("_bytes"):
+        return f"{value / MIB:.0f} MiB"
+    return f"{value * 1e3:.0f} ms" if key.endswith("_seconds") else str(value)
+
+
+def losses_text(losses: list[float]) -> str:
+    """Losses in nats."""
+    return " ".join(f"{loss:.5f}" for loss in losses) or "–"
 
 
 def main() -> None:
-    """Accelerates, trains, and lets the model write."""
-    options = read_options()
-    console = Console(quiet=not is_first_process(), highlight=False, markup=False)
+    """Both acts, and the summary."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nproc", type=int, default=2, help="processes of every job")
+    parser.add_argument("--save", type=Path, default=Path("runs/demo"), help="folder for what is kept")
+    options, flags = parser.parse_known_args()  # the rest is for the jobs
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 110
-    result = accelerate(options)
-    show_strategy(console, result)
+        console.width = 120
+    demo = Demo(console, options.save, options.nproc, flags)
 
-    progress = TrainingProgress(console, options.steps, line_every=max(1, options.steps // 15))
-    train(result, progress, options.steps, options.batchsize * options.seq_length)
-    checkpoint.save(options.save / "checkpoint", result, extra={"loss": smoothed(progress.losses)})
-    line = continue_text(result.model, PROMPT, num_bytes=100, context=options.seq_length)
+    first = first_act(demo)
+    held = read(demo.folder / "act-1/search/figures.json")["plain"]
+    limit = round(LIMIT * (held["measured_bytes"] or held["predicted_bytes"]) / MIB)
+    plain, found = second_act(demo, limit, first["losses"])
 
-    losses = progress.losses
-    memory = ", ".join(f"{mib:,.0f} MiB on rank {rank}" for rank, mib in enumerate(peak_memory_mib()))
-    console.print(f"loss        {losses[0]:.3f} {sparkline(losses)} {smoothed(losses):.3f}")
-    console.print(f"speed       {progress.tokens_per_second:,.0f} tokens/s over {progress.seconds:.0f} s")
-    console.print(f"peak memory {memory}")
-    console.print(f"strategy    {options.save / 'strategy.json'}")
-    if result.report.search is not None:
-        console.print(f"report      {options.save / 'report.html'}")
-    console.print(f"checkpoint  {checkpoint.latest(options.save / 'checkpoint')}")
-    console.print(f"it writes   {' '.join(line.split())}", soft_wrap=True)
+    demo.say("Done.")
+    console.print(summary({"act 1": first, "act 2, plain": plain, "act 2, found": found}))
+    for act in ("act-1", "act-2"):
+        place = options.save / act / "search"
+        pictures = " ".join(sorted(path.name for path in (place / "pictures").iterdir()))
+        console.print(
+            f"{act}: strategy.json and report.html in {place}, pictures: {pictures}", soft_wrap=True
+        )
 
 
 if __name__ == "__main__":

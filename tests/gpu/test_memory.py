@@ -11,9 +11,8 @@ import torch
 
 from atorch_ns import auto_accelerate
 from atorch_ns.cluster import Cluster, cluster_from_spec
-from atorch_ns.engine.trial.failures import is_out_of_memory
 from atorch_ns.estimate import Workload, estimate
-from atorch_ns.job import StepOptimizer
+from atorch_ns.job import StepOptimizer, is_out_of_memory, limit_memory
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import profile_model
 from atorch_ns.strategy import Strategy
@@ -105,3 +104,14 @@ def test_out_of_memory_is_recognised() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2 * free, dtype=torch.uint8, device="cuda")
     assert is_out_of_memory(caught.value)
+
+
+def test_a_limit_is_enforced() -> None:
+    device, kept = torch.device("cuda"), torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    with limit_memory(2**28, device):
+        inside = torch.empty(2**27, dtype=torch.uint8, device=device)
+    message = r"of the limit of 128 MiB .* 256 MiB more"
+    with pytest.raises(MemoryError, match=message) as caught, limit_memory(2**27, device):
+        torch.empty(2**28, dtype=torch.uint8, device=device)
+    assert is_out_of_memory(caught.value)
+    assert torch.empty(2**28, dtype=torch.uint8, device=device).nbytes > inside.nbytes > kept.nbytes

@@ -7,9 +7,9 @@ import torch
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
-from atorch_ns.engine.trial.failures import explain, is_out_of_memory
+from atorch_ns.engine.trial.failures import explain
 from atorch_ns.errors import InputError, RankError
-from atorch_ns.job import Job
+from atorch_ns.job import Job, is_out_of_memory
 from atorch_ns.method import Chosen, Method, MethodConfig, Phase, Resolved
 from atorch_ns.strategy import Plan, Strategy
 from tests.engine.inputs import case_inputs

@@ -1,0 +1,178 @@
+"""Memory limit of a process, and out-of-memory detection."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+
+from atorch_ns.errors import BackendError, InputError
+from atorch_ns.text import bytes_text
+
+if sys.platform != "win32":
+    import resource
+
+_MMAP_THRESHOLD: Final = -3
+"""Of glibc's malloc.h."""
+_LARGE: Final = 64 * 2**10
+"""Bytes from which on an allocation is returned to the system when it is freed."""
+
+
+@contextmanager
+def limit_memory(num_bytes: int, device: torch.device) -> Iterator[None]:
+    """Lets this process allocate ``num_bytes`` more than it holds when the block begins; what goes beyond fails.
+
+    On CUDA the limit is that of torch's allocator. On the CPU (Linux) the system enforces it on all private memory:
+    besides tensors, the buffers of libraries, and 8 MiB for the stack of every thread that starts. So start the process
+    group first, build the model inside, and leave 16 MiB for what is no tensor. The C library goes on returning freed
+    tensors to the system after the block.
+
+    Example:
+        >>> with limit_memory(200 * 2**20, torch.device("cpu")):  # doctest: +SKIP
+        ...     _, result, _ = auto_accelerate(build(), ..., load_strategy="strategy.json")
+        ...     train(result)
+
+    Raises:
+        MemoryError: in place of the allocator's error: how much was in use of how much, and what was asked for.
+        BackendError: if this system enforces no limit, or this process has already freed more than the limit and could
+            use that again.
+    """
+    if num_bytes <= 0:
+        raise InputError(f"num_bytes={num_bytes}: a limit of memory must be positive.")
+    before = _bytes_in_use(device)
+    try:
+        with _limited(before + num_bytes, num_bytes, device):
+            yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
+        raise MemoryError(
+            f"out of memory: {bytes_text(used)} of the limit of {bytes_text(num_bytes)} were in use when "
+            f"{_asked_for(error)} were asked for. Use a strategy that needs less, or raise the limit."
+        ) from error
+
+
+@contextmanager
+def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]:
+    """``total`` bytes for all that counts, of which ``num_bytes`` are new."""
+    if device.type == "cuda":
+        share = total / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (total, before[1]))
+    try:
+        if not _is_enforced(num_bytes):
+            raise BackendError(
+                f"a limit of {bytes_text(num_bytes)} cannot be enforced here: the system ignores RLIMIT_DATA, or this "
+                "process has freed more than that before and would use it again. Set the limit in a fresh process."
+            )
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _is_enforced(num_bytes: int) -> bool:
+    """Whether the limit that is set refuses one allocation of more than that, and reused memory does not exceed it."""
+    if _unused_bytes() > num_bytes:
+        return False
+    try:
+        mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return True
+    return False
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    """Bytes that count towards a limit and are in use."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device)
+    if sys.platform != "linux":
+        raise BackendError(
+            f"a limit of memory cannot be enforced on {sys.platform}: it needs Linux, or CUDA."
+        )
+    unused = _unused_bytes()
+    found = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 2**10 - unused
+
+
+def _unused_bytes() -> int:
+    """Bytes that glibc keeps for later allocations, once it has given back what it can; 0 with another C library."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return 0
+    library.mallopt(_MMAP_THRESHOLD, _LARGE)
+    library.malloc_trim(0)
+    library.mallinfo2.restype = _MallocInfo
+    return int(library.mallinfo2().fordblks)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; of its fields only ``fordblks``, the free bytes, is read."""
+
+    _fields_: ClassVar = [(f"field_{index}", ctypes.c_size_t) for index in range(8)]
+    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+def _asked_for(error: BaseException) -> str:
+    """What an allocator's message says was asked for: ``"20.0 MiB more"``."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    if found is None:
+        return "more"
+    number, unit = found[1].split()
+    return (bytes_text(int(number)) if unit == "bytes" else found[1]) + " more"
+
+
+_TEXTS: Final = re.compile(
+    r"""
+    CUDA\ out\ of\ memory                          # torch's allocator
+    | CUDA\ (driver\ )?error:\ out\ of\ memory     # the runtime's and the driver's own, as of a pinned allocation
+    | CUDA_ERROR_OUT_OF_MEMORY | cudaErrorMemoryAllocation
+    | CU(BLAS|SPARSE|SOLVER|FFT)_(STATUS_)?ALLOC_FAILED
+    | CUDNN_STATUS_(ALLOC_FAILED | INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)
+    | Failed\ to\ CUDA\ (calloc|malloc|host\ alloc)    # NCCL
+    | Cuda\ failure\ (2\ )?'out\ of\ memory'       # NCCL
+    | DefaultCPUAllocator:.*can't\ allocate\ memory
+    | not\ enough\ memory:\ you\ tried\ to\ allocate   # torch's CPU allocator
+    | Cannot\ allocate\ memory                     # the system, by errno
+    | std::bad_alloc                               # C++, of gloo's buffers
+    | \bout\ of\ memory\b
+    """,
+    re.VERBOSE,
+)
+_NOT_MEMORY: Final = re.compile(r"out of resource: shared memory")
+"""A Triton kernel that asks for more of a multiprocessor than there is: a smaller batch does not help."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that the device's or the host's memory is full.
+
+    torch has a class for its own allocator's failures only; those of libraries are RuntimeErrors known by their text.
+    What cuBLAS says of its handle (``CUBLAS_STATUS_NOT_INITIALIZED``) has other causes too and does not count.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(current, (RuntimeError, OSError)):
+            text = str(current)
+            if _TEXTS.search(text) and not _NOT_MEMORY.search(text):
+                return True
+        current = current.__cause__
+    return False

@@ -1,0 +1,92 @@
+"""A limit of memory that the system enforces, in fresh processes: one, and two that train."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns import auto_accelerate, notebook
+from atorch_ns.errors import BackendError, InputError, RankError
+from atorch_ns.job import is_out_of_memory, limit_memory
+
+CPU, MIB = torch.device("cpu"), 2**20
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is enforced on Linux alone"),
+    pytest.mark.processes,
+    pytest.mark.timeout(240),
+]
+
+
+def _error_with(num_bytes: int) -> tuple[str, int]:
+    """The error of holding 64 MiB in tensors of ``num_bytes`` under a limit of 32, and how many there were."""
+    before = torch.ones(40 * MIB, dtype=torch.uint8)
+    freed = [torch.ones(24 * MIB, dtype=torch.uint8)]
+    freed.clear()
+    held: list[torch.Tensor] = []
+    with limit_memory(32 * MIB, CPU):
+        for _ in range(10):
+            torch.ones(28 * MIB, dtype=torch.uint8)  # what is freed counts no more
+    with pytest.raises(MemoryError) as caught, limit_memory(32 * MIB, CPU):
+        held.extend(torch.ones(num_bytes, dtype=torch.uint8) for _ in range(64 * MIB // num_bytes))
+    assert is_out_of_memory(caught.value)
+    assert torch.ones(64 * MIB, dtype=torch.uint8).nbytes > before.nbytes  # the limit has ended
+    return str(caught.value), len(held)
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(8 * MIB, "8.00 MiB"), (2**14, "16.0 KiB")])
+def test_what_goes_beyond_the_limit_fails_in_words(num_bytes: int, text: str) -> None:
+    message, num_held = notebook.run(_error_with, (num_bytes,), nproc=1)
+    assert 0.7 * 32 * MIB < num_held * num_bytes <= 32 * MIB
+    assert "MiB of the limit of 32.0 MiB were in use" in message
+    assert f"when {text} more were asked for. Use a strategy" in message
+
+
+def test_other_errors_pass_and_wrong_limits_are_refused() -> None:
+    with pytest.raises(ValueError, match="of the user"), limit_memory(2**40, CPU):
+        raise ValueError("of the user")
+    with pytest.raises(InputError, match="must be positive"), limit_memory(0, CPU):
+        pass
+
+
+def test_a_limit_that_could_not_be_enforced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atorch_ns.job.memory_limit._unused_bytes", lambda: 33 * MIB)
+    with pytest.raises(BackendError, match="cannot be enforced here"), limit_memory(32 * MIB, CPU):
+        pass
+
+
+def _train(strategy: str, limited_ranks: tuple[int, ...] = (0, 1)) -> int:
+    dist.init_process_group("gloo")  # its threads' stacks are no part of what training needs
+    limit = 76 if dist.get_rank() in limited_ranks else 2**20
+    with limit_memory(limit * MIB, CPU):
+        _, result, _ = auto_accelerate(
+            nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(5))),
+            torch.optim.AdamW,
+            torch.randn(16, 1024),
+            lambda batch, output: (output - batch).square().mean(),
+            dataloader_args={"batch_size": 4},
+            load_strategy=[strategy],
+        )
+        assert result is not None
+        for batch in result.dataloader:
+            result.train_step(batch)
+        return result.train_step.num_steps
+
+
+def test_a_strategy_that_shards_trains_where_the_plain_one_cannot() -> None:
+    """20 MiB of parameters: with gradients and Adam's states 80 MiB whole, 40 in halves."""
+    assert notebook.run(_train, ("fsdp",), nproc=2, timeout_s=100) == 4
+    with pytest.raises(RankError) as caught:
+        notebook.run(_train, ("ddp",), nproc=2, timeout_s=100)
+    assert "MemoryError: out of memory" in str(caught.value)
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+def test_a_rank_that_is_left_alone_ends_too() -> None:
+    with pytest.raises(RankError, match="MemoryError: out of memory") as caught:
+        notebook.run(_train, ("ddp", (1,)), nproc=2, timeout_s=100)
+    assert "Connection closed by peer" in caught.value.failures[0]
