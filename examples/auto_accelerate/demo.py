@@ -70,7 +70,7 @@ def read(path: Path) -> Any:
 
 def first_act(demo: Demo) -> dict[str, Any]:
     """The machine as it is: a search, and training with what it found."""
-    demo.say("Act 1: the machine as it is. Which strategy is the fastest?", "bold")
+    demo.say("Act 1: the machine as it is. Which strategy is the fastest, in full precision?", "bold")
     found = demo.run("find", "act-1/search")
     demo.say("Training with it:")
     trained = demo.run("train", "act-1/training", "--strategy", str(found / "strategy.json"))
@@ -171,6 +171,9 @@ def main() -> None:
 
     demo.say("Done.")
     console.print(summary({"act 1": first, "act 2, plain": plain, "act 2, found": found}))
+    console.print(
+        "Under an enforced limit a step takes longer than in a trial: the system takes back what is freed at once."
+    )
     for act in ("act-1", "act-2"):
         place = options.save / act / "search"
         pictures = " ".join(sorted(path.name for path in (place / "pictures").iterdir()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from types import TracebackType
@@ -10,24 +9,12 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["TrainingProgress", "smoothed", "sparkline"]
-
-_BARS = "▁▂▃▄▅▆▇█"
+__all__ = ["TrainingProgress", "smoothed"]
 
 
 def smoothed(losses: list[float], num_last: int = 10) -> float:
     """The mean of the last few losses, since that of a single batch jumps."""
     return statistics.fmean(losses[-num_last:])
-
-
-def sparkline(values: list[float], width: int = 40) -> str:
-    """``values`` drawn in one line of at most ``width`` characters, each the mean of its part."""
-    width = min(width, len(values))
-    edges = [round(position * len(values) / width) for position in range(width + 1)]
-    means = [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
 
 
 class TrainingProgress:

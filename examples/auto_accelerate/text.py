@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["VOCABULARY_SIZE", "ByteWindows", "decode", "encode", "english_text"]
+__all__ = ["VOCABULARY_SIZE", "ByteWindows", "encode", "english_text"]
 
 VOCABULARY_SIZE = 256
 
@@ -24,11 +24,6 @@ def english_text() -> str:
 def encode(text: str) -> Tensor:
     """One token for every byte of ``text``: [number of bytes], int64."""
     return torch.tensor(list(text.encode()), dtype=torch.int64)
-
-
-def decode(tokens: Tensor) -> str:
-    """The text that ``tokens`` [number of bytes] spell; bytes that are no UTF-8 become a replacement sign."""
-    return bytes(tokens.tolist()).decode(errors="replace")
 
 
 class ByteWindows(Dataset[dict[str, Tensor]]):

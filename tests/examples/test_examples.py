@@ -87,7 +87,7 @@ def test_demo_in_two_acts(tmp_path: Path) -> None:
     assert not second[0]["ended"]
     assert all(len(rank["losses"]) < 6 for rank in plain)
     assert "out of memory" in plain[0]["ended"] + plain[1]["ended"]
-    assert len(re.findall(r"^rank [01], step \d: ", output, flags=re.MULTILINE)) == 2
+    assert len(re.findall(r"rank [01], step \d: ", output)) == 2
 
     table = output[output.index("Both acts") :]
     found = Strategy.load(tmp_path / "act-2" / "search" / "strategy.json")
@@ -99,7 +99,7 @@ def test_demo_in_two_acts(tmp_path: Path) -> None:
     assert all(
         (tmp_path / "act-2" / "search" / "pictures" / name).exists() for name in ("memory.svg", "pareto.svg")
     )
-    assert table.count("memory.svg") == 2
+    assert table.count(" memory.svg") == 2
 
 
 def test_small_llama_takes_a_strategy_file_and_runs_without_a_launcher(tmp_path: Path) -> None:
