@@ -129,7 +129,7 @@ def auto_accelerate(
 
     Raises:
         AtorchError: the tree in :mod:`atorch_ns.errors`; on all ranks, if the failure of one can be seen
-            before ranks communicate.
+            before ranks communicate. Else the others raise a ``RankError`` with its reason when its process ends.
     """
     inputs = Inputs(
         model=model,
@@ -153,32 +153,33 @@ def auto_accelerate(
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
-        request = SearchRequest(
-            load_strategy=load_strategy,
-            finetune_strategy=finetune_strategy,
-            save_strategy_to_file=save_strategy_to_file,
-            excluded=excluded,
-            included=included,
-            search=search,
-            time_limit=time_limit,
-            search_history=search_history,
-            search_calibration=search_calibration,
-            search_logs=search_logs,
-            search_engine=search_engine,
-            sample_batch=sample_batch,
-            batch_size=batch_size,
-            ignore_dryrun_on_load_strategy=ignore_dryrun_on_load_strategy,
-            verbose=verbose,
-        )
-        resolved, outcome = _strategy(inputs, cluster, request)
-        compared = _compared(inputs, cluster, resolved, outcome)
-        result = apply_strategy(inputs, cluster, resolved)
-        if compared:
-            result.job.explain(MODEL, compared)
-        if not ignore_dryrun_on_load_strategy:
-            dry_run(result)
-        strategy = _save(result, cluster, save_strategy_to_file, outcome)
-        result.make_report = partial(_report, result, outcome)
+        with cluster.sharing_failures("auto_accelerate"):
+            request = SearchRequest(
+                load_strategy=load_strategy,
+                finetune_strategy=finetune_strategy,
+                save_strategy_to_file=save_strategy_to_file,
+                excluded=excluded,
+                included=included,
+                search=search,
+                time_limit=time_limit,
+                search_history=search_history,
+                search_calibration=search_calibration,
+                search_logs=search_logs,
+                search_engine=search_engine,
+                sample_batch=sample_batch,
+                batch_size=batch_size,
+                ignore_dryrun_on_load_strategy=ignore_dryrun_on_load_strategy,
+                verbose=verbose,
+            )
+            resolved, outcome = _strategy(inputs, cluster, request)
+            compared = _compared(inputs, cluster, resolved, outcome)
+            result = apply_strategy(inputs, cluster, resolved)
+            if compared:
+                result.job.explain(MODEL, compared)
+            if not ignore_dryrun_on_load_strategy:
+                dry_run(result)
+            strategy = _save(result, cluster, save_strategy_to_file, outcome)
+            result.make_report = partial(_report, result, outcome)
     except Exception as error:
         if raise_errors:
             raise

@@ -29,6 +29,7 @@ from atorch_ns.torch_compat import (
     checkpoint_wrapper,
     compile_records,
     count_operators,
+    default_store,
     fake_tensor_mode,
     fake_tensor_type,
     flatten_mesh,
@@ -314,6 +315,15 @@ def test_a_tensor_without_storage_has_a_shape_and_no_memory() -> None:
     assert (made.shape, made.dtype, made.requires_grad) == ((3, 5), torch.bfloat16, False)
     with pytest.raises(NotImplementedError):
         made.sum()
+
+
+def _store() -> list[bytes]:
+    default_store().set("place", "rank " + str(dist.get_rank()))
+    return [default_store().get("place")[:4]]
+
+
+def test_the_store_of_the_default_group() -> None:
+    assert run_ranks(_store, 2) == [[b"rank"]] * 2
 
 
 def test_a_tensor_under_transforms_has_a_plain_one_inside() -> None:

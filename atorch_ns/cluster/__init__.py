@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atorch_ns.cluster.agreement import agree, from_first, gathered, same_everywhere
+from atorch_ns.cluster.agreement import agree, from_first, gathered, same_everywhere, sharing_failures
 from atorch_ns.cluster.calibrate import calibrate
 from atorch_ns.cluster.cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
 from atorch_ns.cluster.devices import DEVICES
@@ -41,6 +41,7 @@ __all__ = [
     "layout",
     "mesh_ranks",
     "same_everywhere",
+    "sharing_failures",
 ]
 
 

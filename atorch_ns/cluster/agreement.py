@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import RankError
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_LOST_CONNECTION = re.compile(
+    r"no longer answers|gloo/|closed by peer|reset by peer|Broken pipe|NCCL|ncclRemoteError"
+)
+"""Of :func:`_reaching`, of gloo, and of NCCL."""
 
 
 def agree(
@@ -56,12 +62,54 @@ def agree(
     ranks = dist.get_process_group_ranks(group)
     failures = {rank: reason for rank, reason in zip(ranks, reasons, strict=True) if reason is not None}
     if failures:
-        shown = first_few([f"rank {rank}: {reason}" for rank, reason in failures.items()], 8, "\n  ")
-        raise RankError(
-            f"{what} failed on {len(failures)} other rank(s), so all stopped:\n  {shown}",
-            failures=failures,
-        )
+        raise _failed_elsewhere(what, failures)
     return result[0]
+
+
+@contextmanager
+def sharing_failures(what: str, *, distributed: bool) -> Iterator[None]:
+    """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
+
+    A rank that waits in a collective for one that failed notices it when that one's process ends, in the backend's words
+    about a lost connection; it raises the failed rank's reason instead. The block itself communicates nothing.
+
+    Args:
+        what: name of the code, for the message.
+        distributed: whether there is a process group.
+
+    Raises:
+        RankError: if another rank failed and this one has lost its connection.
+    """
+    if not distributed:
+        yield
+        return
+    import torch.distributed as dist
+
+    from atorch_ns.torch_compat import default_store
+
+    store, own = default_store(), dist.get_rank()
+    turn = store.add(f"atorch_ns/turn/{own}", 1)  # ranks enter in one order, so it is the same on all
+    keys = [f"atorch_ns/failure/{turn}/{rank}" for rank in range(dist.get_world_size())]
+    try:
+        yield
+    except Exception as error:
+        if not _LOST_CONNECTION.search(str(error)):
+            with suppress(RuntimeError):  # the process that holds the store may have ended
+                store.set(keys[own], error_text(error))
+            raise
+        failures = {}
+        with suppress(RuntimeError):
+            failures = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+        if failures:
+            raise _failed_elsewhere(what, failures) from error
+        raise
+
+
+def _failed_elsewhere(what: str, failures: Mapping[int, str]) -> RankError:
+    shown = first_few([f"rank {rank}: {reason}" for rank, reason in failures.items()], 8, "\n  ")
+    return RankError(
+        f"{what} failed on {len(failures)} other rank(s), so all stopped:\n  {shown}", failures=dict(failures)
+    )
 
 
 def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:

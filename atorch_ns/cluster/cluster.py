@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -212,6 +213,10 @@ class Cluster:
     def same_everywhere(self, values: Mapping[str, str]) -> None:
         """:func:`~atorch_ns.cluster.same_everywhere` over all ranks."""
         agreement.same_everywhere(values, distributed=self.distributed)
+
+    def sharing_failures(self, what: str) -> AbstractContextManager[None]:
+        """:func:`~atorch_ns.cluster.sharing_failures` over all ranks."""
+        return agreement.sharing_failures(what, distributed=self.distributed)
 
     def with_hardware(self) -> Cluster:
         """The same with figures for its devices and links, from the table; those it has are kept.

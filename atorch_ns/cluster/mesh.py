@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from atorch_ns.cluster.agreement import agree
 from atorch_ns.errors import LayoutError
 from atorch_ns.text import clipped
 from atorch_ns.torch_compat import flatten_mesh
@@ -158,7 +159,12 @@ class Mesh:
         self.axes = check_axes(axes)
         if not {"data", "zero"} & {name for name, _ in self.axes}:
             self.axes = (*self.axes, ("data", 1))
-        ranks = mesh_ranks(self.axes, dist.get_world_size(), rank_order)
+        # First: a rank that waits for others to make groups does not notice that one of them has ended.
+        ranks = agree(
+            lambda: mesh_ranks(self.axes, dist.get_world_size(), rank_order),
+            what="arranging the ranks",
+            distributed=True,
+        )
         written = [name for name, _ in reversed(self.axes)]
         names = [name for name in _MESH_ORDER if name in written]
         ranks = ranks.transpose([written.index(name) for name in names])

@@ -27,7 +27,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
+from torch.overrides import TorchFunctionMode
 
 from atorch_ns.api import auto_accelerate
 from atorch_ns.cluster import Cluster
@@ -39,13 +41,14 @@ from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.parity import (
     Trajectory,
+    accelerate_case,
     accelerated_run,
     assert_parity,
     assert_ranks_agree,
     compare,
     reference_run,
 )
-from atorch_ns.testing.workers import run_ranks
+from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 
 @contextmanager
@@ -108,6 +111,7 @@ class MethodConformance:
             ("config", self.configs),
             ("bad_config", self.bad_configs),
             ("case_name", self.cases),
+            ("call", (1, 200, None)),
         ):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values, ids=[str(value) for value in values])
@@ -259,6 +263,18 @@ class MethodConformance:
             assert_ranks_agree(list(runs))
             self._assert_like_plain_torch(case_name, runs[0])
 
+    def test_a_failure_on_one_rank_ends_all_with_its_cause(self, call: int | None) -> None:
+        """An error at a call inside ``apply``, or at its end, on the last rank alone: no rank is left waiting."""
+        get_case(self.cases[0]).build()
+        outcomes = catch_ranks(
+            self._fail_on_last_rank,
+            self.num_ranks,
+            args=(self._strategy(self.configs[0]), call),
+            timeout_s=60,
+        )
+        for outcome in outcomes:
+            assert "on the last rank alone" in outcome.describe(), f"not the cause: {outcome.describe()}"
+
     def test_what_the_caller_gave_is_left_alone(self, config: Any) -> None:
         """The strategy, the arguments, the random states and the settings of torch are as before."""
         case = get_case(self.cases[0])
@@ -312,9 +328,34 @@ class MethodConformance:
             case = get_case(case_name)
             return [accelerated_run(case, strategy, global_batch=self.global_batch) for _ in range(3)]
 
+    def _fail_on_last_rank(self, strategy: list[Any], call: int | None) -> None:
+        if dist.get_rank() == self.num_ranks - 1:
+            self.method.apply = _failing(self.method.apply, call)  # type: ignore[method-assign]  # of this process
+        accelerate_case(get_case(self.cases[0]), strategy, global_batch=self.global_batch)
+
     def _assert_like_plain_torch(self, case_name: str, run: Trajectory) -> None:
         plain = reference_run(get_case(case_name), global_batch=self.global_batch, **self.reference)
         assert_parity(compare(plain, run), param_tol=self.param_tol, loss_tol=self.loss_tol)
+
+
+def _failing(apply: Callable[..., None], call: int | None) -> Callable[..., None]:
+    """Fails at that call of a function of torch, counted from 1, or else at its end."""
+
+    class Fails(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            if self.calls == call:
+                raise ZeroDivisionError("on the last rank alone")
+            return func(*args, **(kwargs or {}))
+
+    def failing(*args: Any) -> None:
+        with Fails():
+            apply(*args)
+        raise ZeroDivisionError("on the last rank alone")
+
+    return failing
 
 
 def _can_be_assigned(config: MethodConfig, name: str) -> bool:

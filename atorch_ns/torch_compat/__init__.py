@@ -17,6 +17,7 @@ from atorch_ns.torch_compat.compile import (
 )
 from atorch_ns.torch_compat.distributed import (
     after_backward,
+    default_store,
     flatten_mesh,
     found_inf_tensors,
     group_timeout,
@@ -60,6 +61,7 @@ __all__ = [
     "checkpoint_wrapper",
     "compile_records",
     "count_operators",
+    "default_store",
     "fake_tensor_mode",
     "fake_tensor_type",
     "flatten_mesh",

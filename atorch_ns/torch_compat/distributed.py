@@ -45,6 +45,11 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+def default_store() -> Any:
+    """The key-value store by which the ranks of the default process group have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def join_fake_group(rank: int, world_size: int) -> None:
     """Starts a default process group that communicates nothing: tensors stay as they are, and no rank is waited for
     (``torch.testing._internal.distributed.fake_pg``)."""

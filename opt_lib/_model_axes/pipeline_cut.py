@@ -75,6 +75,8 @@ def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[i
     mesh = job.mesh.device_mesh
     names = mesh.mesh_dim_names or ()
     dim = names.index("pipeline")
+    # A rank that waits for others to make groups does not notice that one of them has ended.
+    job.cluster.agree(lambda: None, what="reaching the groups of the pipeline")
     lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     timeout = group_timeout(job.device)

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from atorch_ns.cluster import Cluster, agree, agreement, from_first, gathered, same_everywhere
+from atorch_ns.cluster import (
+    Cluster,
+    agree,
+    agreement,
+    from_first,
+    gathered,
+    same_everywhere,
+    sharing_failures,
+)
 from atorch_ns.errors import RankError
+from atorch_ns.testing import catch_ranks
 
 
 def _raise() -> int:
@@ -88,3 +97,22 @@ def test_arguments_that_differ_are_named_with_who_holds_which(monkeypatch: pytes
     assert "seed" not in str(caught.value)
     _others_answer(monkeypatch, own, ranks=[0, 1])
     same_everywhere(own, distributed=True)
+
+
+def _fail_twice() -> None:
+    with pytest.raises(ValueError, match="both"), sharing_failures("the first", distributed=True):
+        raise ValueError("both ranks")
+    with sharing_failures("the second", distributed=True):
+        if dist.get_rank() == 1:
+            raise OSError("the disk is full")
+        dist.barrier()
+
+
+def test_a_rank_that_fails_while_others_communicate_is_named_with_its_reason() -> None:
+    """Not with what a rank said when an earlier block failed."""
+    waiting, failed = catch_ranks(_fail_twice, 2)
+    assert failed.describe().rstrip().endswith("OSError: the disk is full")
+    assert (
+        "RankError: the second failed on 1 other rank(s), so all stopped:\n  rank 1: OSError"
+        in waiting.describe()
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import pytest
 import torch
 
+from atorch_ns.method import Method
 from atorch_ns.testing import BF16_GLOBAL_BATCH
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.networks import DecoderBlock, ResidualBlock
@@ -18,6 +20,8 @@ from opt_lib.gradient_accumulation import GradientAccumulation
 from opt_lib.half import Half
 from opt_lib.module_replace import ModuleReplace
 from opt_lib.parallel_mode import ParallelMode
+from opt_lib.sequence_parallel import SequenceParallel
+from opt_lib.tensor_parallel import TensorParallel
 from opt_lib.zero1 import Zero1
 from opt_lib.zero2 import Zero2
 
@@ -116,3 +120,18 @@ class TestCompile(MethodConformance):
     configs = ("aot_eager", {"backend": "eager", "fullgraph": True})
     bad_configs = (("no_such_backend", "backend"), ({"mode": "fastest"}, "mode"))
     cases = ("mlp",)
+
+
+@pytest.mark.parametrize("call", [1, 200, 2000, None])
+@pytest.mark.parametrize(("axis", "kind"), [("tensor", TensorParallel), ("sequence", SequenceParallel)])
+def test_self_tests_that_fail_on_one_rank_end_all(
+    axis: str, kind: type[Method[Any]], call: int | None
+) -> None:
+    """Most calls of ``apply`` are those of self-tests."""
+
+    class Divided(MethodConformance):
+        method = kind
+        partners = (("parallel_mode", [(axis, 2)]),)
+        cases = ("hf_llama",)
+
+    Divided().test_a_failure_on_one_rank_ends_all_with_its_cause(call)
