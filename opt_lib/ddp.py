@@ -22,6 +22,7 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
+from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.units import (
     SyncSwitch,
     broadcast_from_first,
@@ -182,6 +183,7 @@ def _replicate_parts(job: Job, method: str) -> None:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored)
+        reduce_idle_parameters(job, method)
     job.gradients.skip_sync = skip_sync(job.roots, SyncSwitch())
     job.explain(method, "torch's replicate, since ranks hold parts of the model")
 

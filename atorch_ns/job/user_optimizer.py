@@ -101,8 +101,10 @@ def choose_fused(
     groups = list(groups)
     if any(given.get(key) is not None or any(key in each for each in groups) for key in _DECIDES):
         return False, ""
-    reason = _sparse(models) or next(
-        (reason for group in groups if (reason := _obstacle(kind, group["params"]))), None
+    reason = (
+        _sparse(models)
+        or _late(kind, given, groups)
+        or next((reason for group in groups if (reason := _obstacle(kind, group["params"]))), None)
     )
     if reason is not None:
         return False, f"{kind.__name__}: not fused, since {reason}"
@@ -139,6 +141,15 @@ def _sparse(models: Iterable[nn.Module]) -> str | None:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 kind = type(module).__name__
                 return f"{plain_name(name) or 'the model'} is an {kind} with sparse=True, and no fused kernel takes sparse gradients"
+    return None
+
+
+def _late(
+    kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> str | None:
+    """SGD's kernel takes momenta of all parameters or of none (torch 2.13)."""
+    if kind is torch.optim.SGD and any({**given, **group}.get("momentum") for group in groups):
+        return "torch's fused SGD with momentum fails where a parameter gets its first gradient after the first step"
     return None
 
 

@@ -19,6 +19,7 @@ from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.strategy import MODEL_AXES
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
+from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.reads import gather_where_read
 from opt_lib._sharded.units import (
     SyncSwitch,
@@ -77,6 +78,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
     gather_where_read(job, method, options)
+    reduce_idle_parameters(job, method)
     note_separate_head(job, method, units)
 
 

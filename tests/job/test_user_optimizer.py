@@ -148,9 +148,25 @@ def test_when_it_is_used(optim_func: Any, optim_args: Any, groups: Any, used: bo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_on_a_cpu_are_left_to_the_loop(dtype: torch.dtype) -> None:
     groups = [{"params": [nn.Parameter(torch.ones(64, dtype=dtype))]}]
-    used, why = choose_fused(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, groups)
+    used, why = choose_fused(torch.optim.SGD, {"lr": 0.1}, groups)
     assert not used
     assert "not right for" in why
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+def test_momentum_of_parameters_that_are_used_late_is_left_to_the_loop(in_group: bool) -> None:
+    early, late = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    group = {"params": [early, late], **({"momentum": 0.9} if in_group else {})}
+    given = {"lr": 0.1, **({} if in_group else {"momentum": 0.9})}
+    used, why = choose_fused(torch.optim.SGD, given, [group])
+    assert not used
+    assert "first gradient after the first step" in why
+    optimizer = torch.optim.SGD([group], **given, fused=True)
+    early.grad = torch.ones(2)
+    optimizer.step()
+    late.grad = torch.ones(2)
+    with pytest.raises(TypeError, match="expected Tensor"):  # when torch has mended it, this fails
+        optimizer.step()
 
 
 def test_what_stands_in_the_way_is_said() -> None:

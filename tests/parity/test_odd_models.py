@@ -19,7 +19,7 @@ from atorch_ns.testing.parity import (
     compare,
     reference_run,
 )
-from atorch_ns.testing.workers import run_ranks
+from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 STRATEGIES: tuple[list[Any], ...] = (["ddp"], ["zero1"], ["zero2"], ["fsdp"])
 
@@ -109,14 +109,49 @@ class Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.usual = nn.Linear(4, 1)
-        self.rare = nn.Linear(4, 1)
+        self.usual = nn.Linear(4, 2)
+        self.rare = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.usual(x)
         chosen = x[:, 0] > 0.8  # (0, 2), (0, 0), (0, 1), (1, 1), (0, 0) samples of two ranks in five steps
         if chosen.any():
             out = out.index_add(0, chosen.nonzero()[:, 0], self.rare(x[chosen]))
+        return out.sum(1, keepdim=True)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps no activations: its backward pass calls the layers again, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:  # type: ignore[override]
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            start = ctx.saved_tensors[0].detach().requires_grad_()
+            y = start
+            for layer in ctx.layers:
+                y = layer[1](layer[0](y))
+            y.backward(gradient)
+        return start.grad, None
+
+
+class Reversible(nn.Module):
+    """Its layers are called by an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(_Recomputed.apply(self.first(x), self.layers))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -215,20 +250,34 @@ def _case(kind: Callable[[], nn.Module], *, named: bool = False) -> Case:
     )
 
 
+def _train(kind: Callable[[], nn.Module], strategy: list[Any]) -> None:
+    accelerated_run(_case(kind), strategy)
+
+
 def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
     return [accelerated_run(_case(kind), strategy) for strategy in _strategies(kind)]
 
 
 def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
-    # torch's fully_shard reduces what a rank has gradients of, and needs the same parameters on all ranks.
     if kind in (Containers, ReadApart, TwoTowers):
         return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
-    return STRATEGIES[:2] if kind is Sometimes else STRATEGIES
+    return STRATEGIES[:2] if kind is Reversible else STRATEGIES
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Containers, ReadApart, TwoTowers, Unused, Sometimes, OneParameter, Frozen, Convolutions, Twice],
+    [
+        Containers,
+        ReadApart,
+        TwoTowers,
+        Unused,
+        Sometimes,
+        Reversible,
+        OneParameter,
+        Frozen,
+        Convolutions,
+        Twice,
+    ],
     ids=lambda k: k.__name__,
 )
 def test_odd_models(kind: Callable[[], nn.Module]) -> None:
@@ -273,3 +322,15 @@ def test_a_batch_with_more_than_forward_takes() -> None:
     for rank in zip(*run_ranks(_train_named, 2), strict=True):
         assert_parity(compare(reference, rank[0]))
         assert_ranks_agree(rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (["fsdp"], "StepError: Linear is called in the backward pass"),
+        ([("parallel_mode", ([("pipeline", 2)], None))], "divided over pipeline, the model trains otherwise"),
+    ],
+)
+def test_gradients_by_the_models_own_function_are_not_divided(strategy: list[Any], text: str) -> None:
+    for outcome in catch_ranks(_train, 2, args=(Reversible, strategy)):
+        assert text in outcome.describe()

@@ -59,7 +59,7 @@ def refused_cuts(graph: CallGraph) -> dict[int, str]:
     """The positions at which the model cannot be cut, each with the reason."""
     refused: dict[int, str] = {}
     for cut in range(1, len(graph.calls)):
-        problem = _read_problem(graph, cut)
+        problem = _problem(graph, cut)
         if not problem:
             try:
                 _crossing(graph, cut, ())
@@ -82,7 +82,7 @@ def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...
     forced: set[int] = set()
     for place in range(len(cuts) - 1, -1, -1):
         cut = cuts[place]
-        problem = _read_problem(graph, cut)
+        problem = _problem(graph, cut)
         if problem:
             raise InputError(f"the model cannot be cut before {graph.calls[cut].path}: {problem}")
         crossing = _crossing(graph, cut, forced)
@@ -164,7 +164,12 @@ def _num_bytes(graph: CallGraph, values: Collection[int]) -> int:
     return sum(graph.values[value].spec.num_bytes for value in values)
 
 
-def _read_problem(graph: CallGraph, cut: int) -> str:
+def _problem(graph: CallGraph, cut: int) -> str:
+    if cut in graph.sealed:
+        return (
+            f"{graph.calls[cut].path} is called by a torch.autograd.Function of the model's own, which computes gradients "
+            "itself and cannot do so across stages. Cut before or after it"
+        )
     for position, value in graph.reads:
         if position <= cut:
             path = graph.calls[graph.values[value].last_call].path

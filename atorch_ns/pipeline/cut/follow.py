@@ -52,10 +52,9 @@ class Follower(TorchFunctionMode):
     Args:
         model: the model whose forward pass is followed, on fake or real tensors.
         units: units of the model, none inside another.
-        trainable: whether parameters alone decide which tensors need gradients, for passes without autograd.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[NamedModule], *, trainable: bool = False) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[NamedModule]) -> None:
         super().__init__()
         self._units = tuple(units)
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
@@ -64,7 +63,6 @@ class Follower(TorchFunctionMode):
             for unit in self._units
             for name, buffer in unit.module.named_buffers()
         }
-        self._by_parameters = trainable
         self._busy = False
         self._depth = 0
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -79,6 +77,9 @@ class Follower(TorchFunctionMode):
         self._reads: list[tuple[int, int]] = []
         self._mutates = False
         self._taken_apart: set[str] = set()
+        self._without_grad: list[int] = []  # calls made without gradients, as an autograd function makes them
+        self._gradless: set[int] = set()  # values made so
+        self._sealed: set[int] = set()
         self.on_call: Callable[[int, bool], None] | None = None
 
     @property
@@ -113,6 +114,7 @@ class Follower(TorchFunctionMode):
             reads=tuple(self._reads),
             mutates=self._mutates,
             taken_apart=frozenset(self._taken_apart),
+            sealed=frozenset(self._sealed),
         )
 
     def __torch_function__(
@@ -168,9 +170,11 @@ class Follower(TorchFunctionMode):
         self, tensor: torch.Tensor, *, needs_grad: bool, position: int | None = None, **fields: Any
     ) -> int:
         number = len(self._values)
-        spec = self._spec(tensor, needs_grad)
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         made = len(self._calls) if position is None else position
         self._values.append(Value(spec=spec, position=made, **fields))
+        if not torch.is_grad_enabled():
+            self._gradless.add(number)
         self._grads.append(needs_grad and tensor.is_floating_point())
         self._numbers[id(tensor)] = number
         self._kept.append(tensor)
@@ -179,14 +183,10 @@ class Follower(TorchFunctionMode):
             sharers.append(tensor)
         return number
 
-    def _spec(self, tensor: torch.Tensor, needs_grad: bool) -> TensorSpec:
-        grad = needs_grad and tensor.is_floating_point() if self._by_parameters else tensor.requires_grad
-        return TensorSpec(tuple(tensor.shape), tensor.dtype, grad)
-
     def _number(self, tensor: torch.Tensor) -> int:
         """The number of the value that a tensor holds now."""
         number = self._numbers.get(id(tensor))
-        if number is not None:
+        if number is not None and not self._gains_grad(tensor, number):
             return number
         name, parameter = self._parameters.get(id(tensor), ("", None))
         if parameter is not None:
@@ -194,12 +194,22 @@ class Follower(TorchFunctionMode):
         hidden = self._hidden(tensor)
         if hidden is not None:
             return hidden
-        sharers = self._by_storage.get(_storage(tensor), [])
-        if sharers:  # a view whose creation was not seen
-            return self._add(tensor, [self._numbers[id(sharers[-1])]])
+        sharers = [self._numbers[id(one)] for one in self._by_storage.get(_storage(tensor), [])]
+        if sharers and not self._gains_grad(tensor, sharers[-1]):  # a view whose creation was not seen
+            return self._add(tensor, [sharers[-1]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
             return self._put(tensor, needs_grad=False)
-        return self._put(tensor, needs_grad=True, last_call=len(self._calls) - 1, followable=False)
+        if self._without_grad:
+            self._sealed.update(range(self._without_grad[0] + 1, len(self._calls)))
+            self._without_grad = []
+        inputs = tuple(sharers[-1:]) if number is None else (number,)
+        return self._put(
+            tensor, inputs=inputs, needs_grad=True, last_call=len(self._calls) - 1, followable=False
+        )
+
+    def _gains_grad(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether a value that was made without gradients has them now, as results of autograd functions do."""
+        return number in self._gradless and tensor.grad_fn is not None
 
     def _hidden(self, tensor: torch.Tensor) -> int | None:
         """The value of a tensor that a unit holds, or made and did not return."""
@@ -230,8 +240,9 @@ class Follower(TorchFunctionMode):
                 continue
             alias = tensor.view_as(tensor)
             attributes[name] = alias
-            grad = tensor.requires_grad or (self._needs_grad(number) and self._by_parameters)
-            self._put(alias, needs_grad=grad, last_call=number, followable=False, hidden=place)
+            self._put(
+                alias, needs_grad=tensor.requires_grad, last_call=number, followable=False, hidden=place
+            )
 
     def _needs_grad(self, number: int) -> bool:
         call = self._calls[number]
@@ -245,6 +256,8 @@ class Follower(TorchFunctionMode):
             call = _OpenCall(unit, [self._number(tensor) for tensor in given])
             self._versions = [(tensor, tensor._version) for tensor in given]
             call.attributes = {place: tensor for place, _, _, tensor in _attributes(unit)}
+            if not torch.is_grad_enabled():
+                self._without_grad.append(len(self._calls))
             self._calls.append(call)
             if self.on_call is not None:
                 self.on_call(len(self._calls) - 1, True)

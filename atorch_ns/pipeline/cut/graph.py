@@ -181,6 +181,7 @@ class CallGraph:
             on a call, and may have branched on them.
         mutates: whether a value that depends on a call was changed in place.
         taken_apart: paths of units whose parts were called from outside of them.
+        sealed: positions inside of autograd functions of the model's own.
     """
 
     calls: tuple[Call, ...]
@@ -189,6 +190,7 @@ class CallGraph:
     reads: tuple[tuple[int, int], ...] = ()
     mutates: bool = False
     taken_apart: frozenset[str] = frozenset()
+    sealed: frozenset[int] = frozenset()
 
     @property
     def paths(self) -> tuple[str, ...]:

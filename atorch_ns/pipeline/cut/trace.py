@@ -147,8 +147,10 @@ def trace_with_values(
     Raises:
         InputError: if the model or the loss raises.
     """
-    follower = Follower(model, units, trainable=True)
-    with buffers_and_generators_kept(model, device), torch.no_grad():
+    follower = Follower(model, units)
+    empty = torch.empty(0)  # in place of what a backward pass would need
+    nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda _: empty, lambda kept: kept)
+    with buffers_and_generators_kept(model, device), torch.enable_grad(), nothing_saved:
         try:
             _run(model, batch, follower, how, device)
         except Exception as error:

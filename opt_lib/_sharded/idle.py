@@ -1,0 +1,143 @@
+"""Parameters that a pass leaves idle on some ranks, as those of experts that got no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import unique_tensors_of
+from atorch_ns.errors import StepError
+from atorch_ns.job import Job
+from atorch_ns.text import first_few
+from atorch_ns.torch_compat import after_backward, in_backward, plain_name, unwrap_checkpoint
+
+
+def reduce_idle_parameters(job: Job, method: str) -> None:
+    """Lets ranks call different modules of a unit, and says in the report which were left out."""
+    if job.plan.compiled:  # the compiler would trace the hooks
+        return
+    assert job.mesh is not None
+    parameters = [parameter for root in job.roots for parameter in root.parameters()]
+    empty = {
+        place
+        for place, one in enumerate(parameters)
+        if isinstance(one, DTensor) and not one.to_local().numel()
+    }
+    somewhere = set().union(*job.cluster.gathered(empty, group=job.mesh.data_group))
+    idle = IdleParameters(parameters[place] for place in somewhere)
+    for root in job.roots:
+        idle.attach(root)
+    job.explain(method, idle.text)
+
+
+class IdleParameters:
+    """Gives the parameters of modules that a pass has not called a gradient that adds nothing.
+
+    ``fully_shard`` reduces what a rank has gradients of, so that ranks which use different parameters would exchange
+    buffers of different sizes. A parameter that no rank has used has no gradient afterwards, as in one process.
+
+    Args:
+        kept: parameters that some rank holds nothing of, to tell by whether they were used: their gradients stay zeros.
+    """
+
+    def __init__(self, kept: Iterable[nn.Parameter]) -> None:
+        self._kept = set(kept)
+        self._names: dict[nn.Module, str] = {}
+        self._idle: dict[nn.Module, None] = {}
+        self._seen: dict[str, None] = {}
+
+    def attach(self, root: nn.Module) -> None:
+        """Watches the passes of the units in ``root``."""
+        self._names |= {module: plain_name(name) for name, module in root.named_modules()}
+        root.register_forward_pre_hook(lambda *_: self._idle.clear())  # of a backward pass that has failed
+        for unit in root.modules():
+            parts = [part for part in _gathered_by(unit) if any(True for _ in _trainable(part))]
+            if isinstance(unit, FSDPModule) and parts:
+                _watch(unit, parts, self._left_out)
+
+    def text(self) -> str:
+        """What is known by now, for the report."""
+        what = "modules that some pass has not called on this rank, where their gradients count as none: "
+        return what + first_few(list(self._seen)) if self._seen else ""
+
+    def _left_out(self, parts: list[nn.Module]) -> None:
+        """Begins the backward pass of a unit that has left out ``parts``, and whose parameters are whole now."""
+        if not self._idle:
+            after_backward(self._end)
+        self._idle.update(dict.fromkeys(parts))
+        self._seen.update(dict.fromkeys(self._names[part] for part in parts))
+        for part in parts:
+            for parameter in _trainable(part):
+                if parameter.grad is None:
+                    # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
+                    parameter.grad = torch.full_like(parameter, -0.0)
+
+    def _end(self) -> None:
+        parts = list(self._idle)
+        self._idle.clear()
+        for parameter in (parameter for part in parts for parameter in _trainable(part)):
+            if parameter.grad is None or parameter in self._kept:
+                continue
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            if not local.any() and bool(local.signbit().all()):
+                parameter.grad = None
+
+
+def _gathered_by(unit: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside a unit that belong to no unit inside it."""
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield child
+            yield from _gathered_by(child)
+
+
+def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
+
+
+def _watch(unit: nn.Module, parts: list[nn.Module], left_out: Callable[[list[nn.Module]], None]) -> None:
+    """Calls ``left_out`` in each backward pass of ``unit`` with those of ``parts`` that its forward pass has not called."""
+    called: set[nn.Module] = set()
+    class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix(
+        "FSDP"
+    )  # that fully_shard has put before it
+
+    def end(_: nn.Module, inputs: Any, output: Any) -> None:
+        idle = [part for part in parts if part not in called]
+        if idle and torch.is_grad_enabled():
+            begin = _once(partial(left_out, idle))
+            for tensor in unique_tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(begin)
+
+    sharded = {id(parameter) for part in parts for parameter in _trainable(part)}
+
+    def note(part: nn.Module, _: Any) -> None:
+        called.add(part)
+        if in_backward() and any(id(parameter) in sharded for parameter in _trainable(part)):
+            raise StepError(
+                f"{type(part).__name__} is called in the backward pass, by a torch.autograd.Function of the model's own, "
+                f"while its parameters are divided: they are gathered where {class_name} is called. Train it with "
+                f"ddp or zero1, or leave it out of sharding: atorch_ignored_cls=[{class_name!r}]."
+            )
+
+    unit.register_forward_pre_hook(lambda *_: called.clear())
+    for part in parts:
+        part.register_forward_pre_hook(note)
+    unit.register_forward_hook(end)
+
+
+def _once(action: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    actions = [action]
+
+    def hook(_: torch.Tensor) -> None:
+        if actions:
+            actions.pop()()
+
+    return hook
