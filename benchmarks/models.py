@@ -54,7 +54,8 @@ off, since processes draw other masks than one does, so that no two such runs ca
 compared with one process that has the same micro-batches, as every model is whose loss is no mean over samples.
 
 - *equal*: every loss and every parameter is that of one process (2e-4 of a parameter's update, or ten times what one rounding of
-  the weights at the start changes), and all ranks end with the same bits.
+  the weights at the start changes), and all ranks end with the same bits. What is not equal so in fp32 is run again in fp64, and
+  judged there.
 - *refused*: our own error, with its reason, on every rank.
 - *wrong*, *hung* (at the limit of {_TIMEOUT_S:.0f} s, more on a busy machine), *raw error* (an error of torch or of the model's code): none is wanted.
 

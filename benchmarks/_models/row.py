@@ -171,29 +171,29 @@ class References:
 
     def __init__(self, case: Case, folder: Path, timeout_s: float) -> None:
         self._case, self._folder, self._timeout_s = case, folder, timeout_s
-        self._found: dict[torch.dtype | None, Reference] = {}
+        self._found: dict[tuple[torch.dtype | None, bool], Reference] = {}
 
-    def of(self, strategy: Strategy) -> Reference:
-        """The one with which a strategy is compared.
+    def of(self, strategy: Strategy, *, double: bool = False) -> Reference:
+        """The one with which a strategy is compared; in double precision, if that is asked for.
 
         Raises:
             Unfit: if the case does not train, or rounding decides what it does.
         """
-        dtype = strategy.autocast_dtype
-        if dtype not in self._found:
-            call = (self._case, self._folder, dtype)
+        key = dtype, _ = strategy.autocast_dtype, double
+        if key not in self._found:
+            call = (self._case, self._folder, dtype, double)
             (outcome,) = catch_ranks(
                 _reference, 1, args=call, timeout_s=self._timeout_s, init_process_group=False
             )
             if outcome.value is None:
                 raise Unfit(f"in one process: {_last_line(outcome)}")
-            self._found[dtype] = outcome.value
-        return self._found[dtype]
+            self._found[key] = outcome.value
+        return self._found[key]
 
 
-def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference:
+def _reference(case: Case, folder: Path, dtype: torch.dtype | None, only_double: bool) -> Reference:
     began, began_cpu = time.perf_counter(), time.process_time()
-    for double, rate in _ATTEMPTS:
+    for double, rate in (attempt for attempt in _ATTEMPTS if attempt[0] or not only_double):
         exact, apart = _twice(_in_double(case) if double else case, rate, dtype)
         if apart.max_param_error <= MOST_NOISE or dtype is not None:
             break
@@ -204,7 +204,7 @@ def _reference(case: Case, folder: Path, dtype: torch.dtype | None) -> Reference
         )
     tried, runs = _in_double(case) if double else case, {"": exact}
     runs |= {name: _run(InParts.of(tried, _PARTS[name]), rate, dtype) for name in _parts(tried)}
-    paths = {name: folder / f"reference_{dtype}_{name}.pt" for name in runs}
+    paths = {name: folder / f"reference_{dtype}_{double}_{name}.pt" for name in runs}
     for name, path in paths.items():
         torch.save(runs[name], path)
     return Reference(
@@ -294,12 +294,31 @@ def _round(model: nn.Module) -> None:
                 parameter.mul_(1 + torch.finfo(parameter.dtype).eps * units)
 
 
-def run_row(case: Case, strategy: Strategy, reference: Reference, timeout_s: float) -> dict[str, Any]:
-    """The row of a case under a strategy."""
+def run_row(case: Case, strategy: Strategy, references: References, timeout_s: float) -> dict[str, Any]:
+    """The row of a case under a strategy. What differs in single precision is run again in double.
+
+    Raises:
+        Unfit: if there is nothing to compare with.
+    """
+    reference = references.of(strategy)
+    row = _row(case, strategy, reference, timeout_s)
+    if row["is"] != "wrong" or reference.double or strategy.autocast_dtype is not None:
+        return row
+    try:
+        double = references.of(strategy, double=True)
+    except Unfit as error:
+        return {**row, "in double precision": str(error)}
+    return {**_row(case, strategy, double, timeout_s), "in single precision": row["reason"]}
+
+
+def _row(case: Case, strategy: Strategy, reference: Reference, timeout_s: float) -> dict[str, Any]:
     methods = None if strategy.methods is None else _with_batch_norms(strategy.methods, case.build())
     began = time.perf_counter()
     outcomes = catch_ranks(
-        _train, strategy.num_ranks, args=(case, methods, reference, parent_tie()), timeout_s=timeout_s
+        _train,
+        strategy.num_ranks,
+        args=(case, methods, reference, parent_tie()),
+        timeout_s=timeout_s * reference.slowness,
     )
     return {
         **judged(outcomes, reference, strategy),

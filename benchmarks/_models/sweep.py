@@ -164,7 +164,7 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
                 rows.add({**facts, "strategy": strategy.name, "is": "no mixture"})
                 continue
             try:
-                reference = references.of(strategy)
+                row = run_row(case, strategy, references, timeout_s * _busy())
             except Unfit as error:
                 whole = strategy.autocast_dtype is None  # then no row of this model can be compared
                 rows.add(
@@ -173,5 +173,4 @@ def _of_model(entry: Entry, strategies: Iterable[Strategy], rows: Rows, timeout_
                 if whole:
                     return
                 continue
-            limit_s = timeout_s * max(_busy(), reference.slowness)
-            rows.add({**facts, "strategy": strategy.name, **run_row(case, strategy, reference, limit_s)})
+            rows.add({**facts, "strategy": strategy.name, **row})

@@ -67,14 +67,14 @@ def _entry(spoil: str = "") -> Entry:
 )
 def test_a_row_says_what_came_of_it(spoil: str, outcome: str, reason: str, tmp_path: Path) -> None:
     case = _entry(spoil).case()
-    row = run_row(case, DDP, References(case, tmp_path, 60).of(DDP), 60)
+    row = run_row(case, DDP, References(case, tmp_path, 60), 60)
     assert (row["is"], reason in row.get("reason", "")) == (outcome, True)
 
 
 @pytest.mark.timeout(120)
 def test_what_we_refuse_is_refused_with_our_reason(tmp_path: Path) -> None:
     case = _entry().case()
-    row = run_row(case, SEQUENCE, References(case, tmp_path, 60).of(SEQUENCE), 60)
+    row = run_row(case, SEQUENCE, References(case, tmp_path, 60), 60)
     assert (row["is"], "sequence_parallel" in row["reason"]) == ("refused", True)
 
 

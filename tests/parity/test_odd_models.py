@@ -65,6 +65,7 @@ class ReadApart(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
         self.stem = Parts()
+        self.queries = nn.Embedding(4, 4)
         self.last = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,6 +74,7 @@ class ReadApart(nn.Module):
             x = x + torch.tanh(nn.functional.linear(x, layer.weight))
         for block in self.blocks:
             x = block(x) + 0.1 * x @ block[0].weight.T  # type: ignore[index]
+        x = x + 0.1 * x @ self.queries.weight
         out: Tensor = self.last(x)
         return out
 

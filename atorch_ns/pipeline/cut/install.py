@@ -26,7 +26,8 @@ class StageAssignment:
     Attributes:
         ranges: the stages.
         rank_of: the rank (along the pipeline) of each stage.
-        unit_stages: the stages that call a unit, by its path; the first stage for units that are never called.
+        unit_stages: the stages that call a unit, by its path; for units that are never called, those that
+            read its parameters, or else the first.
         parameter_stages: the stages that need a parameter, by the first of its names.
     """
 
@@ -87,10 +88,15 @@ def divide_parameters(
         between = stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent)
         for name in between:
             needed[name].add(number)
+    for unit in units:
+        if not callers[unit.name]:  # it goes where its parameters are read, all of them together
+            own = {names[id(parameter)] for parameter in unit.module.parameters()}
+            callers[unit.name] = set().union(*(needed[name] for name in own)) or {0}
+            needed |= {name: needed[name] | callers[unit.name] for name in own}
     return StageAssignment(
         ranges=stages,
         rank_of=tuple(rank_of),
-        unit_stages={path: tuple(sorted(found or {0})) for path, found in callers.items()},
+        unit_stages={path: tuple(sorted(found)) for path, found in callers.items()},
         parameter_stages={name: tuple(sorted(found or {0})) for name, found in needed.items()},
     )
 
