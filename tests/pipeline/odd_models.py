@@ -257,6 +257,37 @@ class FrozenStart(Base):
         return self.head(h)
 
 
+class Tower(nn.Module):
+    """Tells its dtype by its parameters, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Towers(nn.Module):
+    """Asks parts of other stages for their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.first, self.second = Tower(), Tower()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).to(self.first.dtype)
+        h = self.second(self.first(h).to(self.second.dtype))
+        return self.head(h.to(self.first.dtype))
+
+
 class Unused(Base):
     """A block that nobody calls."""
 
@@ -283,6 +314,7 @@ FOLLOWED = (
     NestedOutputs,
     Attributes,
     FrozenStart,
+    Towers,
     Unused,
 )
 """Models that can be cut anywhere and draw no random numbers."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -141,6 +142,7 @@ def install_stages(
     in_use = _modules_in_use(model, units, mine)
     switch = PassSwitch()
     places = _places(model)
+    asked = {module: found for module in model.modules() if (found := _asked_for(module)) is not None}
     modules: dict[str, nn.Module] = {}
     for unit in units:
         made: nn.Module
@@ -151,7 +153,12 @@ def install_stages(
         modules[unit.name] = made
         for parent, name in places[id(unit.module)]:
             parent._modules[name] = made
+        if unit.module in asked:
+            asked[made] = asked[unit.module]
     _release_between(model, units, kept_ids, settings.device)
+    for module, parameter in asked.items():
+        if module is not model and next(module.parameters(), None) is None:
+            module.__dict__["parameters"] = partial(_lent, _without_memory(parameter, settings.device))
     model.register_forward_pre_hook(_seeding(switch, settings))
     return tuple(
         StageModule(
@@ -165,6 +172,19 @@ def install_stages(
         )
         for stage in own
     )
+
+
+def _asked_for(module: nn.Module) -> nn.Parameter | None:
+    """The first of the parameters that a class may look for to give its dtype or device, as transformers' do."""
+    kind = type(module)
+    if not any(isinstance(getattr(kind, name, None), property) for name in ("dtype", "device")):
+        return None
+    return next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+
+
+def _lent(parameter: torch.Tensor, recurse: bool = True) -> Iterator[torch.Tensor]:
+    """In place of the method ``parameters`` of a module that holds none here: one without memory."""
+    return iter((parameter,) if recurse else ())
 
 
 def _seeding(switch: PassSwitch, settings: StageSettings) -> Callable[..., None]:
