@@ -183,7 +183,7 @@ def _replicate_parts(job: Job, method: str) -> None:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored)
-        reduce_idle_parameters(job, method)
+        reduce_idle_parameters(job, method, ignored)
     job.gradients.skip_sync = skip_sync(job.roots, SyncSwitch())
     job.explain(method, "torch's replicate, since ranks hold parts of the model")
 

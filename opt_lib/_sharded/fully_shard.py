@@ -78,7 +78,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
     gather_where_read(job, method, options)
-    reduce_idle_parameters(job, method)
+    reduce_idle_parameters(job, method, options["ignored_params"])
     note_separate_head(job, method, units)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,12 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_backward, in_backward, plain_name, unwrap_checkpoint
 
 
-def reduce_idle_parameters(job: Job, method: str) -> None:
-    """Lets ranks call different modules of a unit, and says in the report which were left out."""
+def reduce_idle_parameters(job: Job, method: str, ignored: Collection[nn.Parameter]) -> None:
+    """Lets ranks call different modules of a unit, and says in the report which were left out; collective.
+
+    Args:
+        ignored: parameters that belong to no unit.
+    """
     if job.plan.compiled:  # the compiler would trace the hooks
         return
     assert job.mesh is not None
@@ -30,7 +34,7 @@ def reduce_idle_parameters(job: Job, method: str) -> None:
         if isinstance(one, DTensor) and not one.to_local().numel()
     }
     somewhere = set().union(*job.cluster.gathered(empty, group=job.mesh.data_group))
-    idle = IdleParameters(parameters[place] for place in somewhere)
+    idle = IdleParameters((parameters[place] for place in somewhere), ignored)
     for root in job.roots:
         idle.attach(root)
     job.explain(method, idle.text)
@@ -44,10 +48,12 @@ class IdleParameters:
 
     Args:
         kept: parameters that some rank holds nothing of, to tell by whether they were used: their gradients stay zeros.
+        ignored: parameters that belong to no unit.
     """
 
-    def __init__(self, kept: Iterable[nn.Parameter]) -> None:
+    def __init__(self, kept: Iterable[nn.Parameter], ignored: Collection[nn.Parameter]) -> None:
         self._kept = set(kept)
+        self._ignored = ignored
         self._names: dict[nn.Module, str] = {}
         self._idle: dict[nn.Module, None] = {}
         self._seen: dict[str, None] = {}
@@ -57,7 +63,9 @@ class IdleParameters:
         self._names |= {module: plain_name(name) for name, module in root.named_modules()}
         root.register_forward_pre_hook(lambda *_: self._idle.clear())  # of a backward pass that has failed
         for unit in root.modules():
-            parts = [part for part in _gathered_by(unit) if any(True for _ in _trainable(part))]
+            parts = [
+                part for part in _gathered_by(unit) if any(p not in self._ignored for p in _trainable(part))
+            ]
             if isinstance(unit, FSDPModule) and parts:
                 _watch(unit, parts, self._left_out)
 
@@ -74,7 +82,7 @@ class IdleParameters:
         self._seen.update(dict.fromkeys(self._names[part] for part in parts))
         for part in parts:
             for parameter in _trainable(part):
-                if parameter.grad is None:
+                if parameter.grad is None and parameter not in self._ignored:
                     # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
 
@@ -124,7 +132,7 @@ def _watch(unit: nn.Module, parts: list[nn.Module], left_out: Callable[[list[nn.
             raise StepError(
                 f"{type(part).__name__} is called in the backward pass, by a torch.autograd.Function of the model's own, "
                 f"while its parameters are divided: they are gathered where {class_name} is called. Train it with "
-                f"ddp or zero1, or leave it out of sharding: atorch_ignored_cls=[{class_name!r}]."
+                f"ddp or zero1 alone, or leave it out of sharding: atorch_ignored_cls=[{class_name!r}]."
             )
 
     unit.register_forward_pre_hook(lambda *_: called.clear())

@@ -148,6 +148,7 @@ FAULTS = {
     "test_it_is_found_by_its_name": "",
     "test_the_defaults_are_the_empty_config": "",
     "test_a_config_survives_its_file": "",
+    "test_a_failure_on_one_rank_ends_all_with_its_cause": "",
 }
 """For every test of the suite, a part of what it says about the faulty method; empty where it passes."""
 
