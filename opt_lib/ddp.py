@@ -24,7 +24,7 @@ from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.units import (
-    SyncSwitch,
+    average_ignored,
     broadcast_from_first,
     expert_parameters,
     parameters_kept_whole,
@@ -178,13 +178,14 @@ def _replicate_parts(job: Job, method: str) -> None:
     replicate_experts(job)
     experts = expert_parameters(job)
     ignored = experts | parameters_kept_whole(job)
+    scalars = {p for root in job.roots for p in root.parameters() if p.ndim == 0} - ignored
     if job.num_data_ranks > 1:
         for root in job.roots:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
-            replicate(root, mesh=job.mesh.data, ignored=ignored)
-        reduce_idle_parameters(job, method, ignored)
-    job.gradients.skip_sync = skip_sync(job.roots, SyncSwitch())
+            replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
+        reduce_idle_parameters(job, method, ignored | scalars)
+    job.gradients.skip_sync = skip_sync(job.roots, average_ignored(job, scalars))
     job.explain(method, "torch's replicate, since ranks hold parts of the model")
 
 

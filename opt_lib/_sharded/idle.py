@@ -112,9 +112,8 @@ def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
 def _watch(unit: nn.Module, parts: list[nn.Module], left_out: Callable[[list[nn.Module]], None]) -> None:
     """Calls ``left_out`` in each backward pass of ``unit`` with those of ``parts`` that its forward pass has not called."""
     called: set[nn.Module] = set()
-    class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix(
-        "FSDP"
-    )  # that fully_shard has put before it
+    # As the user has named it, before torch has put its own class around it.
+    class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix("FSDP").removeprefix("Replicate")
 
     def end(_: nn.Module, inputs: Any, output: Any) -> None:
         idle = [part for part in parts if part not in called]

@@ -65,7 +65,7 @@ class ReadApart(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
         self.stem = Parts()
-        self.queries = nn.Embedding(4, 4)
+        self.queries, self.scale = nn.Embedding(4, 4), nn.Parameter(torch.tensor(0.1))
         self.last = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class ReadApart(nn.Module):
             x = x + torch.tanh(nn.functional.linear(x, layer.weight))
         for block in self.blocks:
             x = block(x) + 0.1 * x @ block[0].weight.T  # type: ignore[index]
-        x = x + 0.1 * x @ self.queries.weight
+        x = x + self.scale * x @ self.queries.weight
         out: Tensor = self.last(x)
         return out
 
@@ -293,6 +293,16 @@ def test_odd_models(kind: Callable[[], nn.Module]) -> None:
             assert_ranks_agree(runs)
         except AssertionError as error:
             raise AssertionError(f"{strategy}: {error}") from error
+
+
+def _train_in_stages(kind: Callable[[], nn.Module]) -> Any:
+    return accelerated_run(_case(kind), [("parallel_mode", ([("pipeline", 2), ("data", 2)], None)), "ddp"])
+
+
+def test_scalars_are_averaged_beside_an_axis_that_divides_the_model() -> None:
+    runs = run_ranks(_train_in_stages, 4, args=(ReadApart,))
+    assert_parity(compare(reference_run(_case(ReadApart)), runs[0]))
+    assert_ranks_agree(runs)
 
 
 def _goes_on_after_a_failed_pass() -> list[bool]:
