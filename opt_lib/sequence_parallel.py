@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.capture.blocks import NamedModule
+from atorch_ns.capture.blocks import NamedModule, fingerprints
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, Problem
@@ -20,10 +20,10 @@ from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import BlockChain, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
-from atorch_ns.text import error_line
+from atorch_ns.text import error_line, first_few
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._model_axes.sample_batch import sample_batch
-from opt_lib._model_axes.sequence_blocks import block_kinds, block_runs, names_inside
+from opt_lib._model_axes.sequence_blocks import block_runs, names_inside
 from opt_lib._sharded.units import broadcast_from_first
 
 
@@ -39,7 +39,8 @@ class SequenceParallelConfig(MethodConfig):
     sequence_dim: int = Field(default=1, ge=0, description="The dimension of positions in hidden states.")
     blocks: ModuleSelectors | None = Field(
         default=None,
-        description="Modules that run on a part of the sequence, by class or name; null for the repeated blocks.",
+        description="Modules that run on a part of the sequence, by class or name; null for the repeated blocks that "
+        "can be divided.",
     )
     balanced: Flag = Field(
         default=True,
@@ -99,8 +100,10 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             balanced=config.balanced,
             head_share=_heads_to_come(job, runs),
             restore_precision=job.precision.restore,
+            leave_whole=config.blocks is None and not job.parts.stages,
         )
-        attached = [BlockChain(blocks, block_kinds(blocks), settings) for blocks in runs]
+        kinds = fingerprints({block.name: block.module for blocks in runs for block in blocks})
+        attached = [BlockChain(blocks, [kinds[block.name] for block in blocks], settings) for blocks in runs]
         for run in attached:
             run.attach()
         job.gradients.sums.add(names_inside(runs), group, mean=True)
@@ -149,7 +152,8 @@ def _sample(job: Job) -> tuple[Any, str]:
 def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], later: str) -> str:
     """What is divided, and how, by what has been found so far; ``later``: why not before the first batch."""
     assert job.mesh is not None
-    count = sum(len(run.blocks) for run in runs)
+    whole = {name: why for run in runs for name, why in run.left_whole().items()}
+    count = sum(len(run.blocks) for run in runs) - len(whole)
     kinds = sorted({plan.kind for run in runs for plan in run.plans().values()})
     because = f", since {later}" if later else ""
     attention = " and ".join(kinds) or f"{config.kind}, settled with the first batch{because}"
@@ -159,9 +163,12 @@ def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], lat
     if not kinds:
         return text
     num = sum(run.num_joined for run in runs)
-    return (
+    text = (
         f"{text}; hidden states stay divided after {num} block(s); the code after the others sees them whole"
     )
+    if not whole:
+        return text
+    return f"{text}; {first_few(list(whole), 3)} run whole on every rank: {next(iter(whole.values()))}"
 
 
 def _heads_to_come(job: Job, runs: list[list[NamedModule]]) -> int:

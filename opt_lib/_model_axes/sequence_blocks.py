@@ -55,17 +55,6 @@ def _follows(model: nn.Module, before: NamedModule, block: NamedModule) -> bool:
     return names.index(name) == names.index(other_name) + 1
 
 
-def block_kinds(blocks: Sequence[NamedModule]) -> list[str]:
-    """A text per block, equal for blocks that compute alike."""
-    return [
-        "\n".join(
-            f"{path}:{type(child).__qualname__}:{[(n, *p.shape) for n, p in child.named_parameters(recurse=False)]}"
-            for path, child in block.module.named_modules()
-        )
-        for block in blocks
-    ]
-
-
 def names_inside(runs: list[list[NamedModule]]) -> set[str]:
     """The parameters whose gradient is the mean over the ranks."""
     return {

@@ -172,6 +172,66 @@ def test_hidden_states_stay_divided_where_nothing_is_between() -> None:
     assert "stay divided after 0 block(s)" in mean
 
 
+class HybridBlock(FlagBlock):
+    """Attends, or takes the mean of all positions before each one."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends = attends
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D]."""
+        if self.attends:
+            return super().forward(x)
+        places = torch.arange(1, x.size(1) + 1, device=x.device)
+        return x + self.feed(self.out(x).cumsum(1) / places[:, None])
+
+
+class Hybrid(Plain):
+    """Recurrent blocks between those of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HybridBlock(place in (0, 3)) for place in range(4))
+
+
+class LateHybrid(Hybrid):
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.size(0) < 3:
+            raise ValueError("too few rows")
+        return super().forward(tokens)
+
+
+class AllRecurrent(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HybridBlock(False) for _ in range(2))
+
+
+HYBRIDS = tuple(_case(cls, block="HybridBlock") for cls in (Hybrid, LateHybrid))
+
+
+def test_blocks_that_cannot_be_divided_run_whole_between_those_that_can() -> None:
+    check(2, [(case, strategy("auto", "checkpoint")) for case in HYBRIDS])
+
+
+def _whole_blocks() -> tuple[str, list[str]]:
+    refusals = []
+    for case, config in ((_case(AllRecurrent), {}), (_case(Hybrid), {"blocks": ["HybridBlock"]})):
+        with pytest.raises(InputError) as caught:
+            accelerate_case(case, strategy("auto", **config))
+        refusals.append(str(caught.value))
+    return str(accelerate_case(_case(Hybrid), strategy("auto")).applied), refusals
+
+
+def test_blocks_that_run_whole_are_named_and_must_not_be_all() -> None:
+    (report, refusals), _ = run_ranks(_whole_blocks, 2)
+    assert "2 block(s) on 1/2 of each sequence" in report
+    assert "blocks.1, blocks.2 run whole on every rank: sequence_parallel cannot divide blocks.1" in report
+    assert "cannot divide blocks.0 (HybridBlock)" in refusals[0]
+    assert "cannot divide blocks.1 (HybridBlock)" in refusals[1]
+
+
 def _refusal() -> str:
     with pytest.raises(InputError) as caught:
         accelerate_case(_case(Aside), strategy("auto"))

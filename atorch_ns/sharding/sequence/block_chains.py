@@ -183,6 +183,9 @@ def join_blocks(
     Args:
         chains: attached chains whose blocks are not joined.
         forward: runs the model on the same data on all ranks of the group.
+
+    Raises:
+        InputError: if no block that runs can be divided.
     """
     blocks = [block.module for chain in chains for block in chain.blocks]
     separate: set[Pair] = set()
@@ -201,6 +204,9 @@ def join_blocks(
             for index in range(len(blocks) - 1)
             if {index, index + 1} & called and (index, index + 1) not in pairs
         }
+    refused = [why for chain in chains for why in chain.left_whole().values()]
+    if refused and not any(chain.plans() for chain in chains):
+        raise refused[0]
     agreed = _agreed(joined - separate, len(blocks), settings)
     first = 0
     for chain in chains:

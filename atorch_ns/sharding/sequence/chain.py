@@ -54,7 +54,7 @@ class _Known:
 
     copy: nn.Module | None
     uncalled: set[int] = field(default_factory=set)
-    plans: dict[_Form, BlockPlan] = field(default_factory=dict)
+    plans: dict[_Form, BlockPlan | InputError] = field(default_factory=dict)
 
 
 class BlockChain:
@@ -74,13 +74,15 @@ class BlockChain:
         self._known: dict[str, _Known] = {}
         self._plans: dict[int, BlockPlan] = {}
         """The plan of each block's last call."""
+        self._whole: dict[int, InputError] = {}
+        """The blocks that run whole, and why they cannot be divided."""
         self._zigzag: bool | None = None
         self._joined: dict[int, frozenset[Path]] = {}
         self._due: int | None = None
         self._lengths = WeakTensorKeyDictionary()
         """The length of the whole sequence by the parts of it that blocks handed on."""
         self._last_length = 0
-        self._running: list[_Call] = []
+        self._running: list[_Call | None] = []
         self._randomness = RankRandomness(settings.group.rank(), settings.device)
 
     def attach(self) -> None:
@@ -105,6 +107,8 @@ class BlockChain:
         """
         self._joined, self._due = {}, None
         for place, links in places.items():
+            if self._whole.keys() & {place, place + 1}:
+                continue
             following = self._plans.get(place + 1)
             divided: Container[Path] = () if following is None else following.divided
             self._joined[place] = frozenset(source for source, path in links if path not in divided)
@@ -122,6 +126,10 @@ class BlockChain:
                 found[self.blocks[place].name] = plan
         return found
 
+    def left_whole(self) -> dict[str, InputError]:
+        """The names of the blocks that run whole, with the reason."""
+        return {self.blocks[place].name: why for place, why in sorted(self._whole.items())}
+
     def _entering(self, place: int) -> Any:
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not self.blocks[place].module:  # a copy under test
@@ -129,6 +137,9 @@ class BlockChain:
             arguments = (args, kwargs)
             length = self._length_of(place, arguments)
             plan = self._plan(place, arguments, length)
+            if plan is None:
+                self._running.append(None)
+                return None
             layout = self._layout(length)
             arguments = divide_arguments(arguments, plan, layout, self._settings.group)
             calls = DividedCalls(plan, layout, self._settings.group)
@@ -145,6 +156,8 @@ class BlockChain:
             if module is not self.blocks[place].module or not self._running:  # or it failed before it began
                 return None
             call = self._running.pop()
+            if call is None:
+                return None
             if call.is_random:
                 self._randomness.leave()
             call.calls.leave()
@@ -198,7 +211,8 @@ class BlockChain:
         group = self._settings.group
         return SequenceLayout(length, group.size(), group.rank(), bool(self._zigzag))
 
-    def _plan(self, place: int, arguments: Any, length: int) -> BlockPlan:
+    def _plan(self, place: int, arguments: Any, length: int) -> BlockPlan | None:
+        """The plan of a call; ``None`` for a block that runs whole."""
         known = self._known[self._kinds[place]]
         form = _form(arguments)
         plan = known.plans.get(form)
@@ -207,15 +221,18 @@ class BlockChain:
         known.uncalled.discard(place)
         if not known.uncalled:
             known.copy = None
+        if isinstance(plan, InputError):
+            self._whole[place] = plan
+            return None
         self._plans[place] = plan
         return plan
 
-    def _find_plan(self, place: int, arguments: Any, length: int) -> BlockPlan:
+    def _find_plan(self, place: int, arguments: Any, length: int) -> BlockPlan | InputError:
         known = self._known[self._kinds[place]]
         device, copied, name = self._settings.device, known.copy, self.blocks[place].name
         if copied is None:
             likeliest = next(iter(known.plans.values()))
-            if likeliest.products:
+            if isinstance(likeliest, BlockPlan) and likeliest.products:
                 raise InputError(
                     f"sequence_parallel: {name} is called with other tensors than in the first batch. It writes its "
                     "attention out as matrix products, so that masks which come later were not tested. Give the first "
@@ -229,9 +246,13 @@ class BlockChain:
             arguments=arguments,
             length=length,
             zigzag=self._zigzag,
+            may_stay_whole=self._settings.leave_whole and place not in self._joined and self._is_first(place),
             settings=self._settings,
         )
-        plan, self._zigzag = find_block_plan(subject)
+        found = find_block_plan(subject)
+        if isinstance(found, InputError):
+            return found
+        plan, self._zigzag = found
         return plan
 
 

@@ -149,6 +149,8 @@ class SequenceSettings:
         head_share: the number of ranks that the heads of the blocks are still to be divided over.
         restore_precision: makes all layers of a block's copy compute in the dtype of their weights, for tests; ``None``
             where they already do.
+        leave_whole: whether a block that cannot be divided runs whole on every rank, where others are divided;
+            else it is refused.
     """
 
     group: dist.ProcessGroup
@@ -158,6 +160,7 @@ class SequenceSettings:
     balanced: bool = True
     head_share: int = 1
     restore_precision: Callable[[nn.Module], None] | None = None
+    leave_whole: bool = False
 
 
 def divide_arguments(arguments: Any, plan: BlockPlan, layout: SequenceLayout, group: Group) -> Any:

@@ -8,7 +8,7 @@ first that gives the same is used; a block for which none does cannot be divided
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final, TypeVar
@@ -18,7 +18,7 @@ from torch import nn
 
 from atorch_ns.capture.nests import Path, copied_state, leaves, map_leaves, path_text
 from atorch_ns.capture.structure import copy_structure
-from atorch_ns.cluster import agree
+from atorch_ns.cluster import agree, gathered
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
 from atorch_ns.sharding.compare import (
@@ -66,6 +66,7 @@ class Subject:
         arguments: ``(args, kwargs)`` of a real call, whole; the hidden states may have any length.
         length: the number of positions in the other arguments.
         zigzag: whether the sequence is in zigzag; ``None`` while undecided.
+        may_stay_whole: whether a block that cannot be divided is no error.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Subject:
     arguments: Any
     length: int
     zigzag: bool | None
+    may_stay_whole: bool
     settings: SequenceSettings
 
 
@@ -84,20 +86,49 @@ class _Outcome:
     gradients: Mapping[str, torch.Tensor]
 
 
-def find_block_plan(subject: Subject) -> tuple[BlockPlan, bool]:
-    """The plan by which a block gives on parts what it gives whole, and whether in zigzag; collective.
+Found = tuple[BlockPlan, bool]
+"""A plan, and whether the sequence is in zigzag."""
+
+
+def find_block_plan(subject: Subject) -> Found | InputError:
+    """The plan by which a block gives on parts what it gives whole; collective.
+
+    Returns:
+        The plan, or where the block may stay whole the reason why there is none on any rank.
 
     Raises:
         InputError: if there is none; the message says what was tried and what to change.
+        RankError: if another rank found none.
     """
-    group, what = subject.settings.group, f"testing {subject.name} on parts of a sequence"
-    return isolated(
-        lambda: agree(lambda: _try_all(subject), what=what, distributed=True, group=group),
-        subject.settings.device,
-    )
+    group = subject.settings.group
+
+    def agreed(action: Callable[[], T]) -> T:
+        what = f"testing {subject.name} on parts of a sequence"
+        return agree(action, what=what, distributed=True, group=group)
+
+    found = isolated(lambda: agreed(lambda: _plan_or_refusal(subject)), subject.settings.device)
+    if not subject.may_stay_whole:
+        return found
+    refusing = gathered(isinstance(found, InputError), distributed=True, group=group)
+    return agreed(lambda: _plan_of(found)) if any(refusing) and not all(refusing) else found
 
 
-def _try_all(subject: Subject) -> tuple[BlockPlan, bool]:
+def _plan_or_refusal(subject: Subject) -> Found | InputError:
+    try:
+        return _try_all(subject)
+    except InputError as refusal:
+        if subject.may_stay_whole:
+            return InputError(str(refusal))  # without its frames, which hold tensors
+        raise
+
+
+def _plan_of(found: Found | InputError) -> Found:
+    if isinstance(found, InputError):
+        raise found
+    return found
+
+
+def _try_all(subject: Subject) -> Found:
     whole, seen, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")
     for plan, zigzag in candidates(subject, seen, arguments, length):
