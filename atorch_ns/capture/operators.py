@@ -42,6 +42,47 @@ _FREE_NAMES = frozenset(
 )
 
 
+_GETTERS = (
+    "_base",
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "itemsize",
+)
+METADATA: frozenset[Any] = frozenset(
+    {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
+    | {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.__len__,
+    }
+    | {
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_signed,
+        torch.Tensor.element_size,
+        torch.Tensor.get_device,
+    }
+    | {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.Tensor.stride,
+        torch.Tensor.is_contiguous,
+    }
+)
+"""Functions that describe a tensor, and read none of its values."""
+
+
 @functools.cache
 def label(func: Any) -> str:
     """The operator's name as ``aten.mm``."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
+from atorch_ns.capture.operators import METADATA
 from atorch_ns.errors import StepError
 from atorch_ns.job import Job
 from atorch_ns.text import first_few
@@ -50,7 +51,7 @@ class GatherWhereRead(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        describes = getattr(func, "__name__", "") == "__get__" and func not in _VIEWS
+        describes = func in METADATA or (getattr(func, "__name__", "") == "__get__" and func not in _VIEWS)
         if not describes and any(self._is_apart(tensor) for tensor in tensors_of((args, dict(kwargs)))):
             args, kwargs = map_tensors(self._whole, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.scenarios import named
 from tests.opt_lib.tensor_cases import NAMES, SEQUENCE, TENSOR, by_hand, check, of_model, trajectories
-from tests.sharding.tensor_models import BETWEEN, Between, FusedParts, Heads, WithNorms
+from tests.sharding.tensor_models import BETWEEN, Between, ByCount, Decoder, FusedParts, Heads, WithNorms
+
+
+class AsksWhatWeightsAre(Decoder):
+    """As the ``dtype`` of transformers' models does."""
+
+    def __init__(self) -> None:
+        super().__init__(ByCount, tied=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert all(p.is_floating_point() and p.dim() and p.numel() for p in self.parameters())
+        return super().forward(tokens)
 
 
 class TestParity:
@@ -34,6 +46,10 @@ class TestParity:
             "with ddp": [("parallel_mode", [("tensor", 2), ("data", 2)])],
         }
         check(CASES[name], 4, strategies)
+
+    def test_a_model_that_asks_what_its_weights_are_beside_fsdp(self) -> None:
+        mesh = ("parallel_mode", [("tensor", 2), ("zero", 2)])
+        check(of_model(AsksWhatWeightsAre), 4, {"with fsdp": [mesh, "fsdp"]})
 
     def test_norms_inside_attention_and_clipping(self) -> None:
         check(

@@ -13,27 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GETTERS = (
-    "_base",
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "itemsize",
-)
-METADATA: frozenset[Any] = frozenset(
-    {getattr(Tensor, name).__get__ for name in _GETTERS}
-    | {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__}
-    | {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.element_size, Tensor.get_device}
-    | {torch.is_floating_point, torch.is_complex, torch.numel, Tensor.stride, Tensor.is_contiguous}
-)
-"""Functions whose result for the whole logits needs no values."""
-
 AUTOGRAD: frozenset[Any] = frozenset(
     {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
     | {Tensor.register_hook}

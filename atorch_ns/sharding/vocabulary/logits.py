@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.operators import METADATA
 from atorch_ns.errors import StepError
 from atorch_ns.sharding.collectives import Group, maximum, total
 from atorch_ns.sharding.rank_context import TensorGroup
@@ -203,7 +204,7 @@ class DividedLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in dispatch.METADATA:
+        if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         logits = args[0] if args else None
         if isinstance(logits, DividedLogits):
