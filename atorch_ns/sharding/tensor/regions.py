@@ -179,10 +179,11 @@ def _distinct(
 
 def _likely_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
     """Sets of numbers to divide whose names or values show what they are."""
-    for of_settings in (False, True):
-        heads, wide, _ = _sorted_numbers(
-            model, spec, _size_candidates(model, spec, degree, of_settings=of_settings)
-        )
+    own, settings = (
+        _size_candidates(model, spec, degree, of_settings=of_settings) for of_settings in (False, True)
+    )
+    for numbers in (own, settings, [*own, *settings]):
+        heads, wide, _ = _sorted_numbers(model, spec, numbers)
         yield from ((), heads, (*heads, *wide), wide)
         both = (*heads, *wide)
         if len(both) <= _MOST_SUBSETS:

@@ -203,11 +203,17 @@ class Unit:
         path: the module's path; empty for the model.
         module: the module, on any device; it is not changed.
         call: the first traced call of it.
+        read: places of the tensors among its results that the model reads: others may be those of a rank.
     """
 
     path: str
     module: nn.Module
     call: ModuleCall
+    read: frozenset[int]
+
+    def results(self, output: Any) -> list[torch.Tensor]:
+        """The tensors of an output that the model reads."""
+        return [tensor for place, tensor in enumerate(unique_tensors_of(output)) if place in self.read]
 
     @contextmanager
     def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
@@ -257,7 +263,7 @@ def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
     """The unit at ``path``, or at the innermost module around it that is called."""
     while path not in graph.calls and path:
         path = path.rpartition(".")[0]
-    return Unit(path, model.get_submodule(path), graph.calls[path])
+    return Unit(path, model.get_submodule(path), graph.calls[path], frozenset(graph.read[path]))
 
 
 @dataclass
@@ -287,11 +293,11 @@ def _run_without_memory(
     shapes = _Shapes()
     try:
         with unit.without_memory() as (module, args, kwargs):
-            wanted = [tensor.shape for tensor in unique_tensors_of(module(*args, **kwargs))]
+            wanted = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
             shapes.whole_runs = True
             divide(module, layout, TensorGroup(degree), regions, stream)
             _note_reads(module, shapes.reads)
-            found = [tensor.shape for tensor in unique_tensors_of(module(*args, **kwargs))]
+            found = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
             if training:
                 module.train()(*args, **kwargs)
     except Exception as error:  # whatever its code raises
@@ -354,9 +360,9 @@ def _compare(
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
         copy = copy_structure(module, _own_buffers, {})
         done = divide(copy, layout, TensorGroup(group), regions, stream)
-        return _run(copy, args, kwargs), done
+        return _run(unit, copy, args, kwargs), done
 
-    reference = _run(copy_structure(module, _own_buffers, {}), args, kwargs)
+    reference = _run(unit, copy_structure(module, _own_buffers, {}), args, kwargs)
     found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {
@@ -392,7 +398,7 @@ def _own_buffers(kind: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if kind == "parameter" else tensor.clone()
 
 
-def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+def _run(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     inputs: list[torch.Tensor] = []
     given: dict[int, torch.Tensor] = {}
 
@@ -406,9 +412,7 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _R
 
     with torch.enable_grad():
         args, kwargs = map_tensors(own, args), map_tensors(own, kwargs)
-        outputs = [
-            tensor for tensor in unique_tensors_of(module(*args, **kwargs)) if tensor.is_floating_point()
-        ]
+        outputs = [tensor for tensor in unit.results(module(*args, **kwargs)) if tensor.is_floating_point()]
         loss = weighted_sum(outputs, seed=11)
         if loss is not None and loss.requires_grad:
             loss.backward()

@@ -201,6 +201,7 @@ class LayerGraph:
         met: layers whose outputs share an operator with a parameter outside layers, by the parameter's name.
         random: layers whose outputs reach an operator that draws random numbers.
         calls: the first call of every module, by path.
+        read: places of the tensors that each module's first call returns and that other code reads, by path.
         blocks: the trace of the blocks that the model repeats.
     """
 
@@ -209,6 +210,7 @@ class LayerGraph:
     met: dict[str, set[str]] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)
     calls: dict[str, ModuleCall] = field(default_factory=dict)
+    read: dict[str, set[int]] = field(default_factory=dict)
     blocks: BlockTrace = field(default_factory=BlockTrace)
 
 
@@ -281,6 +283,7 @@ def _followed(
         graph.blocks = follow_blocks(copy, forward, original=model, chains=chains)
     for tensor in unique_tensors_of(outputs):
         graph.outputs |= flow.of(tensor)
+        flow.note_reads([tensor])
     return graph
 
 
@@ -314,6 +317,7 @@ class _Flow(TorchDispatchMode):
         self._sources: dict[int, set[str]] = {}
         self._alive: list[Any] = []  # a freed storage's address could be reused
         self._active: list[str] = []
+        self._returned: dict[int, list[tuple[str, int]]] = {}
         self._used_elsewhere: set[str] = set()
         self._owners: dict[int, set[str]] = {}
         self._names: dict[int, str] = {}
@@ -334,6 +338,7 @@ class _Flow(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         inputs = tensors_of((args, tuple(kwargs.values())))
         found = set().union(*(self.of(tensor) for tensor in inputs))
+        self.note_reads(inputs)
         for memory in map(_memory, inputs):
             self._note_use(memory, found)
         if found and _is_random(func, args, kwargs):
@@ -344,6 +349,12 @@ class _Flow(TorchDispatchMode):
             for tensor in (*tensors_of(output), *changed):
                 self._set(tensor, self.of(tensor) | found)
         return output
+
+    def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes that code outside the modules that returned ``tensors`` reads them."""
+        for tensor in tensors:
+            for path, place in self._returned.pop(_memory(tensor), ()):
+                self._graph.read[path].add(place)
 
     def _note_use(self, memory: int, sources: set[str]) -> None:
         """Notes that an operator reads ``memory`` together with results of ``sources``."""
@@ -369,6 +380,11 @@ class _Flow(TorchDispatchMode):
             self._active.append(path)
 
     def _after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if path not in self._graph.read:
+            self._graph.read[path] = set()
+            for place, tensor in enumerate(unique_tensors_of(output)):
+                self._returned.setdefault(_memory(tensor), []).append((path, place))
+                self._alive.append(tensor.untyped_storage())
         if kind_of(module) is None:
             return
         self._active.remove(path)
