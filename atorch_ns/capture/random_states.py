@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+"""Modules that in training compute with statistics of what they are given."""
+
 
 def seed_all(seed: int) -> None:
     """Seeds the default generators of Python, numpy (which takes the low 32 bits) and torch."""

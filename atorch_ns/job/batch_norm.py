@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.sharding.collectives import copy_to, reduce_from
 
 if TYPE_CHECKING:
     from atorch_ns.job.job import Job
-
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 def synchronise_batch_norms(job: Job) -> None:

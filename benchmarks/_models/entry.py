@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.job.batch_norm import BatchNorm
+from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.testing import Case
 
 __all__ = [

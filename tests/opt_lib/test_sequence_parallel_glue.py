@@ -208,6 +208,24 @@ class AllRecurrent(Plain):
         self.blocks = nn.ModuleList(HybridBlock(False) for _ in range(2))
 
 
+class NormedBlock(FlagBlock):
+    """In evaluation it would pass the test of parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D]."""
+        return self.statistics(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class AllNormed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormedBlock() for _ in range(2))
+
+
 HYBRIDS = tuple(_case(cls, block="HybridBlock") for cls in (Hybrid, LateHybrid))
 
 
@@ -217,7 +235,11 @@ def test_blocks_that_cannot_be_divided_run_whole_between_those_that_can() -> Non
 
 def _whole_blocks() -> tuple[str, list[str]]:
     refusals = []
-    for case, config in ((_case(AllRecurrent), {}), (_case(Hybrid), {"blocks": ["HybridBlock"]})):
+    for case, config in (
+        (_case(AllRecurrent), {}),
+        (_case(AllNormed), {}),
+        (_case(Hybrid), {"blocks": ["HybridBlock"]}),
+    ):
         with pytest.raises(InputError) as caught:
             accelerate_case(case, strategy("auto", **config))
         refusals.append(str(caught.value))
@@ -229,7 +251,8 @@ def test_blocks_that_run_whole_are_named_and_must_not_be_all() -> None:
     assert "2 block(s) on 1/2 of each sequence" in report
     assert "blocks.1, blocks.2 run whole on every rank: sequence_parallel cannot divide blocks.1" in report
     assert "cannot divide blocks.0 (HybridBlock)" in refusals[0]
-    assert "cannot divide blocks.1 (HybridBlock)" in refusals[1]
+    assert "statistics is a batch norm" in refusals[1]
+    assert "cannot divide blocks.1 (HybridBlock)" in refusals[2]
 
 
 def _refusal() -> str:

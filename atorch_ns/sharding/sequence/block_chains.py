@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import Path, leaves, tensors_of
-from atorch_ns.capture.random_states import buffers_and_generators_kept, modes_kept
+from atorch_ns.capture.random_states import BatchNorm, buffers_and_generators_kept, modes_kept
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.sequence.chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings, find_hidden
@@ -194,6 +194,9 @@ def join_blocks(
     for training in (True, False):
         with _unchanged(module, settings.device), torch.no_grad():
             module.train(training)
+            for norm in module.modules():
+                if isinstance(norm, BatchNorm):  # it refuses to train on a single value per channel
+                    norm.eval()
             found, seen = _observe(blocks, settings.dim, forward)
         handed.update(seen)
         called = {index for chain in found for index in chain}

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.nests import Path, copied_state, leaves, map_leaves, path_text
+from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import agree, gathered
 from atorch_ns.errors import InputError
@@ -129,6 +130,13 @@ def _plan_of(found: Found | InputError) -> Found:
 
 
 def _try_all(subject: Subject) -> Found:
+    norms = [name for name, module in subject.block.named_modules() if isinstance(module, BatchNorm)]
+    if norms:
+        raise InputError(
+            f"sequence_parallel cannot divide {subject.name} ({type(subject.block).__name__}): {norms[0]} is a batch "
+            "norm, which would take the statistics of a part of the sequence. Use the axes data, zero or pipeline, or "
+            "name in blocks modules without batch norms."
+        )
     whole, seen, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")
     for plan, zigzag in candidates(subject, seen, arguments, length):
