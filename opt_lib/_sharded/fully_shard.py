@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.errors import InputError
@@ -84,7 +84,12 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
 
 def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:
     assert job.mesh is not None
-    options: dict[str, Any] = {"mesh": job.mesh.replicate_and_shard, "ignored_params": ignored}
+    num_ranks = job.mesh.shard.size()
+    options: dict[str, Any] = {
+        "mesh": job.mesh.replicate_and_shard,
+        "ignored_params": ignored,
+        "shard_placement_fn": lambda parameter: _placement(parameter, num_ranks),
+    }
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
     elif job.plan.sharding.keeps_gathered:
@@ -98,6 +103,14 @@ def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
     return options
+
+
+def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
+    """The dimension that a parameter is divided along: another than the first, where that one leaves ranks with nothing."""
+    sizes = parameter.shape
+    if isinstance(parameter, DTensor) or not sizes or sizes[0] >= num_ranks:
+        return None
+    return next((Shard(dim) for dim, size in enumerate(sizes) if size and size % num_ranks == 0), None)
 
 
 def _full_precision_norms(
