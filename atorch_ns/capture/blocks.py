@@ -6,6 +6,7 @@ import enum
 import fnmatch
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -245,10 +246,11 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     """The outermost modules that the model repeats: the layers of a transformer, of a deep MLP.
 
     A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
-    children are of one class, have parameters and can be called. All its children of that class are blocks.
-    Classes that hold modules go before those that do not, and layers of torch (``nn.Linear``) come last, however
-    many there are: the layers before and after blocks are not what the model repeats. Containers inside a block
-    are not looked into; several containers (encoder and decoder) each give their blocks. Blocks that other ranks
+    children are of one class, or of classes made from one, have parameters and can be called. All its children of
+    such classes are blocks: those of a hybrid model attend and recur in turns. Classes that hold modules go before
+    those that do not, and layers of torch (``nn.Linear``) come last, however many there are: the layers before and
+    after blocks are not what the model repeats. Containers inside a block are not looked into; several containers
+    (encoder and decoder) each give their blocks, and so do several models in one container. Blocks that other ranks
     of a pipeline hold count, and are not among those returned.
 
     Returns:
@@ -260,32 +262,54 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
 
 
 def _collect(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
-    repeated = _repeated_class(module)
+    repeated = _repeated_classes(module)
     for name, child in module.named_children():
         if is_stand_in(child):
             continue
         inner, child = pipeline_unit(child)
         path = f"{prefix}{name}{inner}"
-        if repeated is not None and type(unwrap_checkpoint(child)) is repeated:
+        if type(unwrap_checkpoint(child)) in repeated:
             found.append(NamedModule(path, child))
         else:
             _collect(child, f"{path}.", found)
 
 
-def _repeated_class(container: nn.Module) -> type[nn.Module] | None:
+def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
+    """The classes of a container's children that are blocks."""
     if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-        return None
-    counts: dict[type[nn.Module], int] = {}
+        return set()
+    children = [
+        unwrap_checkpoint(pipeline_unit(stood_for(child))[1])
+        for child in container.children()
+        if is_stand_in(child) or any(True for _ in child.parameters())
+    ]
+    called = [child for child in children if can_be_called(child)]  # of others the model calls the children
     ranks: dict[type[nn.Module], int] = {}
-    for child in container.children():
-        if is_stand_in(child) or any(True for _ in child.parameters()):
-            block = unwrap_checkpoint(pipeline_unit(stood_for(child))[1])
-            if not can_be_called(block):
-                continue  # the model calls its children one by one
-            counts[type(block)] = counts.get(type(block), 0) + 1
-            ranks[type(block)] = max(ranks.get(type(block), 0), _rank(block))
-    repeated = [kind for kind, count in counts.items() if count >= 2]
-    return max(repeated, key=lambda kind: (ranks[kind], counts[kind]), default=None)
+    for child in called:
+        ranks[type(child)] = max(ranks.get(type(child), 0), _rank(child))
+    counts = Counter(type(child) for child in called)
+    repeated = [kind for kind in counts if counts[kind] >= 2]
+    holding = {kind for kind in counts if ranks[kind] == _HOLDS_MODULES}
+    kin = Counter(base for child in called if type(child) in holding for base in _made_from(type(child)))
+    alike = {kind for kind in holding if any(kin[base] >= 2 for base in _made_from(kind))}
+    if any(_holds_blocks(child) for child in called if type(child) in alike.difference(repeated)):
+        alike = set()  # models, each with blocks of its own
+    blocks = alike | holding.intersection(repeated)
+    layers = sorted(repeated, key=lambda kind: (ranks[kind], counts[kind]), reverse=True)
+    return blocks or set(layers[:1])
+
+
+def _made_from(kind: type[nn.Module]) -> list[type]:
+    """The classes that a class is made from, without those of torch."""
+    return [
+        base
+        for base in kind.__mro__[1:]
+        if issubclass(base, nn.Module) and base.__module__.partition(".")[0] != "torch"
+    ]
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(_repeated_classes(child) for child in module.modules())
 
 
 def can_be_called(module: nn.Module) -> bool:
@@ -293,10 +317,13 @@ def can_be_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+_HOLDS_MODULES = 2
+
+
 def _rank(block: nn.Module) -> int:
     """How likely a module is a block rather than a layer: 2 with modules inside, 1 without, 0 for torch's layers."""
     if any(name != "parametrizations" for name, _ in block.named_children()):
-        return 2
+        return _HOLDS_MODULES
     return 0 if any(kind.__module__.startswith("torch.nn.modules.") for kind in _bases(block)) else 1
 
 

@@ -22,6 +22,30 @@ class Block(nn.Module):
         return out
 
 
+class Attending(Block):
+    pass
+
+
+class Recurring(Block):
+    pass
+
+
+class Model(nn.Module):
+    """Holds blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, 8]."""
+        return x
+
+
+class OtherModel(Model):
+    pass
+
+
 class Bare(nn.Module):
     """A block with parameters of its own, and no modules."""
 
@@ -55,6 +79,10 @@ def _normed() -> nn.Module:
         ([*_linears(2), Block()], ["0", "1"]),
         (_linears(3), ["0", "1", "2"]),
         ([*_linears(1), Block()], []),
+        ([*_linears(1), Attending(), Recurring()], ["1", "2"]),
+        ([Recurring(), Recurring(), Recurring(), Attending(), Recurring()], ["0", "1", "2", "3", "4"]),
+        ([Block(), Block(), Model(), Model()], ["0", "1", "2", "3"]),
+        ([OtherModel(), Model()], ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]),
     ],
 )
 def test_what_holds_modules_goes_before_layers(children: list[nn.Module], wanted: list[str]) -> None:

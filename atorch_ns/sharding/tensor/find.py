@@ -111,10 +111,18 @@ def _divide_region(
 
 
 def _does_as(layout: Layout, other: Layout, verdict: Verdict) -> bool:
-    """Whether a layout differs from another one only in numbers that the code has not read."""
+    """Whether a layout fails as another one: it differs only in numbers that the code has not read, or in the parts of
+    fused layers where sizes alone fail."""
     differ = {*layout.attributes} ^ {*other.attributes}
-    same = (layout.layers, layout.narrow_inputs) == (other.layers, other.narrow_inputs)
-    return same and not differ & verdict.reads
+    if layout.narrow_inputs != other.narrow_inputs or differ & verdict.reads:
+        return False
+    if verdict.runs:
+        return layout.layers == other.layers
+    return _styles(layout) == _styles(other)
+
+
+def _styles(layout: Layout) -> dict[str, str]:
+    return {path: layer.style for path, layer in layout.layers.items()}
 
 
 def _divide_attention(
