@@ -173,4 +173,5 @@ def _model_row(model: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) ->
     found |= {strategy.name: own[strategy.name]["is"] for strategy in STRATEGIES if strategy.name in own}
     found["reasons"] = {name: row["reason"] for name, row in own.items() if "reason" in row}
     found["plan_s"] = {name: row["plan_s"] for name, row in own.items() if "plan_s" in row}
+    found["tensor_plan_s"] = own.get("tensor 2", {}).get("tensor_plan_s")
     return found

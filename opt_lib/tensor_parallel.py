@@ -79,10 +79,14 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
         batch = _sampled(job)
-        planned = job.cluster.agree(
-            lambda: _planned(job, config, model, batch, group.size), what="finding and testing a tensor plan"
+        # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
+        planned = job.cluster.on_first(
+            lambda: _plan_or_refusal(job, config, model, batch, group.size),
+            what="finding and testing a tensor plan",
         )
-        chosen, loss = job.cluster.from_first(planned)  # one plan, however the numbers were rounded
+        if isinstance(planned, InputError):
+            raise planned
+        chosen, loss = planned
         local = _of_this_rank(chosen, job.module, job.parts.stages)
         _divide(job, local, group)
         divide_logits(job, loss, local.layout)
@@ -130,6 +134,15 @@ def _sampled(job: Job) -> Any:
             "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
         )
     return batch
+
+
+def _plan_or_refusal(
+    job: Job, config: TensorParallelConfig, model: nn.Module, batch: Any, degree: int
+) -> tuple[ChosenPlan, LossOnParts] | InputError:
+    try:
+        return _planned(job, config, model, batch, degree)
+    except InputError as refusal:  # that every rank raises
+        return InputError(str(refusal))
 
 
 def _planned(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from atorch_ns import errors
 from atorch_ns.capture.nests import floats_to
 from atorch_ns.method import load_registry
+from atorch_ns.sharding import choose_plan, trace_layers
 from atorch_ns.system import parent_tie
 from atorch_ns.testing import (
     Case,
@@ -38,6 +39,8 @@ __all__ = ["STRATEGIES", "Reference", "References", "Strategy", "judged", "run_r
 
 STEPS: Final = 3
 GLOBAL_BATCH: Final = 8
+LONG_PLAN_S: Final = 3.0
+"""CPU seconds of a call from which on it is measured what of them finds the division."""
 PARAM_TOL: Final = 2e-4
 LOSS_TOL: Final = 1e-5
 ROUNDINGS: Final = 10.0
@@ -320,10 +323,21 @@ def _row(case: Case, strategy: Strategy, reference: Reference, timeout_s: float)
         args=(case, methods, reference, parent_tie()),
         timeout_s=timeout_s * reference.slowness,
     )
-    return {
+    row = {
         **judged(outcomes, reference, strategy),
         "wall_s": round(time.perf_counter() - began, 1),
     }
+    if strategy.name == "tensor 2" and row.get("plan_s", 0.0) > LONG_PLAN_S:
+        row["tensor_plan_s"] = round(_tensor_plan_s(case), 2)
+    return row
+
+
+def _tensor_plan_s(case: Case) -> float:
+    """CPU seconds in which the division itself is found and tested, without the comparison with one process."""
+    model, batch = case.build(), case.make_batch(GLOBAL_BATCH, 0)
+    began = time.process_time()
+    choose_plan(model, 2, trace_layers(model, batch, case.call))
+    return time.process_time() - began
 
 
 def _with_batch_norms(methods: tuple[Any, ...], model: nn.Module) -> list[Any]:

@@ -244,8 +244,9 @@ def test_reasons_of_one_kind_have_one_number() -> None:
 
 
 def test_claims_say_what_falls_short() -> None:
-    share, faults, plans = claims_of(_data())
+    share, rest, faults, plans = claims_of(_data())
     assert (share.found, share.n, share.holds) == ("50.0%", 6, False)
+    assert (rest.found, rest.n) == ("75.0%", 4)
     assert "timm/b under ddp" in faults.shortfall
     assert (plans.found, plans.holds) == ("3.5", False)
 
