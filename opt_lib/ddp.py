@@ -156,11 +156,12 @@ class _Unreached:
 
     def _end(self) -> None:
         self._queued = False
-        unreached = [self._parameters[place] for place in unreached_parameters(self._model)]
-        if not unreached:
-            return
-        # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
-        torch.autograd.backward(unreached, [torch.full_like(parameter, -0.0) for parameter in unreached])
+        unreached: list[torch.Tensor] = []
+        while places := unreached_parameters(self._model):
+            some = [self._parameters[place] for place in places]
+            # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
+            torch.autograd.backward(some, [torch.full_like(parameter, -0.0) for parameter in some])
+            unreached += some
         for parameter in unreached:
             gradient = parameter.grad
             if gradient is not None and not gradient.any() and bool(gradient.signbit().all()):

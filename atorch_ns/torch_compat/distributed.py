@@ -85,8 +85,8 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def unreached_parameters(model: DistributedDataParallel) -> list[int]:
-    """The parameters that DDP still waits for after a backward pass, by their places in its order; empty if it is
-    through (``_check_reducer_finalized``, whose error lists them)."""
+    """Parameters that DDP still waits for after a backward pass, by their places in its order; empty if it is
+    through (``_check_reducer_finalized``, whose error lists the first hundred of them)."""
     try:
         model._check_reducer_finalized()
     except RuntimeError as error:

@@ -39,6 +39,14 @@ class Unused(nn.Module):
         return out
 
 
+class ManyUnused(Unused):
+    """More than torch names at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(130))
+
+
 class Containers(nn.Module):
     """Layers that are dictionaries of modules, which nobody calls."""
 
@@ -274,6 +282,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         ReadApart,
         TwoTowers,
         Unused,
+        ManyUnused,
         Sometimes,
         Reversible,
         OneParameter,

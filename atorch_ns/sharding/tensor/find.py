@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.sharding.tensor.divisibility import heads_reason, misfits
 from atorch_ns.sharding.tensor.narrow_inputs import narrowable
 from atorch_ns.sharding.tensor.plan import (
@@ -179,11 +180,13 @@ def _is_head(model: nn.Module, path: str, graph: LayerGraph) -> bool:
 
 
 def _vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
-    """Embeddings with at least half as many rows as the largest, without those of positions."""
+    """Embeddings of ids with at least half as many rows as the largest, without those of positions."""
     rows = {
         path: module.num_embeddings
         for path, node in graph.nodes.items()
         if isinstance(module := model.get_submodule(path), nn.Embedding) and not node.used_elsewhere
+        # A class made from it may take a weight for each row instead.
+        if not any(tensor.is_floating_point() for tensor in unique_tensors_of(graph.calls[path].args))
     }
     words = {
         path: n
