@@ -33,12 +33,21 @@ def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
     else:
         units = [block.module for block in repeated_blocks(model)]
     uses = _uses(model)
-    return [unit for unit in units if all(uses[key] == count for key, count in _uses(unit).items())]
+    places = Counter(id(child) for _, child in model.named_modules(remove_duplicate=False))
+    return [
+        unit
+        for unit in units
+        if all(uses[key] == count * places[id(unit)] for key, count in _uses(unit).items())
+    ]
 
 
 def _uses(module: nn.Module) -> Counter[int]:
-    """The number of modules inside ``module`` that hold each parameter, by identity."""
-    return Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
+    """The number of places in ``module`` that hold each parameter, by identity; a module may stand in several."""
+    return Counter(
+        id(parameter)
+        for _, child in module.named_modules(remove_duplicate=False)
+        for parameter in child.parameters(recurse=False)
+    )
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:

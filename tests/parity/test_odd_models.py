@@ -219,6 +219,22 @@ class Twice(nn.Module):
         return out
 
 
+class SharedInside(nn.Module):
+    """Blocks that hold one layer together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
 def _batch(size: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, 1, generator=generator)}
@@ -289,6 +305,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         Frozen,
         Convolutions,
         Twice,
+        SharedInside,
     ],
     ids=lambda k: k.__name__,
 )
