@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,22 +19,14 @@ from atorch_ns.torch_compat import after_backward, in_backward, plain_name, unwr
 
 
 def reduce_idle_parameters(job: Job, method: str, ignored: Collection[nn.Parameter]) -> None:
-    """Lets ranks call different modules of a unit, and says in the report which were left out; collective.
+    """Lets ranks call different modules of a unit, and says in the report which were left out.
 
     Args:
         ignored: parameters that belong to no unit.
     """
     if job.plan.compiled:  # the compiler would trace the hooks
         return
-    assert job.mesh is not None
-    parameters = [parameter for root in job.roots for parameter in root.parameters()]
-    empty = {
-        place
-        for place, one in enumerate(parameters)
-        if isinstance(one, DTensor) and not one.to_local().numel()
-    }
-    somewhere = set().union(*job.cluster.gathered(empty, group=job.mesh.data_group))
-    idle = IdleParameters((parameters[place] for place in somewhere), ignored)
+    idle = IdleParameters(ignored)
     for root in job.roots:
         idle.attach(root)
     job.explain(method, idle.text)
@@ -44,15 +36,14 @@ class IdleParameters:
     """Gives the parameters of modules that a pass has not called a gradient that adds nothing.
 
     ``fully_shard`` reduces what a rank has gradients of, so that ranks which use different parameters would exchange
-    buffers of different sizes. A parameter that no rank has used has no gradient afterwards, as in one process.
+    buffers of different sizes. A parameter that no rank has used has no gradient afterwards, as in one process. A rank
+    that holds nothing of a parameter has none where it has not used it itself.
 
     Args:
-        kept: parameters that some rank holds nothing of, to tell by whether they were used: their gradients stay zeros.
         ignored: parameters that belong to no unit.
     """
 
-    def __init__(self, kept: Iterable[nn.Parameter], ignored: Collection[nn.Parameter]) -> None:
-        self._kept = set(kept)
+    def __init__(self, ignored: Collection[nn.Parameter]) -> None:
         self._ignored = ignored
         self._names: dict[nn.Module, str] = {}
         self._idle: dict[nn.Module, None] = {}
@@ -90,7 +81,7 @@ class IdleParameters:
         parts = list(self._idle)
         self._idle.clear()
         for parameter in (parameter for part in parts for parameter in _trainable(part)):
-            if parameter.grad is None or parameter in self._kept:
+            if parameter.grad is None:
                 continue
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             if not local.any() and bool(local.signbit().all()):

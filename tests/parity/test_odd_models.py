@@ -31,7 +31,7 @@ class Unused(nn.Module):
         super().__init__()
         self.used = nn.Linear(4, 1)
         self.unused = nn.Linear(4, 4)
-        self.probe = nn.Linear(4, 1, bias=False)  # of which one row cannot be divided
+        self.probe = nn.Linear(4, 1)  # of which one row cannot be divided, nor its bias at all
         self.rest = nn.Parameter(torch.empty(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def _goes_on_after_a_failed_pass() -> list[bool]:
 
 
 def test_unused_parameters_are_found_after_a_pass_that_failed() -> None:
-    assert run_ranks(_goes_on_after_a_failed_pass, 2) == [[False, False, False, True, True, True]] * 2
+    assert run_ranks(_goes_on_after_a_failed_pass, 2) == [[False, False, False, True, True, True, True]] * 2
 
 
 def _train_named() -> list[Any]:
