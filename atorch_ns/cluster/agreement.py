@@ -67,7 +67,7 @@ def agree(
 
 
 @contextmanager
-def sharing_failures(what: str, *, distributed: bool) -> Iterator[None]:
+def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -> Iterator[None]:
     """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
 
     A rank that waits in a collective for one that failed notices it when that one's process ends, in the backend's words
@@ -76,9 +76,10 @@ def sharing_failures(what: str, *, distributed: bool) -> Iterator[None]:
     Args:
         what: name of the code, for the message.
         distributed: whether there is a process group.
+        turn: how often this rank has entered a block of that name, the same on all ranks; counted here by default.
 
     Raises:
-        RankError: if another rank failed and this one has lost its connection.
+        RankError: if this rank has lost the connection to another one.
     """
     if not distributed:
         yield
@@ -87,22 +88,31 @@ def sharing_failures(what: str, *, distributed: bool) -> Iterator[None]:
 
     from atorch_ns.torch_compat import default_store
 
-    store, own = default_store(), dist.get_rank()
-    turn = store.add(f"atorch_ns/turn/{own}", 1)  # ranks enter in one order, so it is the same on all
-    keys = [f"atorch_ns/failure/{turn}/{rank}" for rank in range(dist.get_world_size())]
+    own = dist.get_rank()
+    if turn is None:
+        turn = default_store().add(
+            f"atorch_ns/turn/{own}", 1
+        )  # ranks enter in one order, so it is the same on all
     try:
         yield
     except Exception as error:
+        keys = [f"atorch_ns/failure/{what}/{turn}/{rank}" for rank in range(dist.get_world_size())]
         if not _LOST_CONNECTION.search(str(error)):
             with suppress(RuntimeError):  # the process that holds the store may have ended
-                store.set(keys[own], error_text(error))
+                default_store().set(keys[own], error_text(error))
             raise
         failures = {}
         with suppress(RuntimeError):
+            store = default_store()
             failures = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
         if failures:
             raise _failed_elsewhere(what, failures) from error
-        raise
+        if isinstance(error, RankError):
+            raise
+        raise RankError(
+            f"{what} lost the connection to another rank, whose process has ended without a word: killed, out of memory, or "
+            f"by an error outside of {what}. Its own output, or that of its launcher, says which rank and why."
+        ) from error
 
 
 def _failed_elsewhere(what: str, failures: Mapping[int, str]) -> RankError:

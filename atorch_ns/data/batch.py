@@ -209,7 +209,7 @@ def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
     if size % num:
         raise BatchSizeError(
             f"a batch of {size} rows per rank cannot be split into {num} equal micro-batches. "
-            f"{nearest_sizes(size, num)}"
+            f"{nearest_sizes(size, num)} These are rows of one data rank; batch_size counts those of all."
         )
     step = size // num
 

@@ -146,6 +146,7 @@ class TrainStep:
         runner: BatchRunner | None = None,
     ) -> None:
         self.num_steps = 0
+        self._num_calls = 0
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
         self.observers: list[StepObserver] = []
@@ -172,15 +173,18 @@ class TrainStep:
         Raises:
             StepError: if the job has no optimizer or no loss function.
             BatchSizeError: if the micro-batches do not divide the batch.
+            RankError: if another rank has failed.
         """
         optimizer, _ = self._require()
-        self.times.start()
-        optimizer.zero_grad()
-        loss = self.forward_backward(batch)
-        if self._job.inputs.max_grad_norm is not None:
-            self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
-        optimizer.step()
-        self.times.stop()
+        self._num_calls += 1
+        with self._job.cluster.sharing_failures("a training step", turn=self._num_calls):
+            self.times.start()
+            optimizer.zero_grad()
+            loss = self.forward_backward(batch)
+            if self._job.inputs.max_grad_norm is not None:
+                self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
+            optimizer.step()
+            self.times.stop()
         self.num_steps += 1
         for observer in tuple(self.observers):  # one may take itself out
             observer(self.num_steps, loss, self.grad_norm)

@@ -29,7 +29,7 @@ from atorch_ns.numerics.run import judged_job, train_step
 from atorch_ns.numerics.setup import Prepared
 from atorch_ns.sharding.compare import largest
 from atorch_ns.strategy import MODEL_AXES, Strategy
-from atorch_ns.text import error_text
+from atorch_ns.text import error_text, first_few
 from atorch_ns.torch_compat import pipeline_unit, plain_name
 
 _DIFFERS: Final = 1e-4
@@ -47,7 +47,7 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
 
     Raises:
         StrategyError: on every rank, if a loss or a parameter is not that of one process; it names the first module whose
-            result differs.
+            result differs. Also if code reads parameters by a closure, where ranks hold or compute different parts.
     """
     axes = [axis for axis in MODEL_AXES if resolved.plan.size(axis) > 1]
     strategy = _dividing(resolved, registry)
@@ -90,6 +90,16 @@ def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Reg
     prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
     if isinstance(prepared, str):
         return prepared
+    if prepared.closed_over:
+        read = f"a hook or a function of its closes over {first_few(prepared.closed_over, 3)}"
+        plan = prepared.resolved.plan
+        if plan.size("pipeline") > 1 or plan.size("sequence") > 1:
+            raise StrategyError(
+                f"the model cannot be divided over pipeline or sequence: {read}, so that it cannot be seen which stage or part "
+                "of a sequence its gradient comes from. Make it a parameter of the module that reads it (a hook is given that "
+                "module), or use the axes data, zero and tensor."
+            )
+        return f"{read}, and a copy of the model would read those of the model itself"
     try:
         run = run_small(prepared, cluster)
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided

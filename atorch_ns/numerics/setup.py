@@ -12,9 +12,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.capture.structure import Container, copy_structure, truncate
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
@@ -162,6 +164,7 @@ class Prepared:
         learning_rate, training: settings of the reference.
         num_micro_batches: parts that the reference splits a rank's batch into.
         shallow: whether the model has few of its blocks.
+        closed_over: parameters of the user's own model that code of a copy reads in a forward pass.
     """
 
     inputs: Inputs
@@ -173,6 +176,28 @@ class Prepared:
     training: bool
     num_micro_batches: int
     shallow: bool
+    closed_over: tuple[str, ...]
+
+
+class _ClosedOver(TorchFunctionMode):
+    """Notes which parameters of a model the forward pass of a copy reads: hooks and functions that close over it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.found: dict[str, None] = {}
+
+    def watch(self, copied: nn.Module) -> None:
+        """Looks at the forward passes of a copy."""
+        copied.register_forward_pre_hook(lambda *_: self.__enter__() and None)
+        copied.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        read = tensors_of((args, dict(kwargs or {})))
+        self.found |= {self._names[id(tensor)]: None for tensor in read if id(tensor) in self._names}
+        return func(*args, **(kwargs or {}))
 
 
 def prepare(
@@ -197,9 +222,13 @@ def prepare(
     small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
     resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
     num_micro_batches = max(resolved.plan.num_micro_batches, small.gradient_accumulation_steps)
-    batches, reference, noise = agreed(lambda: _reference(small, cluster, resolved, num_micro_batches, rows))
-    on_first = None if reference is None else (batches, reference.learning_rate, reference.training)
-    batches, learning_rate, training = cluster.from_first(on_first)
+    closed = _ClosedOver(inputs.model)
+    batches, reference, noise = agreed(
+        lambda: _reference(small, cluster, resolved, num_micro_batches, rows, closed)
+    )
+    found = tuple(closed.found)
+    on_first = None if reference is None else (batches, reference.learning_rate, reference.training, found)
+    batches, learning_rate, training, found = cluster.from_first(on_first)
     return Prepared(
         inputs=small,
         resolved=resolved,
@@ -210,6 +239,7 @@ def prepare(
         training=training,
         num_micro_batches=num_micro_batches,
         shallow=shallow,
+        closed_over=found,
     )
 
 
@@ -250,7 +280,12 @@ def _require_memory(model: nn.Module, cluster: Cluster) -> None:
 
 
 def _reference(
-    inputs: Inputs, cluster: Cluster, resolved: Resolved, num_micro_batches: int, rows: int
+    inputs: Inputs,
+    cluster: Cluster,
+    resolved: Resolved,
+    num_micro_batches: int,
+    rows: int,
+    closed: _ClosedOver,
 ) -> tuple[list[list[Any]], Reference | None, Deviation | None]:
     """Batches, reference and noise of :class:`Prepared`; on other ranks than the first none."""
     round_to(inputs.model, getattr(torch, resolved.plan.precision.parameter_dtype))
@@ -268,6 +303,7 @@ def _reference(
 
     def run(**options: Any) -> Reference:
         model = copy.deepcopy(inputs.model)
+        closed.watch(model)
         return run_reference(model, inputs, batches, parts, num_micro_batches, device, **options)
 
     reference = run()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from atorch_ns import auto_accelerate
 from atorch_ns.cluster import (
     Cluster,
     agree,
@@ -116,3 +120,48 @@ def test_a_rank_that_fails_while_others_communicate_is_named_with_its_reason() -
         "RankError: the second failed on 1 other rank(s), so all stopped:\n  rank 1: OSError"
         in waiting.describe()
     )
+
+
+def _end_without_a_word() -> None:
+    with sharing_failures("the block", distributed=True):
+        if dist.get_rank() == 1:
+            os._exit(9)
+        dist.barrier()
+
+
+def test_a_rank_that_ends_without_a_word_ends_the_others_in_words() -> None:
+    waiting, _ = catch_ranks(_end_without_a_word, 2)
+    assert "RankError: the block lost the connection to another rank" in waiting.describe()
+
+
+class _FailsLater(nn.Module):
+    """On rank 1 alone, in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls == 2 and dist.get_rank() == 1:
+            raise ZeroDivisionError("in the model")
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def _fail_in_a_step(strategy: str) -> None:
+    _, result, _ = auto_accelerate(
+        _FailsLater(), torch.optim.SGD, loss_func=lambda _, out: out.mean(), load_strategy=strategy
+    )
+    assert result is not None
+    for _ in range(3):
+        result.train_step(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_rank_that_fails_in_a_step_is_named_by_the_others(strategy: str) -> None:
+    waiting, failed = catch_ranks(_fail_in_a_step, 2, args=(strategy,))
+    assert "ZeroDivisionError: in the model" in failed.describe()
+    assert "RankError: a training step failed on 1 other rank(s)" in waiting.describe()
+    assert "rank 1: ZeroDivisionError: in the model" in waiting.describe()

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import pytest
 import torch
+from torch import nn
 
 from atorch_ns import auto_accelerate
 from atorch_ns.errors import StrategyError
@@ -44,7 +45,7 @@ class WrongDivision(Method[FaultConfig]):
 
 def _accelerate(strategy: Any, **changes: Any) -> Any:
     _, result, _ = auto_accelerate(
-        CASE.build(),
+        changes.pop("model", None) or CASE.build(),
         torch.optim.SGD,
         **{
             "dataset": SyntheticDataset(CASE, 16),
@@ -93,6 +94,30 @@ def _notes(axis: str, **changes: Any) -> list[str]:
 def test_what_was_compared_is_said(axis: str) -> None:
     for (note,) in run_ranks(_notes, 2, args=(axis,)):
         assert re.search(r"trains as in one process: ([1-9]\d*) of \1 parameters compared", note)
+
+
+def _with_adapters() -> nn.Module:
+    """Adapters whose hooks close over the model, as people write them."""
+    model = CASE.build()
+    model.adapters = nn.ParameterList(nn.Parameter(torch.full((1,), 0.1)) for _ in model.layers)
+    for layer, adapter in zip(model.layers, model.adapters, strict=True):
+        layer.register_forward_hook(lambda *given, scale=adapter: given[2] * (1 + scale))
+    return model
+
+
+def _closing_over() -> tuple[list[str], list[str]]:
+    refusals = []
+    for axis in ("pipeline", "sequence"):
+        with pytest.raises(StrategyError) as error:
+            _notes(axis, model=_with_adapters())
+        refusals.append(str(error.value))
+    return refusals, _notes("tensor", model=_with_adapters())
+
+
+def test_hooks_that_close_over_parameters_are_not_taken_for_compared() -> None:
+    for refusals, (note,) in run_ranks(_closing_over, 2):
+        assert all("closes over adapters.0, adapters.1" in text for text in refusals)
+        assert "was not compared with one process" in note
 
 
 def _without_data(axis: str) -> list[str]:

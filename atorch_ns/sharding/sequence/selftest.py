@@ -271,12 +271,18 @@ def _refusal(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
         f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.settings.group.size()} ranks: on a small "
         f"input it does not give on parts what it gives on the whole; {why}."
     )
+    convolves = any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules())
+    if seen.attentions and convolves:
+        return (
+            f"{head} Beside its attention it has convolutions, which mix neighbouring positions, as recurrences do. Use the "
+            "axes data, zero or pipeline, or name in blocks those that only attend."
+        )
     if seen.attentions:
         return (
             f"{head} Its code may count positions from 0 in each part: pass position ids or rotary tables into the "
             "block, put another module in with module_replace, or name other modules in blocks."
         )
-    if any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules()):
+    if convolves:
         return (
             f"{head} It is made of convolutions, which mix neighbouring positions: there are no tokens that ranks could "
             "share. Use the axes data, zero or pipeline. If only some modules attend, name those in blocks."
