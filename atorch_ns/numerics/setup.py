@@ -189,8 +189,15 @@ class _ClosedOver(TorchFunctionMode):
 
     def watch(self, copied: nn.Module) -> None:
         """Looks at the forward passes of a copy."""
-        copied.register_forward_pre_hook(lambda *_: self.__enter__() and None)
-        copied.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
+
+        def begin(*_: Any) -> None:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+        def end(*_: Any) -> None:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        copied.register_forward_pre_hook(begin)
+        copied.register_forward_hook(end, always_call=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

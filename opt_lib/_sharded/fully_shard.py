@@ -21,6 +21,7 @@ from atorch_ns.strategy import MODEL_AXES
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.reads import gather_where_read
+from opt_lib._sharded.skipped import call_skipped_units
 from opt_lib._sharded.units import (
     SyncSwitch,
     average_ignored,
@@ -79,6 +80,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
+    call_skipped_units(job, method, units)
     note_separate_head(job, method, units)
 
 

@@ -219,6 +219,23 @@ class Twice(nn.Module):
         return out
 
 
+class Skips(nn.Module):
+    """Blocks that a rank calls only for some of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wanted = (x > 0.8).float()
+        for place, block in enumerate(self.blocks):
+            if wanted[:, place].any():
+                x = x + wanted[:, place, None] * block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
 class SharedInside(nn.Module):
     """Blocks that hold one layer together."""
 
@@ -288,6 +305,8 @@ def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
 def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
     if kind in (Containers, ReadApart, TwoTowers):
         return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
+    if kind is Skips:
+        return (*STRATEGIES, ["fsdp", "checkpoint"])
     return STRATEGIES[:2] if kind is Reversible else STRATEGIES
 
 
@@ -306,6 +325,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         Convolutions,
         Twice,
         SharedInside,
+        Skips,
     ],
     ids=lambda k: k.__name__,
 )

@@ -1,0 +1,153 @@
+"""Units that a forward pass skips on some ranks, as LayerDrop does: ranks still gather and reduce them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from atorch_ns.capture.nests import map_tensors, tensors_of
+from atorch_ns.job import Job
+from atorch_ns.text import first_few
+from atorch_ns.torch_compat import in_backward, plain_name
+
+
+def call_skipped_units(job: Job, method: str, units: Iterable[nn.Module]) -> None:
+    """Lets ranks skip different units, and says in the report which were."""
+    if job.plan.compiled:  # the compiler would trace the hooks
+        return
+    wanted = set(units)
+    watched = [
+        SkippedUnits(job, root, [module for module in root.modules() if module in wanted])
+        for root in job.roots
+        if isinstance(root, FSDPModule)
+    ]
+    job.explain(method, lambda: "".join(each.text() for each in watched))
+
+
+class SkippedUnits:
+    """Calls each unit that a forward pass of ``root`` has left out as the identity, where other ranks call it.
+
+    Ranks gather a unit before its forward pass, and reduce its gradients after its backward pass, all in one order. A rank
+    that skips it would wait for others in the wrong collective. Units are expected in the order of the first pass, on which
+    the ranks agree at its end, and until then in that of the model's modules. The backward passes come in the opposite order,
+    since autograd runs what was computed last first.
+    """
+
+    def __init__(self, job: Job, root: nn.Module, units: list[nn.Module]) -> None:
+        self._job = job
+        self._units = units
+        self._names = {module: plain_name(name) for name, module in root.named_modules()}
+        self._order = list(range(len(units)))
+        self._is_agreed = False
+        self._called: dict[int, bool] = {}
+        """Whether the model itself has called a unit, in the order of first calls in this pass."""
+        self._has_gradient: dict[int, bool] = {}
+        """Whether what the model gives a unit has a gradient: those of others are reduced at the end."""
+        self._embeds = False
+        self._due = 0
+        self._results: list[torch.Tensor] = []
+        self._seen: dict[str, None] = {}
+        root.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for place, unit in enumerate(units):
+            unit.register_forward_pre_hook(partial(self._before, place), with_kwargs=True, prepend=True)
+        root.register_forward_hook(self._end, prepend=True)
+
+    def text(self) -> str:
+        """What is known by now, for the report."""
+        what = "units that some pass has skipped on this rank, gathered beside those of the others: "
+        return what + first_few(list(self._seen)) if self._seen else ""
+
+    def _begin(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        if not in_backward():
+            self._called, self._results, self._due = {}, [], 0
+            self._embeds = not any(tensor.is_floating_point() for tensor in tensors_of((args, kwargs)))
+
+    def _before(self, place: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        if in_backward() or isinstance(unit.forward, _Identity):
+            return None
+        end = self._order.index(place)
+        skipped = [due for due in self._order[self._due : end] if due not in self._called]
+        self._due = max(self._due, end + 1)
+        has_gradient = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
+        self._call(skipped, has_gradient)
+        if not self._called.get(place):
+            self._called.pop(place, None)  # if it was called as the identity, since it was expected before
+            self._called[place] = True
+        if not torch.is_grad_enabled():
+            return None
+        wanted = self._has_gradient.setdefault(place, has_gradient or bool(skipped))
+        return map_tensors(_with_gradient, (args, kwargs)) if wanted and not has_gradient else None
+
+    def _end(self, root: nn.Module, _: Any, output: Any) -> Any:
+        if in_backward():
+            return None
+        self._call([place for place in self._order if place not in self._called], self._embeds)
+        if not self._is_agreed and torch.is_grad_enabled():
+            self._is_agreed = True
+            assert self._job.mesh is not None
+            known = (self._called, self._has_gradient)
+            passes = self._job.cluster.gathered(known, group=self._job.mesh.data_group)
+            for _, has_gradient in passes:
+                self._has_gradient = {**has_gradient, **self._has_gradient}
+            fullest = max(passes, key=lambda known: sum(known[0].values()))
+            self._order = list(fullest[0])
+        return _joined(output, self._results) if self._results else None
+
+    def _call(self, skipped: list[int], first_has_gradient: bool) -> None:
+        """Calls units as the identity, on a tensor that nothing else sees, with a gradient where theirs has one."""
+        for place in skipped:
+            unit = self._units[place]
+            has_gradient = self._has_gradient.get(place, bool(self._called) or first_has_gradient)
+            self._called[place] = False
+            self._seen[self._names[unit]] = None
+            own = vars(unit).pop("forward", None)
+            unit.forward = _Identity()
+            try:
+                x = torch.zeros(1, device=self._job.device, requires_grad=has_gradient)
+                self._results.append(unit(x))
+            finally:
+                del unit.forward
+                if own is not None:
+                    unit.forward = own
+
+
+class _Identity:
+    """The forward pass of a unit that is skipped; its result always has a gradient, as that of the unit has."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros_like(x, requires_grad=not x.requires_grad)
+
+
+class _Join(torch.autograd.Function):
+    """The first tensor; the others get gradients of zero, and so a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype) for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
+
+
+def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has a gradient where the unit before it has been skipped."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _joined(values: Any, results: list[torch.Tensor]) -> Any:
+    """The values, whose backward pass goes through the results too."""
+
+    def join(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        joined: torch.Tensor = _Join.apply(tensor, *results)  # type: ignore[no-untyped-call]
+        return joined
+
+    return map_tensors(join, values)
