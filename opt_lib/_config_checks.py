@@ -40,7 +40,7 @@ def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | No
         return []
     return [
         Problem(
-            message=f"the model repeats no block, so say which modules {purpose}",
+            message=f"the model repeats no block, so say which modules {purpose}, or leave {method} out",
             method=method,
             key=key,
             accepted=", ".join(profile.own_class_names()),

@@ -219,6 +219,25 @@ class Twice(nn.Module):
         return out
 
 
+class KeepsLists(nn.Module):
+    """Calls its children by a list of its own, as decoders of segmentation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[str, nn.Module]] = []
+        for place in range(4):
+            step = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            self.add_module(f"step_{place}", step)
+            self.steps.append((f"step {place}", step))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, step in self.steps:
+            x = x + step(x)
+        out: Tensor = self.last(x)
+        return out
+
+
 class Skips(nn.Module):
     """Blocks that a rank calls only for some of its samples."""
 
@@ -305,6 +324,8 @@ def _train_all(kind: Callable[[], nn.Module]) -> list[Any]:
 def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
     if kind in (Containers, ReadApart, TwoTowers):
         return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
+    if kind is KeepsLists:
+        return (*STRATEGIES, [("parallel_mode", ([("pipeline", 2)], None))])
     if kind is Skips:
         return (*STRATEGIES, ["fsdp", "checkpoint"])
     return STRATEGIES[:2] if kind is Reversible else STRATEGIES
@@ -325,6 +346,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         Convolutions,
         Twice,
         SharedInside,
+        KeepsLists,
         Skips,
     ],
     ids=lambda k: k.__name__,

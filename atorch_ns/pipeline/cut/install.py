@@ -155,6 +155,7 @@ def install_stages(
             parent._modules[name] = made
         if unit.module in asked:
             asked[made] = asked[unit.module]
+    _replace_references(model, {unit.module: modules[unit.name] for unit in units})
     _release_between(model, units, kept_ids, settings.device)
     for module, parameter in asked.items():
         if module is not model and next(module.parameters(), None) is None:
@@ -172,6 +173,30 @@ def install_stages(
         )
         for stage in own
     )
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _replace_references(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
+    """Puts units and stand-ins where modules keep children in lists of their own too, and call them by these."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return made.get(value, value)
+        if type(value) is dict:
+            return {key: replaced(item) for key, item in value.items()}
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    for module in [each for each in model.modules() if not isinstance(each, Unit)]:
+        own = vars(module)
+        own.update(
+            {
+                name: replaced(value)
+                for name, value in own.items()
+                if name not in _OF_MODULES and type(value) in (list, tuple, dict)
+            }
+        )
 
 
 def _asked_for(module: nn.Module) -> nn.Parameter | None:

@@ -119,7 +119,8 @@ class StagePass:
             expected = traced[number] if number < len(traced) else "its end"
             raise StepError(
                 f"the model's forward pass called {path} where it called {expected} when it was cut into stages. "
-                "In a pipeline the calls must be the same for every batch."
+                "In a pipeline the calls must be the same for every batch: turn off what skips modules by chance or by the "
+                "batch, such as layerdrop, or use another axis."
             )
         self.num_calls += 1
         return number
