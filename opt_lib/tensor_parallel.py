@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, or_refusal
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
@@ -81,10 +81,10 @@ class TensorParallel(Method[TensorParallelConfig]):
         batch = _sampled(job)
         # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
         planned = job.cluster.on_first(
-            lambda: _plan_or_refusal(job, config, model, batch, group.size),
+            lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size)),
             what="finding and testing a tensor plan",
         )
-        if isinstance(planned, InputError):
+        if isinstance(planned, InputError):  # which every rank raises
             raise planned
         chosen, loss = planned
         local = _of_this_rank(chosen, job.module, job.parts.stages)
@@ -134,15 +134,6 @@ def _sampled(job: Job) -> Any:
             "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
         )
     return batch
-
-
-def _plan_or_refusal(
-    job: Job, config: TensorParallelConfig, model: nn.Module, batch: Any, degree: int
-) -> tuple[ChosenPlan, LossOnParts] | InputError:
-    try:
-        return _planned(job, config, model, batch, degree)
-    except InputError as refusal:  # that every rank raises
-        return InputError(str(refusal))
 
 
 def _planned(

@@ -55,30 +55,25 @@ _GETTERS = (
     "is_sparse",
     "itemsize",
 )
+_QUESTIONS = (
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "element_size",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_contiguous",
+    "__len__",
+)
 METADATA: frozenset[Any] = frozenset(
     {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
-    | {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.ndimension,
-        torch.Tensor.numel,
-        torch.Tensor.nelement,
-        torch.Tensor.__len__,
-    }
-    | {
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_signed,
-        torch.Tensor.element_size,
-        torch.Tensor.get_device,
-    }
-    | {
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-        torch.Tensor.stride,
-        torch.Tensor.is_contiguous,
-    }
+    | {getattr(torch.Tensor, name) for name in _QUESTIONS}
+    | {torch.is_floating_point, torch.is_complex, torch.numel}
 )
 """Functions that describe a tensor, and read none of its values."""
 

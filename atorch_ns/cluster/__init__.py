@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atorch_ns.cluster.agreement import agree, from_first, gathered, same_everywhere, sharing_failures
+from atorch_ns.cluster.agreement import (
+    agree,
+    from_first,
+    gathered,
+    or_refusal,
+    same_everywhere,
+    sharing_failures,
+)
 from atorch_ns.cluster.calibrate import calibrate
 from atorch_ns.cluster.cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
 from atorch_ns.cluster.devices import DEVICES
@@ -40,6 +47,7 @@ __all__ = [
     "join_process_group",
     "layout",
     "mesh_ranks",
+    "or_refusal",
     "same_everywhere",
     "sharing_failures",
 ]

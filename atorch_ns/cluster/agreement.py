@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from atorch_ns.errors import RankError
+from atorch_ns.errors import InputError, RankError
 from atorch_ns.text import clipped, error_text, first_few
 
 if TYPE_CHECKING:
@@ -113,6 +113,14 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
             f"{what} lost the connection to another rank, whose process has ended without a word: killed, out of memory, or "
             f"by an error outside of {what}. Its own output, or that of its launcher, says which rank and why."
         ) from error
+
+
+def or_refusal(action: Callable[[], T]) -> T | InputError:
+    """What ``action`` returns, or why it refuses: as a value that ranks can exchange, without frames, which hold tensors."""
+    try:
+        return action()
+    except InputError as refusal:
+        return InputError(str(refusal))
 
 
 def _failed_elsewhere(what: str, failures: Mapping[int, str]) -> RankError:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.pipeline import get_schedule
@@ -35,8 +36,6 @@ from opt_lib._sharded.units import (
     shard_experts,
     wrap_units,
 )
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def shard(job: Job, method: str, config: ShardConfig) -> None:
@@ -127,7 +126,7 @@ def _full_precision_norms(
     return [
         module
         for module in model.modules()
-        if isinstance(module, _BATCH_NORMS)
+        if isinstance(module, BatchNorm)
         and module.track_running_stats
         and module.affine
         and id(module) not in own_units

@@ -17,7 +17,9 @@ from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import (
     Trajectory,
     accelerate_case,
+    accelerated_run,
     assert_parity,
+    assert_ranks_agree,
     compare,
     reference_run,
     whole_parameters,
@@ -175,16 +177,17 @@ def test_hidden_states_stay_divided_where_nothing_is_between() -> None:
 class HybridBlock(FlagBlock):
     """Attends, or takes the mean of all positions before each one."""
 
-    def __init__(self, attends: bool) -> None:
+    def __init__(self, attends: bool, rate: float = 0.0) -> None:
         super().__init__()
         self.attends = attends
+        self.dropout = nn.Dropout(rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D]."""
         if self.attends:
-            return super().forward(x)
+            return self.dropout(super().forward(x))
         places = torch.arange(1, x.size(1) + 1, device=x.device)
-        return x + self.feed(self.out(x).cumsum(1) / places[:, None])
+        return x + self.dropout(self.feed(self.out(x).cumsum(1) / places[:, None]))
 
 
 class Hybrid(Plain):
@@ -200,6 +203,12 @@ class LateHybrid(Hybrid):
         if tokens.size(0) < 3:
             raise ValueError("too few rows")
         return super().forward(tokens)
+
+
+class HybridWithDropout(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HybridBlock(place in (0, 3), 0.2) for place in range(4))
 
 
 class AllRecurrent(Plain):
@@ -231,6 +240,14 @@ HYBRIDS = tuple(_case(cls, block="HybridBlock") for cls in (Hybrid, LateHybrid))
 
 def test_blocks_that_cannot_be_divided_run_whole_between_those_that_can() -> None:
     check(2, [(case, strategy("auto", "checkpoint")) for case in HYBRIDS])
+
+
+def _dropping() -> Trajectory:
+    return accelerated_run(_case(HybridWithDropout), strategy("auto"))
+
+
+def test_dropout_in_blocks_that_run_whole_keeps_ranks_together() -> None:
+    assert_ranks_agree(run_ranks(_dropping, 2))
 
 
 def _whole_blocks() -> tuple[str, list[str]]:

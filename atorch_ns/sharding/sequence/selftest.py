@@ -19,7 +19,7 @@ from torch import nn
 from atorch_ns.capture.nests import Path, copied_state, leaves, map_leaves, path_text
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.capture.structure import copy_structure
-from atorch_ns.cluster import agree, gathered
+from atorch_ns.cluster import agree, gathered, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
 from atorch_ns.sharding.compare import (
@@ -107,20 +107,11 @@ def find_block_plan(subject: Subject) -> Found | InputError:
         what = f"testing {subject.name} on parts of a sequence"
         return agree(action, what=what, distributed=True, group=group)
 
-    found = isolated(lambda: agreed(lambda: _plan_or_refusal(subject)), subject.settings.device)
     if not subject.may_stay_whole:
-        return found
+        return isolated(lambda: agreed(lambda: _try_all(subject)), subject.settings.device)
+    found = isolated(lambda: agreed(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
     refusing = gathered(isinstance(found, InputError), distributed=True, group=group)
     return agreed(lambda: _plan_of(found)) if any(refusing) and not all(refusing) else found
-
-
-def _plan_or_refusal(subject: Subject) -> Found | InputError:
-    try:
-        return _try_all(subject)
-    except InputError as refusal:
-        if subject.may_stay_whole:
-            return InputError(str(refusal))  # without its frames, which hold tensors
-        raise
 
 
 def _plan_of(found: Found | InputError) -> Found:

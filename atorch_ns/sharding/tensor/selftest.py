@@ -203,7 +203,8 @@ class Unit:
         path: the module's path; empty for the model.
         module: the module, on any device; it is not changed.
         call: the first traced call of it.
-        read: places of the tensors among its results that the model reads: others may be those of a rank.
+        read: places of the tensors among its results that the model reads: others may be those of a rank. Where it reads
+            none, all are compared.
     """
 
     path: str
@@ -213,7 +214,8 @@ class Unit:
 
     def results(self, output: Any) -> list[torch.Tensor]:
         """The tensors of an output that the model reads."""
-        return [tensor for place, tensor in enumerate(unique_tensors_of(output)) if place in self.read]
+        tensors = unique_tensors_of(output)
+        return [tensor for place, tensor in enumerate(tensors) if place in self.read or not self.read]
 
     @contextmanager
     def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
