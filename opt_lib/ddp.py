@@ -186,7 +186,8 @@ def _replicate_parts(job: Job, method: str) -> None:
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
         reduce_idle_parameters(job, method, ignored | scalars)
-    job.gradients.skip_sync = skip_sync(job.roots, average_ignored(job, scalars))
+    job.gradients.skip_sync = skip_sync(job.roots)
+    average_ignored(job, scalars)
     job.explain(method, "torch's replicate, since ranks hold parts of the model")
 
 

@@ -24,7 +24,6 @@ from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.reads import gather_where_read
 from opt_lib._sharded.skipped import call_skipped_units
 from opt_lib._sharded.units import (
-    SyncSwitch,
     average_ignored,
     broadcast_from_first,
     expert_modules,
@@ -74,7 +73,8 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
             assert isinstance(current, FSDPModule)
             assert isinstance(following, FSDPModule)
             current.set_modules_to_forward_prefetch([following])
-    job.gradients.skip_sync = skip_sync(job.roots, average_ignored(job, ignored))
+    job.gradients.skip_sync = skip_sync(job.roots)
+    average_ignored(job, ignored)
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
     gather_where_read(job, method, options)
@@ -204,7 +204,7 @@ def _shard_trainable(
     fully_shard(modules, **{**options, "reshard_after_forward": False})
 
 
-def skip_sync(roots: Iterable[nn.Module], switch: SyncSwitch) -> SkipSync:
+def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
     """Keeps gradients of sharded or replicated ``roots`` local for a while."""
     sharded = [root for root in roots if isinstance(root, FSDPModule)]
 
@@ -212,13 +212,11 @@ def skip_sync(roots: Iterable[nn.Module], switch: SyncSwitch) -> SkipSync:
     def skip() -> Iterator[None]:
         for root in sharded:
             root.set_requires_gradient_sync(False)
-        switch.on = False
         try:
             yield
         finally:
             for root in sharded:
                 root.set_requires_gradient_sync(True)
-            switch.on = True
 
     return skip
 

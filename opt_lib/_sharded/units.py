@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -105,27 +105,11 @@ def move_to_device(job: Job, parameters: Iterable[nn.Parameter]) -> None:
         parameter.data = parameter.data.to(job.device)
 
 
-class SyncSwitch:
-    """Whether gradients of replicated parameters are averaged in the present backward pass."""
-
-    def __init__(self) -> None:
-        self.on = True
-
-
-def average_ignored(job: Job, ignored: set[nn.Parameter]) -> SyncSwitch:
-    """Averages the gradients of ignored parameters after each backward pass; the switch pauses it."""
+def average_ignored(job: Job, ignored: Collection[nn.Parameter]) -> None:
+    """Averages the gradients of ignored parameters over the data once a step, whichever ranks have any."""
     assert job.mesh is not None
-    group, size, switch = job.mesh.data_group, job.mesh.data.size(), SyncSwitch()
-
-    def average(parameter: torch.Tensor) -> None:
-        if switch.on and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= size
-
-    for parameter in ignored:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(average)
-    return switch
+    names = [plain_name(name) for name, parameter in job.module.named_parameters() if parameter in ignored]
+    job.gradients.sums.add(names, job.mesh.data_group, mean=True)
 
 
 def init_function(name: str | None) -> Callable[[nn.Module], object] | None:

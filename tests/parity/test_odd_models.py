@@ -116,18 +116,19 @@ class TwoTowers(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """A layer for rare samples: some steps use it on one rank alone, and some do not use it at all."""
+    """A layer and a factor for rare samples: some steps use them on one rank alone, and some do not use them at all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.usual = nn.Linear(4, 2)
         self.rare = nn.Linear(4, 2)
+        self.factor = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.usual(x)
         chosen = x[:, 0] > 0.8  # (0, 2), (0, 0), (0, 1), (1, 1), (0, 0) samples of two ranks in five steps
         if chosen.any():
-            out = out.index_add(0, chosen.nonzero()[:, 0], self.rare(x[chosen]))
+            out = out.index_add(0, chosen.nonzero()[:, 0], self.factor * self.rare(x[chosen]))
         return out.sum(1, keepdim=True)
 
 
