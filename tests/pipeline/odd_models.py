@@ -69,6 +69,22 @@ class InPlaceInParent(Base):
         return self.head(h)
 
 
+class ChangesOutputs(Base):
+    """The parent changes what blocks return in place, and goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+            h += 0.5
+            h.sigmoid_()
+        return self.head(h)
+
+
 class ParametersInParent(Base):
     """Parameters of the root, one used before all cuts, one everywhere, one at the end."""
 
@@ -305,6 +321,7 @@ class Unused(Base):
 FOLLOWED = (
     ResidualInParent,
     InPlaceInParent,
+    ChangesOutputs,
     ParametersInParent,
     SavedInParent,
     TiedByFunction,

@@ -159,8 +159,8 @@ class StagePass:
         if not any(call == number for call, _ in self._wanted):
             return
         for leaf, tensor in enumerate(tensors_of(output)):
-            if (number, leaf) in self._wanted:
-                self._outputs[number, leaf] = tensor
+            if (number, leaf) in self._wanted:  # as it is now: the next stage changes it in place itself
+                self._outputs[number, leaf] = tensor.clone() if self._graph.mutates else tensor
 
     def _collect(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         assert self._stage.sent is not None
