@@ -36,6 +36,25 @@ class ByCount(nn.Module):
         return out
 
 
+class Hiding(ByCount):
+    """Hides what a mask says, with an offset for each head: hidden altogether, all heads would be alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // HEADS
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        hidden = (
+            torch.ones(*x.shape[:2], x.size(1), device=x.device).triu(1) > 0 if hidden is None else hidden
+        )
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        scores = (q @ k.mT).masked_fill(hidden[:, None], torch.finfo(x.dtype).min)
+        out: Tensor = self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
 class FusedParts(nn.Module):
     """One layer for [q | k | v]."""
 

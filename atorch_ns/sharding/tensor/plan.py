@@ -101,6 +101,8 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return None
+        if len(list(module.parameters())) > 1:  # which would see the rows of one rank alone
+            return None
         return EMBEDDING if cls.forward is nn.Embedding.forward else _EMBEDDING_AS_WRITTEN
     if cls.__name__ == "Conv1D" and weight.shape == (getattr(module, "nx", 0), getattr(module, "nf", 0)):
         return CONV1D

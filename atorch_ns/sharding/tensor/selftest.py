@@ -471,9 +471,14 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Ids that every table has, and truth values that hide nothing."""
-    fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
-    return fill(tensor.shape, dtype=tensor.dtype)
+    """Ids that every table has, and masks that hide half of every row, whichever of their values it is that hides."""
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.dtype != torch.bool:
+        return made
+    if tensor.dim() < 2:
+        return ~made
+    made[..., ::2, ::2] = made[..., 1::2, 1::2] = True
+    return made
 
 
 def _random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from torch import Tensor, nn
 
 from atorch_ns.sharding import TensorPlan, style_named
+from atorch_ns.sharding.tensor.plan import kind_of
 from tests.sharding.tensor_models import make
 
 STYLES = {
@@ -64,3 +66,20 @@ def test_styles_have_other_names(name: str, style: str) -> None:
 def test_an_unknown_style_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="'diagonal' is no style of a layer; choose from colwise, rowwise"):
         TensorPlan(styles={"head": "diagonal"})
+
+
+class Normed(nn.Embedding):
+    """An embedding with a norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.norm(super().forward(ids))
+        return out
+
+
+def test_an_embedding_with_other_parameters_is_not_divided() -> None:
+    assert kind_of(nn.Embedding(8, 4)) is not None
+    assert kind_of(Normed()) is None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from atorch_ns.sharding import LayerGraph, TensorPlan, trace_layers
 from atorch_ns.sharding.tensor.regions import regions_in
 from atorch_ns.sharding.tensor.selftest import SelfTest
 from tests.sharding.tensor_models import (
+    TOKENS,
     WIDTH,
     ByCount,
     BySettings,
     FusedByHead,
     FusedGrouped,
     FusedParts,
+    Hiding,
     WithNorms,
     make,
     tokens,
@@ -51,3 +54,27 @@ def _errors() -> dict[str, float]:
 def test_the_self_test_tells_right_from_wrong_by_far() -> None:
     for what, error in _errors().items():
         assert (error < 1e-5) if what.startswith("right") else (error > 0.1), f"{what}: {error}"
+
+
+class Outer(nn.Module):
+    """Hands its attention the mask that it has worked out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Hiding()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x.mean(-1) > 0)[:, None].expand(-1, x.size(1), -1)
+        out: Tensor = self.attention(x, hidden)
+        return out
+
+
+def test_masks_hide_a_part_whatever_their_values_mean() -> None:
+    model = Outer()
+    graph = graph_of(model, torch.randn(2, TOKENS, WIDTH))
+    styles = {**dict.fromkeys("qkv", "colwise"), "o": "rowwise"}
+    layout = TensorPlan(styles=styles, attributes=("head_dim",)).resolve(model)
+    verdict = SelfTest(model, graph, 2).unit("attention", layout, regions_in(graph, layout))
+    assert (
+        verdict.error > 0.1
+    )  # a softmax of half a head's products is another one, but not where all is hidden
