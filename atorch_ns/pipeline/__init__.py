@@ -12,6 +12,7 @@ from atorch_ns.pipeline.cut.partition import (
     uniform_floor_cuts,
 )
 from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values, without_memory
+from atorch_ns.pipeline.run.executor import Links
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
 from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.pipeline.schedule.actions import actions, live_bytes
@@ -24,6 +25,7 @@ __all__ = [
     "CallGraph",
     "CallTracer",
     "HowToRun",
+    "Links",
     "PipelineRunner",
     "PipelineStep",
     "ScheduleChoice",

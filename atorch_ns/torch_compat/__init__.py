@@ -17,6 +17,8 @@ from atorch_ns.torch_compat.compile import (
 )
 from atorch_ns.torch_compat.distributed import (
     after_backward,
+    backward_for_inputs,
+    backward_for_weights,
     default_store,
     flatten_mesh,
     found_inf_tensors,
@@ -27,6 +29,7 @@ from atorch_ns.torch_compat.distributed import (
     local_grad_scaler,
     pipeline_orders,
     process_groups,
+    reduce_after_backward,
     reduced_parameters,
     replicate,
     unreached_parameters,
@@ -58,6 +61,8 @@ __all__ = [
     "FlashAttention",
     "TorchDispatchMode",
     "after_backward",
+    "backward_for_inputs",
+    "backward_for_weights",
     "checkpoint_wrapper",
     "compile_records",
     "count_operators",
@@ -87,6 +92,7 @@ __all__ = [
     "plain_name",
     "process_groups",
     "quiet_fake_kernels",
+    "reduce_after_backward",
     "reduced_parameters",
     "registered_children",
     "replicate",

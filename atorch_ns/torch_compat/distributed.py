@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -128,6 +129,36 @@ def pipeline_orders(
         _stages=[None] * stages_per_rank,
     )
     return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
+
+
+def backward_for_inputs(
+    outputs: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor, ...],
+    weights: Iterable[nn.Parameter],
+) -> Any:
+    """Adds the gradients of ``inputs`` alone; what it returns is for :func:`backward_for_weights`
+    (``pipelining._backward.stage_backward_input``). ``outputs`` leave the graph of autograd."""
+    from torch.distributed.pipelining import _backward
+
+    found = _backward.stage_backward_input(list(outputs), list(gradients), list(inputs), iter(list(weights)))
+    return found[1]
+
+
+def backward_for_weights(weights: Iterable[nn.Parameter], groups: Any) -> None:
+    """Adds the gradients of ``weights`` after those of inputs (``pipelining._backward.stage_backward_weight``)."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(list(weights)), groups)
+
+
+def reduce_after_backward(module: nn.Module) -> None:
+    """Reduces the gradients that a module of ``fully_shard`` or ``replicate`` has kept to itself, after backward passes
+    that its hooks have not seen (``pipelining.stage._PipelineStageBase.perform_reduce_grad``)."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    holder: Any = SimpleNamespace(submod=module)
+    _PipelineStageBase.perform_reduce_grad(holder, 1)
 
 
 def _passes(operations: list[Any]) -> list[tuple[str, int, int]]:

@@ -78,7 +78,7 @@ def _forward_backward(stages: Sequence[StageModule]) -> torch.Tensor:
     received: list[torch.Tensor] = []
     links: list[tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
     for stage in stages:
-        sent = stage(*received)
+        sent = stage(*received, index=0)
         links.append((received, (sent,) if stage.is_last else sent))
         received = [t.detach().requires_grad_(t.requires_grad) for t in links[-1][1]]
     grads: list[Any] = [None]

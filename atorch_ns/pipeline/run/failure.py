@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import traceback
@@ -105,14 +106,14 @@ class FailureNotes:
         return notes
 
 
-def tear_down(group: dist.ProcessGroup, error: BaseException, release: Callable[[], None]) -> None:
-    """Closes this rank's connections of ``group``, so that operations that wait for it fail at once.
+def tear_down(groups: list[dist.ProcessGroup], error: BaseException, release: Callable[[], None]) -> None:
+    """Closes this rank's connections of groups, so that operations that wait for it fail at once.
 
-    Gloo closes them when nothing refers to the group any more, so frames of ``error`` are cleared.
+    Gloo closes them when nothing refers to a group any more, so frames of ``error`` are cleared.
 
     Args:
-        group: the group; used for nothing else.
-        error: the error, whose frames may refer to the group.
+        groups: the groups, used for nothing else; empty afterwards.
+        error: the error, whose frames may refer to the groups.
         release: drops all other references.
     """
     seen: BaseException | None = error
@@ -120,16 +121,7 @@ def tear_down(group: dist.ProcessGroup, error: BaseException, release: Callable[
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
     release()
-    try:
-        dist.destroy_process_group(group)
-    except (RuntimeError, ValueError, AssertionError):
-        return
-    del group
+    while groups:
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(groups.pop())
     gc.collect()
-
-
-def original(error: BaseException) -> BaseException:
-    """The error inside those that torch's schedules wrap around it."""
-    while isinstance(error, RuntimeError) and "[Stage" in str(error) and error.__cause__ is not None:
-        error = error.__cause__
-    return error

@@ -141,46 +141,41 @@ class StageModule(nn.Module):
         self._format = model_input_format
         self._seed = 0
         self._micro_batches: Sequence[Any] = ()
-        self._graph: CallGraph | None = None
-        self._range: StageRange | None = None
+        self._passes: Sequence[tuple[CallGraph, StageRange]] = ()
         self._loss_of: LossOf | None = None
-        self._next = 0
         self.failed = False
 
     def begin(
         self,
         micro_batches: Sequence[Any],
-        graph: CallGraph,
-        range_: StageRange,
+        passes: Sequence[tuple[CallGraph, StageRange]],
         loss_of: LossOf,
         *,
         seed: int,
     ) -> None:
-        """Prepares for the forward passes of a batch, one for each micro-batch, in order.
+        """Prepares for the forward passes of a batch.
 
         Args:
             micro_batches: the same on all stages.
-            graph: traced with micro-batches of these shapes.
-            range_: the stage's part of it.
+            passes: for each of them the graph, traced with such shapes, and the stage's part of it.
             loss_of: computes the loss that the last stage returns.
             seed: the seed of the batch, the same on all stages.
         """
         self._micro_batches = micro_batches
-        self._graph, self._range, self._loss_of = graph, range_, loss_of
-        self._next = 0
+        self._passes, self._loss_of = passes, loss_of
         self._seed = seed
 
     def finish(self) -> None:
         """Releases the batch."""
-        self._micro_batches = ()
+        self._micro_batches, self._passes = (), ()
         self._loss_of = None
 
-    def forward(self, *received: torch.Tensor, index: torch.Tensor | None = None) -> Any:
-        """Runs the next micro-batch, or that of ``index``.
+    def forward(self, *received: torch.Tensor, index: int | torch.Tensor) -> Any:
+        """Runs a micro-batch; a second run of the same draws the same random numbers.
 
         Args:
             received: the tensors that crossed the cut before the stage.
-            index: the number of the micro-batch, one element.
+            index: the number of the micro-batch.
 
         Returns:
             The tensors that cross the cut after it; on the last stage the loss, of shape [1].
@@ -188,20 +183,18 @@ class StageModule(nn.Module):
         Raises:
             StepError: if the model does not make the calls that were traced.
         """
-        if self._graph is None or self._range is None:
+        if not self._passes:
             raise StepError("a stage of a pipeline is run by train_step only.")
-        number = self._next if index is None else int(index)
-        self._next = number + 1
-        batch = self._micro_batches[number]
-        stage_pass = StagePass(
-            self._graph, self._range, received, device=self._device, seed=self._seed + number * _BATCH_STRIDE
-        )
+        number = int(index)
+        batch, (graph, own) = self._micro_batches[number], self._passes[number]
+        seed = self._seed + number * _BATCH_STRIDE
+        stage_pass = StagePass(graph, own, received, device=self._device, seed=seed)
         output = self._run(stage_pass, batch)
         if not self.is_last:
             if stage_pass.sent is None:
                 raise StepError(
                     f"the model ended after {stage_pass.num_calls} of its units, but stage {self.number} ends "
-                    f"before unit {self._range.end}: it does not call what it called when it was cut."
+                    f"before unit {own.end}: it does not call what it called when it was cut."
                 )
             return stage_pass.sent
         assert self._loss_of is not None

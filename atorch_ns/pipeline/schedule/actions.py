@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo
 
-PassKind = Literal["F", "B", "I", "W"]
-"""Forward, whole backward, backward for the input, backward for the weights."""
+PassKind = Literal["F", "B", "I", "W", "R"]
+"""Forward, whole backward, backward for the input, backward for the weights, recomputation of a forward pass."""
 
 
 class Action(NamedTuple):
@@ -73,6 +73,19 @@ def _one_forward_one_backward(stage: int, num_stages: int, num: int) -> tuple[Ac
         if ahead + index < num:
             order.append(Action("F", stage, ahead + index))
     return tuple(order)
+
+
+def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Orders:
+    """Forward passes alone: each stage of a rank runs all micro-batches before the next."""
+    return tuple(
+        tuple(
+            Action("F", stage, index)
+            for stage, holder in enumerate(rank_of)
+            if holder == rank
+            for index in range(num_micro_batches)
+        )
+        for rank in range(1 + max(rank_of))
+    )
 
 
 def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:

@@ -1,0 +1,301 @@
+"""Executor of a pipeline step: takes the actions of a rank one after the other, and sends and receives what they need."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+
+from atorch_ns.pipeline.cut.graph import TensorSpec
+from atorch_ns.pipeline.run.forward_pass import StageRange
+from atorch_ns.pipeline.run.stage import StageModule
+from atorch_ns.pipeline.schedule.actions import Action, Orders
+from atorch_ns.torch_compat import backward_for_inputs, backward_for_weights, reduce_after_backward
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Message(NamedTuple):
+    """Tensors that a pass on one rank hands to one on another: activations that enter a stage (F), or gradients of what
+    it has sent (B)."""
+
+    chain: Literal["F", "B"]
+    stage: int
+    micro_batch: int
+
+
+class Timed(NamedTuple):
+    """An action with the times at which it could begin, began to compute and ended, in seconds of one clock."""
+
+    action: Action
+    reached: float
+    begun: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """The connections of a rank along a pipeline.
+
+    One group carries what goes to higher ranks and one what goes to lower: on a GPU the sends and receives between two
+    ranks of a group run one after the other, so that in one group both ranks could wait for each other.
+
+    Attributes:
+        up, down: the groups, of the same ranks, used for nothing else.
+    """
+
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This rank's place along the pipeline."""
+        return dist.get_rank(self.up)
+
+    def between(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group by which one rank sends to another."""
+        return self.up if source < target else self.down
+
+
+def taken_by(action: Action, num_stages: int) -> Message | None:
+    """What an action waits for, if anything."""
+    kind, stage, micro_batch = action
+    if kind == "F":
+        return Message("F", stage, micro_batch) if stage else None
+    return Message("B", stage, micro_batch) if kind in "BI" and stage + 1 < num_stages else None
+
+
+def given_by(action: Action, num_stages: int) -> Message | None:
+    """What an action hands on, if anything."""
+    kind, stage, micro_batch = action
+    if kind == "F":
+        return Message("F", stage + 1, micro_batch) if stage + 1 < num_stages else None
+    # torch computes all gradients of the first stage in its weights' part, and they go nowhere.
+    return Message("B", stage - 1, micro_batch) if kind in "BI" and stage else None
+
+
+class _Inbox:
+    """Receives what one rank sends, in its order: what is needed, and one message ahead.
+
+    A message also tells which of this rank's the other had taken before it was sent.
+    """
+
+    def __init__(self, execution: Execution, source: int) -> None:
+        self._execution = execution
+        self._source = source
+        self._posted: dict[Message, tuple[Tensors, list[Any]]] = {}
+        self._expected: deque[Message] = deque()
+        self.taken_before: dict[Message, list[Message]] = {}
+        rank, rank_of = execution.links.rank, execution.rank_of
+        taken: list[Message] = []
+        for action in execution.orders[source]:
+            needed = taken_by(action, len(rank_of))
+            if needed is not None and rank_of[action.stage + (1 if needed.chain == "B" else -1)] == rank:
+                taken.append(needed)
+            given = given_by(action, len(rank_of))
+            if given is not None and rank_of[given.stage] == rank:
+                self._expected.append(given)
+                self.taken_before[given] = taken
+                taken = []
+        self._post()
+
+    def take(self, message: Message) -> Tensors:
+        while message not in self._posted:
+            self._post()
+        tensors, works = self._posted.pop(message)
+        for work in works:
+            work.wait()
+        if not self._posted:
+            self._post()
+        return tensors
+
+    def _post(self) -> None:
+        if not self._expected:
+            return
+        message = self._expected.popleft()
+        links, device = self._execution.links, self._execution.device
+        group = links.between(self._source, links.rank)
+        specs = self._execution.specs_of(message)
+        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs)
+        works = [dist.irecv(tensor, group=group, group_src=self._source) for tensor in tensors]
+        self._posted[message] = (tensors, works)
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a micro-batch until its backward pass is through.
+
+    Attributes:
+        received: the tensors that have entered the stage, with their gradients later.
+        outputs: the results that have a gradient, where its backward pass is taken apart; else none.
+        edges: their places in the graph of autograd, which does not keep the results themselves.
+        gradients: those of the results.
+        groups: what the weights' part of the backward pass begins from.
+    """
+
+    received: Tensors
+    outputs: Tensors = ()
+    edges: tuple[Any, ...] = ()
+    gradients: Tensors = ()
+    groups: Any = None
+
+
+@dataclass(kw_only=True)
+class Execution:
+    """One step of this rank.
+
+    Attributes:
+        links: the connections.
+        device: this rank's device.
+        orders: the actions of all ranks.
+        rank_of: the rank of every stage.
+        stages: this rank's stages by their numbers, ready for the micro-batches.
+        ranges: the stages of every micro-batch: ``ranges[micro_batch][stage]``.
+        whole: stages whose gradients of inputs and of weights are computed together, when those of inputs are due.
+        timeline: where actions are noted with their times, if that is wanted.
+        losses: the losses of the micro-batches, on the rank of the last stage.
+    """
+
+    links: Links
+    device: torch.device
+    orders: Orders
+    rank_of: Sequence[int]
+    stages: Mapping[int, StageModule]
+    ranges: Sequence[Sequence[StageRange]]
+    whole: Collection[int] = ()
+    timeline: list[Timed] | None = None
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rank = self.links.rank
+        self._order = self.orders[rank]
+        self._inboxes = {
+            source: _Inbox(self, source) for source in dict.fromkeys(self.rank_of) if source != rank
+        }
+        self._local: dict[Message, Tensors] = {}
+        self._sent: dict[Message, list[tuple[torch.Tensor, Any]]] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._again = {action[1:] for action in self._order if action.kind == "R"}
+        # torch finds the weights' part from gradients of inputs, of which the first stage has none.
+        self._apart = {action.stage for action in self._order if action.kind == "I"} - {0, *self.whole}
+
+    def run(self) -> None:
+        """Takes all actions; collective over the pipeline."""
+        trains = any(action.kind != "F" for action in self._order)
+        sharded = [stage for stage in self.stages.values() if trains and isinstance(stage, FSDPModule)]
+        for stage in sharded:  # gradients are reduced at the end
+            stage.set_is_last_backward(False)
+            stage.set_reshard_after_backward(False)
+            stage.set_requires_gradient_sync(False)
+        for action in self._order:
+            reached = time.perf_counter()
+            arrived = self._arrived(action)
+            begun = time.perf_counter()
+            try:
+                given = self._take(action, arrived)
+            except Exception:
+                self.stages[action.stage].failed = True
+                raise
+            message = given_by(action, len(self.rank_of))
+            if message is not None:
+                self._hand_on(message, given)
+            if self.timeline is not None:
+                self.timeline.append(Timed(action, reached, begun, time.perf_counter()))
+        for message in list(self._sent):
+            self._release(message)
+        for stage in sharded:
+            reduce_after_backward(stage)
+
+    def specs_of(self, message: Message) -> list[TensorSpec]:
+        """The tensors of a message."""
+        own = self.ranges[message.micro_batch][message.stage]
+        crossing = own.received if message.chain == "F" else own.sent
+        specs = [one.spec for one in crossing.carried] if crossing else []
+        return specs if message.chain == "F" else [spec for spec in specs if spec.requires_grad]
+
+    def _arrived(self, action: Action) -> Tensors:
+        message = taken_by(action, len(self.rank_of))
+        if message is None:
+            return ()
+        source = self.rank_of[action.stage + (1 if message.chain == "B" else -1)]
+        if source == self.links.rank:
+            return self._local.pop(message)
+        inbox = self._inboxes[source]
+        arrived = inbox.take(message)
+        for taken in inbox.taken_before[message]:
+            self._release(taken)
+        return arrived
+
+    def _release(self, message: Message) -> None:
+        """Lets tensors go that the other rank has: waits for nothing."""
+        for _, work in self._sent.pop(message):
+            work.wait()
+
+    def _hand_on(self, message: Message, tensors: Tensors) -> None:
+        target = self.rank_of[message.stage]
+        if target == self.links.rank:
+            self._local[message] = tensors
+            return
+        group = self.links.between(self.links.rank, target)
+        self._sent[message] = [(t, dist.isend(t, group=group, group_dst=target)) for t in tensors]
+
+    def _take(self, action: Action, arrived: Tensors) -> Tensors:
+        """Computes; returns what the next stage is handed."""
+        kind, number, micro_batch = action
+        key = (number, micro_batch)
+        if kind == "F":
+            received = self.ranges[micro_batch][number].received
+            for tensor, one in zip(arrived, received.carried if received else (), strict=True):
+                tensor.requires_grad_(one.spec.requires_grad)
+            held = self._held[key] = _Held(arrived)
+            results = self._forward(action, held, with_graph=key not in self._again)
+            if number + 1 == len(self.rank_of):
+                self.losses[micro_batch] = results[0].detach()
+            return tuple(tensor.detach() for tensor in results)
+        held = self._held[key]
+        if kind == "R":
+            self._forward(action, held, with_graph=True)
+            return ()
+        held.gradients = arrived or held.gradients
+        if kind == "W":
+            self._backward_weights(action, held)
+        elif kind == "I" and number in self._apart:
+            weights = self.stages[number].parameters()
+            held.groups = backward_for_inputs(held.outputs, held.gradients, held.received, weights)
+        elif held.edges and (kind == "B" or number):
+            torch.autograd.backward(held.edges, held.gradients)
+            held.edges = ()
+        if kind != "I":
+            del self._held[key]
+        return () if kind == "W" else _gradients_of(held.received)
+
+    def _forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
+        stage = self.stages[action.stage]
+        with nullcontext() if with_graph else torch.no_grad():
+            found = stage(*held.received, index=action.micro_batch)
+        results: Tensors = found if isinstance(found, tuple) else (found,)
+        trained = tuple(tensor for tensor in results if tensor.requires_grad)
+        held.edges = tuple(get_gradient_edge(tensor) for tensor in trained)
+        held.outputs = trained if action.stage in self._apart else ()
+        if action.stage + 1 == len(self.rank_of):
+            held.gradients = tuple(torch.ones_like(loss) for loss in trained)
+        return results
+
+    def _backward_weights(self, action: Action, held: _Held) -> None:
+        if action.stage in self._apart:
+            backward_for_weights(self.stages[action.stage].parameters(), held.groups)
+        elif held.edges and action.stage == 0:
+            torch.autograd.backward(held.edges, held.gradients)
+
+
+def _gradients_of(received: Tensors) -> Tensors:
+    wanted = [tensor for tensor in received if tensor.requires_grad]
+    return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in wanted)
