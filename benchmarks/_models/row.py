@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns import errors
-from atorch_ns.capture.nests import floats_to
+from atorch_ns.capture.nests import floats_to, map_tensors
 from atorch_ns.method import load_registry
 from atorch_ns.sharding import choose_plan, trace_layers
 from atorch_ns.system import parent_tie
@@ -106,18 +106,20 @@ STRATEGIES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class InParts(Case):
-    """A case whose batch is computed in two parts: the mean of their losses.
+    """A case whose batch is computed in parts: the mean of their losses.
 
     Attributes:
         whole: the case itself.
         part: ``(batch, 0 or 1)`` to half of the batch.
+        num_parts: 2, or 1 for a part that is a batch in another order.
     """
 
     whole: Case
     part: Callable[[Any, int], Any]
+    num_parts: int = 2
 
     @classmethod
-    def of(cls, case: Case, part: Callable[[Any, int], Any]) -> InParts:
+    def of(cls, case: Case, part: Callable[[Any, int], Any], num_parts: int = 2) -> InParts:
         """The case in parts."""
 
         def loss_func(batch: Any, outputs: Any) -> Tensor:
@@ -125,11 +127,11 @@ class InParts(Case):
             return torch.stack(losses).mean()
 
         given = {field.name: getattr(case, field.name) for field in dataclasses.fields(Case)}
-        return cls(**{**given, "loss_func": loss_func}, whole=case, part=part)
+        return cls(**{**given, "loss_func": loss_func}, whole=case, part=part, num_parts=num_parts)
 
     def call(self, model: nn.Module, batch: Any) -> Any:
-        """The outputs of both parts."""
-        return [self.whole.call(model, self.part(batch, number)) for number in range(2)]
+        """The outputs of the parts."""
+        return [self.whole.call(model, self.part(batch, number)) for number in range(self.num_parts)]
 
 
 _PARTS: Final[Mapping[str, Callable[[Any, int], Any]]] = {
@@ -149,7 +151,7 @@ class Reference:
         paths: files of its trajectories: of the whole batch under ``""``; where the loss is no mean over parts, also of
             the batch in those parts, by what has them.
         double: whether everything is in double precision, as rounding decides what this model does in single.
-        noise: how far a run from weights that are one rounding off gets, in units of updates.
+        noise: how far a run gets from it that is rounded otherwise, in units of updates.
         loss_noise: the same of the losses.
         rate: learning rate.
         slowness: elapsed over processor time of the run: what others on this machine make of a second.
@@ -221,12 +223,15 @@ def _reference(case: Case, folder: Path, dtype: torch.dtype | None, only_double:
 
 
 def _twice(case: Case, rate: float, dtype: torch.dtype | None) -> tuple[Trajectory, ParityReport]:
-    """A run, and how far one gets from it whose weights begin one rounding off."""
+    """A run, and how far one gets from it whose weights begin one rounding off; with batch norms, whose samples stand in
+    another order too, so that their statistics are rounded otherwise."""
     torch.manual_seed(1)
     exact = _run(case, rate, dtype)
     if not all(math.isfinite(loss) for loss in exact.losses):
         raise Unfit(f"losses of one process are {exact.losses}")
     torch.manual_seed(2)  # a model that draws random numbers is found by it
+    if num_batch_norms(case.build()):
+        case = InParts.of(case, lambda batch, _: map_tensors(lambda tensor: tensor.flip(0), batch), num_parts=1)
     return exact, compare(exact, _run(case, rate, dtype, prepare=_round))
 
 

@@ -50,7 +50,8 @@ class SequenceLayout:
         """L, the same on every rank."""
         pieces = self.ranks * (2 if self.zigzag else 1)
         padded = max(math.ceil(self.length / pieces) * pieces, _LEAST_LOCAL * self.ranks)
-        return padded // self.ranks
+        # A part of T positions would be taken for the whole.
+        return (padded + pieces if padded == self.ranks * self.length else padded) // self.ranks
 
     @property
     def padded(self) -> int:

@@ -21,7 +21,8 @@ def test_every_position_is_on_one_rank(length: int, ranks: int, zigzag: bool) ->
         assert len(mine) == layout.local
         assert mine == sorted(mine)
         assert sum(position < length for position in mine) == layout.num_real(rank)
-    assert layout.padded - length < 2 * (2 if zigzag else 1) * ranks
+    assert layout.local != length  # by their lengths, parts are told from wholes
+    assert layout.padded - length < (4 if zigzag or length == 2 else 2) * ranks
 
 
 @given(st.integers(1, 40), st.integers(2, 4), st.booleans())
