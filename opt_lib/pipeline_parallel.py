@@ -11,7 +11,7 @@ import torch
 from atorch_ns.cluster import Cluster
 from atorch_ns.job import BatchRunner, Job, first_loss
 from atorch_ns.method import Method, Need, Phase
-from atorch_ns.pipeline import Links, PipelineRunner, StageSet, actions, get_schedule
+from atorch_ns.pipeline import Links, PipelineRunner, StageSet, get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib._model_axes.pipeline_cut import OutputsAlone, cut_pipeline, pipeline_groups
@@ -77,7 +77,7 @@ def _runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
 
     return PipelineRunner(
         stage_set,
-        partial(actions, get_schedule(decided.schedule), num_ranks, stages_per_rank=decided.stages_per_rank),
+        partial(get_schedule(decided.schedule).orders, num_ranks, stages_per_rank=decided.stages_per_rank),
         links=Links(*(pipeline_groups(job, [tuple(range(num_ranks))]).popitem()[1] for _ in range(2))),
         device=job.device,
         loss_of=loss_of,

@@ -13,7 +13,6 @@ import numpy as np
 from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes
 from atorch_ns.pipeline import (
     ScheduleInfo,
-    actions,
     get_schedule,
     live_bytes,
     partition,
@@ -52,7 +51,7 @@ class Stages:
             return np.asarray(np.minimum(p - np.arange(p), num_micro_batches), dtype=float)
         if self.info.name != "LoopedBFS" and num_micro_batches % p == 0:
             num_micro_batches = min(num_micro_batches, 2 * v * p)  # no more live later
-        orders = actions(self.info, p, num_micro_batches, v)
+        orders = self.info.orders(p, num_micro_batches, v)
         return np.asarray(live_bytes(orders, [1.0 / v] * (p * v)))
 
 

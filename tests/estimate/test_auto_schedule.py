@@ -16,7 +16,7 @@ from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.stages import stages_of
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.pipeline import _share
-from atorch_ns.pipeline import StageCosts, actions, choose_for_device, get_schedule, live_bytes, simulate
+from atorch_ns.pipeline import StageCosts, choose_for_device, get_schedule, live_bytes, simulate
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.profile import Profile, Trace, profile_model
 from atorch_ns.strategy import AxisUse, Plan
@@ -79,7 +79,7 @@ def test_a_schedule_takes_as_long_as_its_simulation(name: str, ranks: int, num: 
     sizes_of = [blocks[order.index(stage)] for stage in range(ranks * v)]
     cuts = [sum(sizes_of[:stage]) for stage in range(1, ranks * v)]
     of_stages = replace(costs.stages(cuts), send=(0.0,) * (ranks * v - 1))
-    timeline = simulate(actions(get_schedule(name), ranks, num, v), of_stages)
+    timeline = simulate(get_schedule(name).orders(ranks, num, v), of_stages)
     assert found.compute + found.bubble == pytest.approx(timeline.step_seconds, rel=0.12)
 
 
@@ -104,7 +104,7 @@ def test_ranks_hold_the_micro_batches_of_the_order(name: str, num: int) -> None:
     info = get_schedule(name)
     v = info.usual_stages
     live = stages_of(plan_of(name).pipeline, trace(), 4).live(num)
-    assert live.tolist() == pytest.approx(live_bytes(actions(info, 4, num, v), [1 / v] * 4 * v))
+    assert live.tolist() == pytest.approx(live_bytes(info.orders(4, num, v), [1 / v] * 4 * v))
 
 
 @pytest.mark.parametrize("again", [0.0, 1.0])
@@ -116,7 +116,7 @@ def test_the_schedules_that_are_not_offered_wait_longer_or_hold_more(again: floa
         v = info.usual_stages
         if info.problem(ranks, num, v):
             return None
-        orders = actions(info, ranks, num, v)
+        orders = info.orders(ranks, num, v)
         costs = StageCosts.equal(
             ranks * v, forward=1 / v, backward_input=(1 + again) / v, backward_weight=1 / v
         )

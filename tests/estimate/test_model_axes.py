@@ -21,7 +21,7 @@ from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.stages import staged, stages_of
 from atorch_ns.job import PeakMemory
-from atorch_ns.pipeline import StageCosts, actions, get_schedule, simulate
+from atorch_ns.pipeline import StageCosts, get_schedule, simulate
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.strategy import PipelineParallelism, Plan
 from atorch_ns.testing.models import Case, get_case
@@ -222,7 +222,7 @@ def test_the_bubble_is_that_of_a_simulation(name: str, llama: Profile) -> None:
     stages = stages_of(plan.pipeline, llama.trace, 2)
     info = get_schedule(name)
     v = info.usual_stages
-    timeline = simulate(actions(info, 2, 8, v), StageCosts.equal(2 * v), hides_sends=True)
+    timeline = simulate(info.orders(2, 8, v), StageCosts.equal(2 * v))
     found = _times(llama, plan)
     share = found.bubble / (found.bubble + found.compute)
     assert stages.counts.sum() == 6

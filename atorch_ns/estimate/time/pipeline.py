@@ -17,7 +17,7 @@ from atorch_ns.estimate.stages import Stages, known_stages
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import SegmentSeconds
 from atorch_ns.estimate.time.traffic import Exchange
-from atorch_ns.pipeline import ScheduleInfo, StageCosts, actions, simulate, split_backward
+from atorch_ns.pipeline import ScheduleInfo, StageCosts, simulate, split_backward
 
 
 class Waiting(NamedTuple):
@@ -134,14 +134,13 @@ def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whol
         return 1.0
     (first,), (second,) = ((2.0 + again,), (0.0,)) if whole else split_backward([2.0], [again])
     costs = StageCosts.equal(p * v, backward_input=first, backward_weight=second, backward=2.0 + again)
-    timeline = simulate(actions(info, p, micro_batches, v), costs)
+    timeline = simulate(info.orders(p, micro_batches, v), costs)
     idle = timeline.step_seconds - max(timeline.busy_seconds)
     return float(idle / ((3.0 + again) * v * (p - 1)))
 
 
 def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
-    """[R] seconds of sends that nothing hides: all of a rank's where it posts its receives late, else those of
-    the first and the last micro-batch."""
+    """[R] seconds of sends that nothing hides: those of the first and the last micro-batch."""
     p = len(stages.numbers)
     inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
     output = cost_of(context.plan, context.trace.segments[inner]).output
@@ -153,7 +152,4 @@ def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndar
     each = np.where(
         inside, near.latency_s + num_bytes / near.bytes_per_s, far.latency_s + num_bytes / far.bytes_per_s
     )
-    exposed = 2.0 * (p - 1) * each
-    if not stages.info.hides_sends:
-        exposed = exposed + 2.0 * context.micro_batches[rows] * each
-    return np.asarray(exposed)
+    return np.asarray(2.0 * (p - 1) * each)

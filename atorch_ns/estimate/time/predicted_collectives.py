@@ -24,7 +24,6 @@ from atorch_ns.estimate.model_shard import (
 from atorch_ns.estimate.stages import schedule_of, stages_of, usual_micro_batches
 from atorch_ns.estimate.time.passes import recomputed_shares
 from atorch_ns.estimate.time.traffic import gradient_buckets
-from atorch_ns.pipeline import actions
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import MODEL_AXES, Plan
 
@@ -127,9 +126,9 @@ def _gathers(plan: Plan, unit: Unit) -> int:
 def _gathers_of_stage(plan: Plan) -> int:
     """Gathers of a block in the first stage, in the order of its passes."""
     info = schedule_of(plan.pipeline)
-    order = actions(
-        info, plan.size("pipeline"), plan.num_micro_batches, plan.pipeline.stages_per_rank or None
-    )[0]
+    order = info.orders(plan.size("pipeline"), plan.num_micro_batches, plan.pipeline.stages_per_rank or None)[
+        0
+    ]
     gathered, calls = False, 0
     for kind, stage, _ in order:
         if stage == 0:

@@ -151,7 +151,6 @@ def partition(
     memory: StageMemory | None = None,
     limit: float | Sequence[float] | None = None,
     allowed_cuts: Collection[int] | None = None,
-    sends: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Cuts blocks into stages so that the slowest stage is as fast as possible.
 
@@ -164,7 +163,6 @@ def partition(
         memory: the bytes of the blocks; needed with ``limit``.
         limit: the bytes that a stage may take, one number for all or one for each.
         allowed_cuts: positions that may be cut; ``None`` for all. Position ``c`` is before block ``c``.
-        sends: seconds that a cut at position ``c`` adds to both its stages, at index ``c - 1``; empty for none.
 
     Returns:
         The positions of the cuts, ``num_stages - 1`` of them, ascending: stage 0 has the blocks before the first.
@@ -178,7 +176,7 @@ def partition(
     """
     num = len(costs)
     starts = _starts(num, num_stages, allowed_cuts)
-    times = np.where(starts[:, None], _span_sums(costs, "costs") + _at_ends(sends, num, "sends"), np.inf)
+    times = np.where(starts[:, None], _span_sums(costs, "costs"), np.inf)
     fits = None
     if limit is not None:
         if memory is None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
-
-from atorch_ns.pipeline.schedule.schedules import ScheduleInfo
+from typing import Final, Literal, NamedTuple
 
 PassKind = Literal["F", "B", "I", "W", "R"]
 """Forward, whole backward, backward for the input, backward for the weights, recomputation of a forward pass."""
@@ -21,58 +19,6 @@ class Action(NamedTuple):
 
 Orders = tuple[tuple[Action, ...], ...]
 """The actions of every rank."""
-
-
-def actions(
-    info: ScheduleInfo, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
-) -> Orders:
-    """The actions of every rank in the order of torch's runtime; passes that torch pairs follow one another.
-
-    Args:
-        stages_per_rank: the number of stages on a rank; ``None`` for the schedule's usual number.
-
-    Returns:
-        The actions of each rank. A stage's activations of a micro-batch live from ``F`` to ``B`` or ``W``.
-
-    Raises:
-        InputError: if the schedule cannot run so many micro-batches or stages.
-    """
-    on_rank = info.usual_stages if stages_per_rank is None else stages_per_rank
-    info.check(num_ranks, num_micro_batches, on_rank)
-    if info.name == "GPipe":
-        return tuple(_gpipe(stage, num_micro_batches) for stage in range(num_ranks))
-    if info.name == "1F1B":
-        return tuple(
-            _one_forward_one_backward(stage, num_ranks, num_micro_batches) for stage in range(num_ranks)
-        )
-    from atorch_ns.torch_compat import pipeline_orders
-
-    orders = pipeline_orders(
-        info.torch_name,
-        num_ranks=num_ranks,
-        num_micro_batches=num_micro_batches,
-        stages_per_rank=on_rank,
-    )
-    return tuple(tuple(map(Action._make, order)) for order in orders)
-
-
-def _gpipe(stage: int, num: int) -> tuple[Action, ...]:
-    forwards = tuple(Action("F", stage, index) for index in range(num))
-    return (*forwards, *(Action("B", stage, index) for index in range(num)))
-
-
-def _one_forward_one_backward(stage: int, num_stages: int, num: int) -> tuple[Action, ...]:
-    """The order in which ``Schedule1F1B._step_microbatches`` runs.
-
-    The order that the class itself reports numbers the last stage's forwards from 1.
-    """
-    ahead = min(num, num_stages - stage)
-    order = [Action("F", stage, index) for index in range(ahead)]
-    for index in range(num):
-        order.append(Action("B", stage, index))
-        if ahead + index < num:
-            order.append(Action("F", stage, ahead + index))
-    return tuple(order)
 
 
 def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Orders:
@@ -97,7 +43,7 @@ def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
             if kind == "F":
                 held[stage] = held.get(stage, 0) + 1
                 most[stage] = max(most.get(stage, 0), held[stage])
-            elif kind != "I":
+            elif kind in "BW":
                 held[stage] -= 1
     return tuple(most[stage] for stage in range(len(most)))
 
@@ -107,16 +53,52 @@ def live_bytes(orders: Sequence[Sequence[Action]], activation_bytes: Sequence[fl
 
     Args:
         activation_bytes: bytes that a stage keeps of one micro-batch between forward and backward, by stage. Bytes
-            that a split backward frees before the weights' part are counted until then.
+            that a split backward frees before the weights' part are counted until then; of a micro-batch that is
+            recomputed by a pass of its own, from that pass on.
     """
     peaks = []
     for order in orders:
         held = most = 0.0
-        for kind, stage, _ in order:
-            if kind == "F":
+        early = {action[1:] for action in order if action.kind == "R"}
+        for kind, stage, index in order:
+            if kind == "R" or (kind == "F" and (stage, index) not in early):
                 held += activation_bytes[stage]
                 most = max(most, held)
-            elif kind != "I":
+            elif kind in "BW":
                 held -= activation_bytes[stage]
         peaks.append(most)
     return tuple(peaks)
+
+
+def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int) -> str:
+    """What is wrong with orders, as a clause: a pass that is missing, done twice, or out of turn; empty if nothing is.
+
+    Whether ranks wait for each other for ever is what :func:`~atorch_ns.pipeline.simulate` finds.
+    """
+    num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
+    done: dict[tuple[int, int], str] = {
+        (stage, index): "" for stage in range(num_stages) for index in range(num_micro_batches)
+    }
+    rank_of: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            key = action[1:]
+            if rank_of.setdefault(action.stage, rank) != rank:
+                return f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
+            if key not in done:
+                return f"there is no micro-batch {action.micro_batch}, of {num_micro_batches}"
+            done[key] += action.kind
+            if not any(whole.startswith(done[key]) for whole in _WHOLE):
+                return (
+                    f"stage {action.stage} does {', '.join(done[key])} with micro-batch {action.micro_batch}"
+                )
+    missing = next((key for key, kinds in done.items() if kinds not in _WHOLE), None)
+    if missing is None:
+        return ""
+    return (
+        f"stage {missing[0]} does only {', '.join(done[missing]) or 'nothing'} with micro-batch {missing[1]}"
+    )
+
+
+_WHOLE: Final = ("FB", "FIW", "FRB", "FRIW")
+"""What a stage does with a micro-batch."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.partition import StageMemory, partition, stage_ranges
-from atorch_ns.pipeline.schedule.actions import Orders, actions, live_bytes, live_micro_batches
+from atorch_ns.pipeline.schedule.actions import Orders, live_bytes, live_micro_batches
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES, ScheduleInfo
 from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simulate
 from atorch_ns.text import bytes_text
@@ -32,6 +32,7 @@ class BlockCosts:
         backward_input: seconds of its backward pass for the input, recomputation included, by block.
         backward_weight: seconds of its backward pass for the weights, by block.
         backward: seconds of the whole backward pass where it is not their sum, by block; empty if it is.
+        recompute: seconds of that recomputation, by block; empty for none.
         send: seconds to carry what a cut sends one way, at index ``c - 1`` for the cut before block ``c``;
             empty for none.
         state_bytes: parameters, gradients and optimizer state, by block; empty where memory does not matter.
@@ -45,6 +46,7 @@ class BlockCosts:
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     backward: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
     send: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
@@ -75,6 +77,7 @@ class BlockCosts:
             backward_input=added(self.backward_input),
             backward_weight=added(self.backward_weight),
             backward=added(self.backward) if self.backward else (),
+            recompute=added(self.recompute) if self.recompute else (),
             send=tuple(self.send[cut - 1] for cut in cuts) if self.send else (),
         )
 
@@ -176,6 +179,7 @@ def choose_schedule(
         for info in schedules
         for on_rank in sorted(set(stages_per_rank))
         if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
+        if any(costs.recompute) or not info.recomputes
     ]
     usable = [candidate for candidate in evaluated if not candidate.problem]
     if not usable:
@@ -248,11 +252,6 @@ class _Pipeline:
     def num_ranks(self) -> int:
         return len(self.orders)
 
-    @property
-    def sends(self) -> tuple[float, ...]:
-        """Seconds that a cut adds to the two stages around it: one wait each way, unless it is hidden."""
-        return () if self.info.hides_sends else tuple(2 * seconds for seconds in self.costs.send)
-
     def of_rank(self, values: Sequence[float], rank: int) -> float:
         stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
         return sum(values[stage] for stage in stages)
@@ -291,7 +290,7 @@ def _evaluated(
 ) -> ScheduleCandidate:
     num_stages = num_ranks * on_rank
     try:
-        orders = actions(info, num_ranks, num_micro_batches, on_rank)
+        orders = info.orders(num_ranks, num_micro_batches, on_rank)
         pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches)
         if cuts is not None and len(cuts) + 1 != num_stages:
             raise InputError(f"it has {num_stages} stages, but the cuts {list(cuts)} make {len(cuts) + 1}.")
@@ -305,7 +304,7 @@ def _evaluated(
         stages_per_rank=on_rank,
         costs=costs.stages(chosen),
     )
-    timeline = simulate(orders, step.costs, hides_sends=info.hides_sends)
+    timeline = simulate(orders, step.costs)
     peaks = pipeline.peaks(chosen)
     return ScheduleCandidate(
         schedule=info,
@@ -330,7 +329,7 @@ def _cut(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
     it fits, otherwise the faster of two in which every stage keeps to its part of the limit.
     """
     costs, num_stages = pipeline.costs, pipeline.num_stages
-    cut = partial(partition, costs.seconds, num_stages, allowed_cuts=costs.allowed_cuts, sends=pipeline.sends)
+    cut = partial(partition, costs.seconds, num_stages, allowed_cuts=costs.allowed_cuts)
     fastest = cut()
     if limit_bytes is None or not _over(pipeline.peaks(fastest), limit_bytes):
         return fastest

@@ -1,12 +1,15 @@
-"""Pipeline schedules by name: their requirements, and the placement of stages on ranks."""
+"""Pipeline schedules by name: their orders and requirements, and the placement of stages on ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from atorch_ns.errors import InputError
+from atorch_ns.pipeline.schedule import orders
+from atorch_ns.pipeline.schedule.actions import Orders
+from atorch_ns.pipeline.schedule.orders import Order, PipelineSize
 from atorch_ns.text import counted, near_matches
 
 
@@ -25,50 +28,54 @@ class ScheduleInfo:
 
     Attributes:
         name: as users write it; case does not matter.
-        torch_name: its class in ``torch.distributed.pipelining``.
+        order: the actions of a rank.
         placement: ``"loop"`` puts stage ``s`` on rank ``s % p``; ``"v"`` goes down the ranks and back up, so
             that the first and the last stage share rank 0.
         fewest_stages, most_stages: stages on one rank; ``None`` for no bound.
         usual_stages: stages on one rank by default.
+        recomputes: whether passes of their own recompute activations, of use only where a model recomputes any.
+        keeps_last: whether the last stage keeps its activations where others recompute theirs.
         splits_backward: whether gradients of inputs and of weights are computed separately, so that the latter
             fill idle time. Such schedules run neither compiled stages nor selective recomputation.
         micro_batches: the rule for ``m``: ``"any"``, ``"stages"`` (at least one for every stage) or
             ``"rounds"`` (a multiple of ``max(1, m // p)``).
+        fewest_micro_batches: the least ``m``.
         summary: its order and its source.
-        note: how it differs from the schedule of the given name elsewhere; empty for torch's own names.
+        note: how it differs from the schedule of the given name elsewhere; empty for its own name.
     """
 
     name: str
-    torch_name: str
+    order: Order
     placement: Literal["loop", "v"] = "loop"
     fewest_stages: int = 1
     most_stages: int | None = None
     usual_stages: int = 2
+    recomputes: bool = False
+    keeps_last: bool = False
     splits_backward: bool = False
     micro_batches: Literal["any", "stages", "rounds"] = "any"
+    fewest_micro_batches: int = 1
     summary: str
     note: str = ""
 
     @property
     def is_single(self) -> bool:
-        """Whether a rank has one stage; torch's class then takes a stage, not a list of stages."""
+        """Whether a rank has one stage."""
         return self.most_stages == 1
 
-    @property
-    def hides_sends(self) -> bool:
-        """Whether activations and gradients travel while the rank that needs them computes.
+    def orders(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> Orders:
+        """The actions of every rank.
 
-        torch's schedules for several stages on a rank post their receives early; those for one stage post a
-        receive when they are about to wait for it, so that the transfer begins only then.
+        Args:
+            stages_per_rank: the number of stages on a rank; ``None`` for the usual number.
+
+        Raises:
+            InputError: if the schedule cannot run so many micro-batches or stages.
         """
-        return not self.is_single
-
-    def torch_class(self) -> type[Any]:
-        """The class of ``torch.distributed.pipelining``, imported now."""
-        from torch.distributed import pipelining
-
-        found: type[Any] = getattr(pipelining, self.torch_name)
-        return found
+        on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
+        self.check(num_ranks, num_micro_batches, on_rank)
+        size = PipelineSize(num_ranks, on_rank, num_micro_batches)
+        return tuple(tuple(self.order(rank, size)) for rank in range(num_ranks))
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
         """The rank of a pipeline that holds ``stage``."""
@@ -139,6 +146,8 @@ class ScheduleInfo:
         )
 
     def _accepts(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> bool:
+        if num_micro_batches < self.fewest_micro_batches:
+            return False
         if self.micro_batches == "stages":
             return num_micro_batches >= num_ranks * on_rank
         rounds = max(1, num_micro_batches // num_ranks)
@@ -146,6 +155,8 @@ class ScheduleInfo:
 
     def reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
         """The reason why the schedule cannot run this number of micro-batches, where it cannot."""
+        if num_micro_batches < self.fewest_micro_batches:
+            return f"{self.name} needs at least {counted(self.fewest_micro_batches, 'micro-batch', 'micro-batches')}."
         if self.micro_batches == "stages":
             return (
                 f"{self.name} needs at least as many micro-batches as stages, but there are only "
@@ -162,41 +173,40 @@ class ScheduleInfo:
 SCHEDULES: tuple[ScheduleInfo, ...] = (
     ScheduleInfo(
         name="1F1B",
-        torch_name="Schedule1F1B",
+        order=orders.one_forward_one_backward,
         most_stages=1,
         usual_stages=1,
-        micro_batches="stages",
         summary="one forward, one backward in turn: the bubble of GPipe with the memory of p micro-batches "
         "(PipeDream-Flush, arXiv:2006.09503)",
     ),
     ScheduleInfo(
         name="GPipe",
-        torch_name="ScheduleGPipe",
+        order=orders.gpipe,
         most_stages=1,
         usual_stages=1,
         summary="all forwards, then all backwards; every micro-batch's activations are held (arXiv:1811.06965)",
     ),
     ScheduleInfo(
         name="Interleaved1F1B",
-        torch_name="ScheduleInterleaved1F1B",
+        order=orders.torchs("ScheduleInterleaved1F1B"),
         micro_batches="rounds",
         summary="1F1B with v stages on a rank: a bubble of 1/v, v times the sends (arXiv:2104.04473)",
     ),
     ScheduleInfo(
         name="LoopedBFS",
-        torch_name="ScheduleLoopedBFS",
+        order=orders.torchs("ScheduleLoopedBFS"),
         summary="v stages on a rank, each running all micro-batches before the next (arXiv:2211.05953)",
     ),
     ScheduleInfo(
         name="InterleavedZeroBubble",
-        torch_name="ScheduleInterleavedZeroBubble",
+        order=orders.torchs("ScheduleInterleavedZeroBubble"),
         splits_backward=True,
         micro_batches="rounds",
         summary="interleaved 1F1B whose bubble is filled with weight gradients (ZB-H1, arXiv:2401.10241)",
     ),
     ScheduleInfo(
         name="ZBVZeroBubble",
-        torch_name="ScheduleZBVZeroBubble",
+        order=orders.torchs("ScheduleZBVZeroBubble"),
         placement="v",
         fewest_stages=2,
         most_stages=2,
@@ -205,7 +215,7 @@ SCHEDULES: tuple[ScheduleInfo, ...] = (
     ),
     ScheduleInfo(
         name="DualPipeV",
-        torch_name="ScheduleDualPipeV",
+        order=orders.torchs("ScheduleDualPipeV"),
         placement="v",
         fewest_stages=2,
         most_stages=2,
@@ -213,6 +223,38 @@ SCHEDULES: tuple[ScheduleInfo, ...] = (
         micro_batches="stages",
         summary="two stages on a rank in a V, forwards of one paired with backwards of the other "
         "(arXiv:2412.19437)",
+    ),
+    ScheduleInfo(
+        name="PreRecompute1F1B",
+        order=orders.pre_recompute,
+        most_stages=1,
+        usual_stages=1,
+        micro_batches="stages",
+        recomputes=True,
+        summary="1F1B whose last micro-batches are recomputed while their gradients are waited for (Merak, "
+        "arXiv:2206.04959)",
+    ),
+    ScheduleInfo(
+        name="LastNoRecompute1F1B",
+        order=orders.last_no_recompute,
+        most_stages=1,
+        usual_stages=1,
+        micro_batches="stages",
+        recomputes=True,
+        keeps_last=True,
+        summary="as PreRecompute1F1B, with a last stage that recomputes nothing (Merak)",
+    ),
+    ScheduleInfo(
+        name="ShiftedCriticalPath",
+        order=orders.shifted_critical_path,
+        most_stages=1,
+        usual_stages=1,
+        micro_batches="stages",
+        fewest_micro_batches=3,
+        recomputes=True,
+        keeps_last=True,
+        summary="as LastNoRecompute1F1B, with a third forward pass ahead in the last stage but one (Merak, "
+        "arXiv:2206.04959)",
     ),
 )
 """Every schedule, the simplest first."""
@@ -226,23 +268,9 @@ _ALIASES: dict[str, tuple[str, str]] = {
     "dualpipe": ("DualPipeV", "DualPipe keeps two copies of the parameters; DualPipeV needs one"),
     # Merak's `train_schedule`.
     "dsdefault": ("1F1B", "DeepSpeed's default order is 1F1B"),
-    "prerecompute1f1b": (
-        "1F1B",
-        "the order is 1F1B's, but activations are recomputed when the gradient has come, not while it is "
-        "waited for: torch's pipelines have no action for that. Results are equal",
-    ),
-    "lastnorecompute1f1b": (
-        "1F1B",
-        "the order is 1F1B's; which modules recompute is chosen by the checkpoint method, for all stages alike",
-    ),
-    "fullcriticalpath1f1b": (
-        "1F1B",
-        "the order is 1F1B's: it has neither the forward run ahead nor the partial recomputation by which "
-        "Merak shortens the critical path. ZBVZeroBubble shortens it too, and by more",
-    ),
+    "earlyrecompute1f1b": ("PreRecompute1F1B", ""),
+    "fullcriticalpath1f1b": ("ShiftedCriticalPath", ""),
 }
-_ALIASES["earlyrecompute1f1b"] = _ALIASES["prerecompute1f1b"]
-_ALIASES["shiftedcriticalpath"] = _ALIASES["fullcriticalpath1f1b"]
 
 
 def get_schedule(name: str) -> ScheduleInfo:

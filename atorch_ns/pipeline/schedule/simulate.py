@@ -14,8 +14,6 @@ from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule.actions import (
     Action,
     Orders,
-    PassKind,
-    actions,
     live_micro_batches,
 )
 from atorch_ns.pipeline.schedule.schedules import get_schedule
@@ -30,6 +28,7 @@ class StageCosts:
         backward_input: seconds of the backward pass for the stage's input, recomputation included, by stage.
         backward_weight: seconds of the backward pass for the stage's weights, by stage.
         backward: seconds of the whole backward pass where it is not the sum of both parts, by stage; empty if it is.
+        recompute: seconds of that recomputation, which a pass of its own may do before, by stage; empty for none.
         send: seconds to carry activations from stage ``s`` to ``s + 1``, or gradients back, by ``s``; one less than
             there are stages, or empty for none. Stages on one rank send nothing.
     """
@@ -38,6 +37,7 @@ class StageCosts:
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     backward: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
     send: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,9 +45,11 @@ class StageCosts:
         if not self.backward:
             whole = zip(self.backward_input, self.backward_weight, strict=False)
             object.__setattr__(self, "backward", tuple(first + second for first, second in whole))
+        if not self.recompute:
+            object.__setattr__(self, "recompute", (0.0,) * num)
         if not self.send:
             object.__setattr__(self, "send", (0.0,) * (num - 1))
-        for name in ("forward", "backward_input", "backward_weight", "backward", "send"):
+        for name in ("forward", "backward_input", "backward_weight", "backward", "recompute", "send"):
             values, length = getattr(self, name), num - (name == "send")
             if num < 1 or len(values) != length:
                 raise InputError(
@@ -125,16 +127,13 @@ class Timeline:
         return live_micro_batches(self.orders)
 
 
-def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts, *, hides_sends: bool = True) -> Timeline:
+def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
     """Simulates a step in which every rank takes its actions in order, each as soon as it can.
 
     A forward pass waits for the stage before, a backward pass for the stage after.
 
     Args:
         orders: the actions of every rank, in their order.
-        hides_sends: whether the tensors that a pass needs travel while its rank computes
-            (:attr:`~atorch_ns.pipeline.ScheduleInfo.hides_sends`); if not, a free rank waits for the whole
-            transfer.
 
     Raises:
         InputError: if the costs are of another number of stages, or the actions wait for each other.
@@ -144,8 +143,9 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts, *, hides_sen
         raise InputError("a pipeline without actions has no timeline: give the actions of every rank.")
     if num_stages != costs.num_stages:
         raise InputError(f"the actions are of {num_stages} stages, but the costs are of {costs.num_stages}.")
-    passes = _passes(orders, costs)
-    starts = _run(orders, passes, hides_sends)
+    kinds = _passes(orders, costs)
+    passes = [_of_rank(order, kinds) for order in orders]
+    starts = _run(orders, passes)
     stuck = [rank for rank, order in enumerate(orders) if len(starts[rank]) < len(order)]
     if stuck:
         waiting = ", ".join(
@@ -153,15 +153,16 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts, *, hides_sen
         )
         raise InputError(f"the actions wait for each other and never end: {waiting}.")
     begun = tuple(np.array(times, dtype=np.float64) for times in starts)
-    seconds = [[passes[kind, stage].seconds for kind, stage, _ in order] for order in orders]
-    ended = tuple(times + np.array(length) for times, length in zip(begun, seconds, strict=True))
+    ended = tuple(
+        times + np.array([each.seconds for each in own]) for times, own in zip(begun, passes, strict=True)
+    )
     return Timeline(orders=tuple(map(tuple, orders)), starts=begun, ends=ended)
 
 
 class _Pass(NamedTuple):
     """The dependencies and duration of a kind of pass through one stage.
 
-    ``chain`` is the stream of micro-batches that it hands on, F or B, or W for none. ``source`` is the stage that
+    ``chain`` is the stream of micro-batches that it hands on, F or B; W and R are none. ``source`` is the stage that
     it waits for in that stream; ``None`` for none.
     """
 
@@ -171,19 +172,25 @@ class _Pass(NamedTuple):
     seconds: float
 
 
-def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[PassKind, int], _Pass]:
+_RECOMPUTED = "recomputed"
+"""The kind of a whole backward pass whose activations another pass has recomputed."""
+
+
+def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[str, int], _Pass]:
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     last = costs.num_stages - 1
     # What has to travel over each boundary: nothing between stages on one rank.
     crossing = [
         costs.send[stage] if rank_of.get(stage) != rank_of.get(stage + 1) else 0.0 for stage in range(last)
     ]
-    passes: dict[tuple[PassKind, int], _Pass] = {}
+    passes: dict[tuple[str, int], _Pass] = {}
     for stage in range(last + 1):
         before: tuple[int | None, float] = (stage - 1, crossing[stage - 1]) if stage else (None, 0.0)
         after: tuple[int | None, float] = (stage + 1, crossing[stage]) if stage < last else (None, 0.0)
         passes["F", stage] = _Pass("F", *before, costs.forward[stage])
         passes["B", stage] = _Pass("B", *after, costs.backward[stage])
+        passes["R", stage] = _Pass("R", None, 0.0, costs.forward[stage])
+        passes[_RECOMPUTED, stage] = _Pass("B", *after, costs.backward[stage] - costs.recompute[stage])
         # No stage waits for gradients of the first one's input: torch runs its whole backward as the weights' part.
         first, second = (
             (costs.backward_input[stage], costs.backward_weight[stage]) if stage else (0.0, costs.backward[0])
@@ -193,9 +200,15 @@ def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple
     return passes
 
 
-def _run(
-    orders: Sequence[Sequence[Action]], passes: Mapping[tuple[PassKind, int], _Pass], hides_sends: bool
-) -> list[list[float]]:
+def _of_rank(order: Sequence[Action], kinds: Mapping[tuple[str, int], _Pass]) -> list[_Pass]:
+    early = {action[1:] for action in order if action.kind == "R"}
+    return [
+        kinds[_RECOMPUTED if kind == "B" and (stage, index) in early else kind, stage]
+        for kind, stage, index in order
+    ]
+
+
+def _run(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_Pass]]) -> list[list[float]]:
     """The start times of each rank's actions, as far as they can be run."""
     ended: dict[tuple[str, int, int], float] = {}
     waiting: dict[tuple[str, int, int], int] = {}
@@ -206,18 +219,18 @@ def _run(
         rank = runnable.pop()
         order, now, begun = orders[rank], free[rank], starts[rank]
         for position in range(len(begun), len(order)):
-            kind, stage, index = order[position]
-            chain, source, send, seconds = passes[kind, stage]
+            _, stage, index = order[position]
+            chain, source, send, seconds = passes[rank][position]
             start = now
             if source is not None:
                 ready = ended.get((chain, source, index))
                 if ready is None:
                     waiting[chain, source, index] = rank
                     break
-                start = max(now, ready + send) if hides_sends else max(now, ready) + send
+                start = max(now, ready + send)
             begun.append(start)
             now = start + seconds
-            if chain != "W":
+            if chain in "FB":
                 ended[chain, stage, index] = now
                 woken = waiting.pop((chain, stage, index), None)
                 if woken is not None:
@@ -227,7 +240,13 @@ def _run(
 
 
 def _name(action: Action) -> str:
-    kinds = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight backward"}
+    kinds = {
+        "F": "forward",
+        "B": "backward",
+        "I": "input backward",
+        "W": "weight backward",
+        "R": "recomputation",
+    }
     return f"the {kinds[action.kind]} of micro-batch {action.micro_batch} in stage {action.stage}"
 
 
@@ -248,5 +267,5 @@ class PipelineStep:
             InputError: if the schedule is unknown or cannot run this pipeline.
         """
         info = get_schedule(self.schedule)
-        orders = actions(info, self.num_ranks, self.num_micro_batches, self.stages_per_rank)
-        return simulate(orders, self.costs, hides_sends=info.hides_sends)
+        orders = info.orders(self.num_ranks, self.num_micro_batches, self.stages_per_rank)
+        return simulate(orders, self.costs)

@@ -23,12 +23,8 @@ from atorch_ns.pipeline.cut.partition import StageMemory
 MIB = 2.0**20
 
 
-def _times(costs: list[float], cuts: tuple[int, ...], sends: list[float]) -> list[float]:
-    edges = {cut: sends[cut - 1] for cut in cuts} if sends else {}
-    return [
-        sum(costs[block] for block in blocks) + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0)
-        for blocks in stage_ranges(cuts, len(costs))
-    ]
+def _times(costs: list[float], cuts: tuple[int, ...]) -> list[float]:
+    return [sum(costs[block] for block in blocks) for blocks in stage_ranges(cuts, len(costs))]
 
 
 def _bytes(memory: StageMemory, cuts: tuple[int, ...]) -> list[float]:
@@ -51,7 +47,6 @@ numbers = st.integers(0, 50).map(float)
 def test_it_equals_brute_force(data: st.DataObject, costs: list[float]) -> None:
     num = len(costs)
     num_stages = data.draw(st.integers(1, num))
-    sends = data.draw(st.one_of(st.just([]), st.lists(numbers, min_size=num - 1, max_size=num - 1)))
     allowed = data.draw(st.one_of(st.none(), st.sets(st.integers(1, max(1, num - 1)))))
     memory = StageMemory(
         states=data.draw(st.lists(numbers, min_size=num, max_size=num)),
@@ -64,14 +59,14 @@ def test_it_equals_brute_force(data: st.DataObject, costs: list[float]) -> None:
         for cuts in _all_cuts(num, num_stages)
         if allowed is None or set(cuts) <= allowed
         if limit is None or max(_bytes(memory, cuts)) <= limit
-        for times in [_times(costs, cuts, sends)]
+        for times in [_times(costs, cuts)]
     ]
     if not legal:
         with pytest.raises(InputError):
-            partition(costs, num_stages, memory=memory, limit=limit, allowed_cuts=allowed, sends=sends)
+            partition(costs, num_stages, memory=memory, limit=limit, allowed_cuts=allowed)
         return
-    found = partition(costs, num_stages, memory=memory, limit=limit, allowed_cuts=allowed, sends=sends)
-    times = _times(costs, found, sends)
+    found = partition(costs, num_stages, memory=memory, limit=limit, allowed_cuts=allowed)
+    times = _times(costs, found)
     assert (max(times), sum(value * value for value in times)) == min(legal)
     assert allowed is None or set(found) <= allowed
     assert limit is None or max(_bytes(memory, found)) <= limit
@@ -84,7 +79,7 @@ def test_the_slowest_stage_is_never_slower_than_that_of_the_uniform_cut(
 ) -> None:
     num_stages = min(num_stages, len(costs))
     found, uniform = partition(costs, num_stages), uniform_cuts(len(costs), num_stages)
-    assert max(_times(costs, found, [])) <= max(_times(costs, uniform, [])) * (1 + 1e-12)
+    assert max(_times(costs, found)) <= max(_times(costs, uniform)) * (1 + 1e-12)
 
 
 def test_equal_blocks_are_cut_evenly() -> None:
@@ -125,7 +120,6 @@ def test_128_blocks_in_64_stages_take_less_than_a_second() -> None:
         ),
         (lambda: partition([1.0, -1.0], 2), "costs must be numbers of 0 or more"),
         (lambda: partition([1.0, 1.0], 2, limit=3.0), "a limit needs the bytes"),
-        (lambda: partition([1.0, 1.0], 2, sends=[1.0, 2.0]), "have 1 places to cut, but there are 2 sends"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(call: object, words: str) -> None:

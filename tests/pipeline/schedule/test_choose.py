@@ -98,7 +98,7 @@ def test_sends_that_are_waited_for_favour_schedules_that_hide_them() -> None:
 
 def test_schedules_that_cannot_run_say_why() -> None:
     choice = choose_schedule(EVEN, 4, 3)
-    assert "3 micro-batches and 4 stages" in _by_name(choice.candidates)["1F1B"].problem
+    assert "3 micro-batches and 8 stages" in _by_name(choice.candidates, on_rank=2)["DualPipeV"].problem
     few = BlockCosts(forward=(1.0,) * 5, backward_input=(1.0,) * 5, backward_weight=(1.0,) * 5)
     two = _by_name(choose_schedule(few, 4, 8).candidates, on_rank=2)
     assert two

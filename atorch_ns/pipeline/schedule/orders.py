@@ -1,0 +1,112 @@
+"""Orders of pipeline schedules: the actions of a rank, generated from the sizes of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+from atorch_ns.pipeline.schedule.actions import Action, Orders
+
+
+class PipelineSize(NamedTuple):
+    """Ranks (p), stages on each of them (v), and micro-batches (m)."""
+
+    num_ranks: int
+    stages_per_rank: int
+    num_micro_batches: int
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self.num_ranks * self.stages_per_rank
+
+
+Order = Callable[[int, PipelineSize], Iterable[Action]]
+"""``(rank, size) -> the actions of the rank``; passes wait for what other ranks hand them, and sends follow from them."""
+
+
+def gpipe(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """All forward passes, then all backward passes; one stage on a rank."""
+    for index in range(size.num_micro_batches):
+        yield Action("F", rank, index)
+    for index in range(size.num_micro_batches):
+        yield Action("B", rank, index)
+
+
+def one_forward_one_backward(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """As many forward passes as there are stages from here on, then a backward and a forward pass in turn."""
+    return _in_turn(rank, min(size.num_micro_batches, size.num_stages - rank), size.num_micro_batches)
+
+
+def _in_turn(stage: int, ahead: int, num: int) -> Iterator[Action]:
+    """``ahead`` forward passes, then a backward and a forward pass in turn."""
+    for index in range(ahead):
+        yield Action("F", stage, index)
+    for index in range(num):
+        yield Action("B", stage, index)
+        if ahead + index < num:
+            yield Action("F", stage, ahead + index)
+
+
+# Merak's schedules (Merak, core/pipeline/schedules; IEEE TPDS 34(5), doi 10.1109/TPDS.2023.3247001): 1F1B in which some
+# recomputations begin before the gradient has come that they are for.
+
+
+def pre_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """1F1B; the last micro-batches, whose backward passes wait for those of later stages, are recomputed meanwhile."""
+    return _early(one_forward_one_backward(rank, size), _waiting(rank, size))
+
+
+def last_no_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """As :func:`pre_recompute`, beside a last stage that keeps its activations: the stage before it recomputes its first
+    micro-batch while it waits, and no others."""
+    early = {0} if rank == size.num_stages - 2 else _waiting(rank, size)
+    return _early(one_forward_one_backward(rank, size), early)
+
+
+def shifted_critical_path(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """As :func:`last_no_recompute`; the last stage but one runs a forward pass more ahead, and two backward passes one
+    after the other, so that the longest chain of waiting passes goes through it."""
+    from_end, num = size.num_stages - 1 - rank, size.num_micro_batches
+    if from_end == 1:
+        forwards = [Action("F", rank, index) for index in range(num)]
+        backwards = [Action("B", rank, index) for index in range(num)]
+        order = [*forwards[:3], *backwards[:2]]
+        for index in range(2, num):
+            order += [*forwards[index + 1 : index + 2], backwards[index]]
+        return _early(order, {0, 1})
+    early = _waiting(rank, size) | ({0} if from_end == 2 else set())
+    return _early(one_forward_one_backward(rank, size), early)
+
+
+def _waiting(stage: int, size: PipelineSize) -> set[int]:
+    """The micro-batches at the end whose gradients a stage of 1F1B waits for with nothing else to do."""
+    num = size.num_micro_batches
+    return set(range(max(0, num - (size.num_stages - 1 - stage)), num))
+
+
+def _early(order: Iterable[Action], micro_batches: Collection[int]) -> Iterator[Action]:
+    """The order with recomputations of some micro-batches before their backward passes."""
+    for action in order:
+        if action.kind == "B" and action.micro_batch in micro_batches:
+            yield action._replace(kind="R")
+        yield action
+
+
+def torchs(class_name: str) -> Order:
+    """The order of a class of ``torch.distributed.pipelining``; passes that it pairs follow one another."""
+
+    @cache
+    def of_all(size: PipelineSize) -> Orders:
+        from atorch_ns.torch_compat import pipeline_orders
+
+        ranks = pipeline_orders(
+            class_name,
+            num_ranks=size.num_ranks,
+            num_micro_batches=size.num_micro_batches,
+            stages_per_rank=size.stages_per_rank,
+        )
+        return tuple(tuple(map(Action._make, order)) for order in ranks)
+
+    return lambda rank, size: of_all(size)[rank]
