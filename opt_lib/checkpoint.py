@@ -16,7 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from atorch_ns.capture.blocks import NamedModule, repeated_blocks, select_modules
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
-from atorch_ns.job import Job
+from atorch_ns.job import Job, KeptActivations
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -122,7 +122,8 @@ class Checkpoint(Method[CheckpointConfig]):
             function = offloaded(function, job.device)
         for position, block in enumerate(_targets(job.module, config)):
             if position % config.every_n == 0:
-                wrapper = checkpoint_wrapper(block.module, BufferSafeRecompute(function))
+                recomputed = _unless_kept(job.step.kept_activations, BufferSafeRecompute(function))
+                wrapper = checkpoint_wrapper(block.module, recomputed)
                 job.module.set_submodule(block.name, wrapper)
                 wrapped[type(block.module).__name__] += 1
         if not wrapped and not job.parts.stages:  # a stage may hold none of them
@@ -137,6 +138,13 @@ class Checkpoint(Method[CheckpointConfig]):
             self.name,
             f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}",
         )
+
+
+def _unless_kept(kept: KeptActivations, recomputed: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs) if kept.on else recomputed(module, *args, **kwargs)
+
+    return call
 
 
 def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, final
 
@@ -11,7 +11,7 @@ import torch
 from atorch_ns.cluster import Cluster
 from atorch_ns.job import BatchRunner, Job, first_loss
 from atorch_ns.method import Method, Need, Phase
-from atorch_ns.pipeline import Links, PipelineRunner, StageSet, get_schedule
+from atorch_ns.pipeline import Links, Orders, PipelineRunner, StageSet, checked_orders, get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib._model_axes.pipeline_cut import OutputsAlone, cut_pipeline, pipeline_groups
@@ -70,6 +70,11 @@ class PipelineParallel(Method[PipelineParallelConfig]):
 def _runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
     assert job.mesh is not None
     num_ranks, decided = job.mesh.size("pipeline"), job.plan.pipeline
+    info, on_rank = get_schedule(decided.schedule), decided.stages_per_rank
+    orders = partial(checked_orders, info, num_ranks, stages_per_rank=on_rank)
+    orders(job.step.num_micro_batches)  # what is wrong with them is said now
+    if job.plan.recomputation.kind == "none":
+        orders = partial(_without_recomputation, orders)
     watched = OutputsAlone.once(job.module, loss_func)
 
     def loss_of(batch: Any, output: Any) -> torch.Tensor:
@@ -77,9 +82,18 @@ def _runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
 
     return PipelineRunner(
         stage_set,
-        partial(get_schedule(decided.schedule).orders, num_ranks, stages_per_rank=decided.stages_per_rank),
+        orders,
         links=Links(*(pipeline_groups(job, [tuple(range(num_ranks))]).popitem()[1] for _ in range(2))),
         device=job.device,
         loss_of=loss_of,
+        keeping=job.step.kept_activations,
+        kept=(len(stage_set.rank_of) - 1,) if info.keeps_last else (),
         whole_backward=job.plan.whole_backward,
+    )
+
+
+def _without_recomputation(orders: Callable[[int], Orders], num_micro_batches: int) -> Orders:
+    """The orders for a model that keeps all activations."""
+    return tuple(
+        tuple(action for action in order if action.kind != "R") for order in orders(num_micro_batches)
     )

@@ -2,7 +2,7 @@
 
 from atorch_ns.job.gradients import SkipSync
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job
+from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job, KeptActivations
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
 from atorch_ns.job.memory_limit import is_out_of_memory, limit_memory
@@ -29,6 +29,7 @@ __all__ = [
     "BatchRunner",
     "Inputs",
     "Job",
+    "KeptActivations",
     "LossScaling",
     "Materialiser",
     "MethodRow",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,6 +63,22 @@ MakeStates = Callable[["Job", torch.optim.Optimizer | None], TrainingStates]
 """``(job, result.optim) -> its states``. Cheap: made anew for every save and load."""
 
 
+class KeptActivations:
+    """Whether modules that are recomputed keep their activations for now; a context that makes them do so."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What runs inside keeps its activations."""
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+
 @dataclass(kw_only=True)
 class StepOptions:
     """How ``train_step`` runs a batch.
@@ -75,6 +91,7 @@ class StepOptions:
         make_runner: makes what runs a batch where calling the model is not enough.
         recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
+        kept_activations: forward passes inside recompute nothing afterwards.
         randomness: the random states that forward passes begin from, where ranks must share them.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
@@ -85,6 +102,7 @@ class StepOptions:
     watch_loss: Callable[[LossFunction], LossFunction] | None = None
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None
+    kept_activations: KeptActivations = field(default_factory=KeptActivations)
     randomness: SharedRandomness | None = None
     shares_batch_norms: bool = False
 

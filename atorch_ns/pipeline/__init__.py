@@ -15,18 +15,22 @@ from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values
 from atorch_ns.pipeline.run.executor import Links
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
 from atorch_ns.pipeline.run.stage import StageModule
-from atorch_ns.pipeline.schedule.actions import live_bytes
+from atorch_ns.pipeline.schedule.actions import Action, Orders, live_bytes
 from atorch_ns.pipeline.schedule.choose import BlockCosts, ScheduleChoice, choose_for_device, split_backward
+from atorch_ns.pipeline.schedule.orders import PipelineSize
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule, train_step_only
-from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simulate
+from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, checked_orders, simulate
 
 __all__ = [
+    "Action",
     "BlockCosts",
     "CallGraph",
     "CallTracer",
     "HowToRun",
     "Links",
+    "Orders",
     "PipelineRunner",
+    "PipelineSize",
     "PipelineStep",
     "ScheduleChoice",
     "ScheduleInfo",
@@ -36,6 +40,7 @@ __all__ = [
     "StageModule",
     "StageSet",
     "StageSettings",
+    "checked_orders",
     "choose_for_device",
     "custom_cuts",
     "divide_parameters",

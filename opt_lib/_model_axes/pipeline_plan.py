@@ -66,7 +66,8 @@ class PipelineParallelConfig(MethodConfig):
     schedule: str = Field(
         default="1F1B",
         description="Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, "
-        "InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, or auto for the fastest by a timed simulation.",
+        "InterleavedZeroBubble, ZBVZeroBubble, DualPipeV, PreRecompute1F1B, LastNoRecompute1F1B, ShiftedCriticalPath, "
+        "one of your own as module:object, or auto for the fastest by a timed simulation.",
     )
     stages_per_rank: int | None = Field(
         default=None, ge=1, description="Stages on each rank; null for the schedule's usual number."

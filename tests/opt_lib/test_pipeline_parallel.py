@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from atorch_ns.capture.blocks import repeated_blocks
@@ -77,6 +79,11 @@ def test_two_stages_train_as_one_process() -> None:
         ("tied_llama", _with("DualPipeV"), {}),
         ("mlp", _with("auto"), {}),
         ("hf_gpt2", _with("GPipe", "checkpoint"), {}),
+        ("hf_gpt2", _with("pre_recompute_1f1b", "checkpoint", num_micro_batches=4), {}),
+        ("encoder_decoder", _with("shifted_critical_path", "checkpoint", num_micro_batches=4), {}),
+        ("mlp", _with("last_no_recompute_1f1b", num_micro_batches=4), {}),  # nothing is recomputed
+        ("mlp", _with("1F1B", num_micro_batches=1), {}),  # fewer than stages
+        ("mlp", _with("tests.pipeline.schedule.own_schedules:PAIRS", num_micro_batches=4), {}),
         ("encoder_decoder", _with("InterleavedZeroBubble"), {}),
         ("hf_bert", _with("1F1B", split_points=["bert.encoder.layer.1"]), {}),
         ("hf_vit", _with("LoopedBFS", num_micro_batches=2, split_method="parameters"), {}),
@@ -89,6 +96,9 @@ def test_four_stages_and_two_by_two_train_as_one_process() -> None:
     four = ("parallel_mode", [("pipeline", 4)])
     jobs: list[Any] = [
         ("encoder_decoder", _with("1F1B", mesh=four), {}),
+        ("tied_llama", _with("last_no_recompute_1f1b", "checkpoint", mesh=four, num_micro_batches=8), {}),
+        ("tied_llama", _with("shifted_critical_path", "checkpoint", mesh=four, num_micro_batches=8), {}),
+        ("tied_llama", _with("pre_recompute_1f1b", "fsdp", "checkpoint", mesh=TWO_BY_TWO), {}),
         ("tied_llama", _with("ZBVZeroBubble", "fsdp", "checkpoint", mesh=TWO_BY_TWO), {}),
         ("encoder_decoder", _with("Interleaved1F1B", mesh=TWO_BY_TWO), {}),
     ]
@@ -219,11 +229,11 @@ def test_1f1b_holds_as_many_micro_batches_as_its_stage_is_deep() -> None:
     assert by_rank == [[3, 8], [2, 8], [1, 8]]
 
 
-def _dropouts(user_seed: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def _dropouts(user_seed: int) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
     torch.manual_seed(user_seed + dist.get_rank())
     case = get_case("tied_llama")
     runs = []
-    for schedule in ("1F1B", "Interleaved1F1B"):
+    for schedule in ("1F1B", "Interleaved1F1B", "pre_recompute_1f1b", "shifted_critical_path"):
         torch.manual_seed(user_seed)
         result = accelerate_case(
             case,
@@ -232,16 +242,58 @@ def _dropouts(user_seed: int) -> tuple[list[float], list[float], dict[str, torch
             dataset=[torch.arange(6) % 5 + row % 3 for row in range(40)],
             loss_func=mean_loss,
         )
-        runs.append(([float(result.train_step(batch)) for batch in result.dataloader], result))
-    return runs[0][0], runs[1][0], whole_parameters(runs[0][1])
+        losses = [float(result.train_step(batch)) for batch in result.dataloader]
+        runs.append((losses, whole_parameters(result)))
+    return runs
 
 
 def test_dropout_masks_agree_on_all_stages_and_schedules() -> None:
     by_rank = run_ranks(_dropouts, 2, args=(3,), timeout_s=60)
-    assert by_rank[0][0] == by_rank[1][0]
+    (losses, parameters), in_four, *recomputed = by_rank[0]
+    assert [own for own, _ in by_rank[0]] == [other for other, _ in by_rank[1]]
+    assert len(set(losses)) == len(losses)
     # Cut in two or in four, the masks are the same, since each call draws its own.
-    assert by_rank[0][0][0] == pytest.approx(by_rank[0][1][0], abs=1e-6)
-    assert len(set(by_rank[0][0])) == len(by_rank[0][0])
+    assert in_four[0][0] == pytest.approx(losses[0], abs=1e-6)
+    for own, its_parameters in recomputed:
+        assert own == losses
+        torch.testing.assert_close(its_parameters, parameters, rtol=0, atol=0)
+
+
+class _Slow(nn.Module):
+    """Waits in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda _: time.sleep(0.3))
+        return x * 1.0
+
+
+def _timeline(schedule: str) -> tuple[list[Any], list[int]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), _Slow(), nn.Linear(4, 1))
+    passes: list[int] = [0]
+    model[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    result = accelerate_case(
+        get_case("mlp"),
+        _with(schedule, ("checkpoint", ("Linear",)), num_micro_batches=4, split_points=["2"]),
+        model=model,
+        dataset=[(torch.rand(4), torch.rand(1)) for _ in range(4)],
+        loss_func=lambda batch, out: (out - batch[1]).square().mean(),
+        model_input_format="first",
+        global_batch=4,
+    )
+    passes.clear()
+    for batch in result.dataloader:
+        result.train_step(batch)
+    return [tuple(one) for one in result.train_step._runner.timeline], passes
+
+
+def test_a_recomputation_begins_before_the_gradient_has_come() -> None:
+    (timeline, passes), _ = run_ranks(_timeline, 2, args=("pre_recompute_1f1b",), timeout_s=60)
+    assert len(passes) == 2 * 4  # each is computed twice, the last one by a pass of its own
+    rows = {(action[0], action[2]): times for action, *times in timeline}
+    _, again, _ = rows["R", 3]
+    due, arrived, _ = rows["B", 3]
+    assert again < due < arrived - 0.1
 
 
 def _refused(attempts: Sequence[tuple[str, Strategy, dict[str, Any]]]) -> list[str]:
@@ -278,7 +330,7 @@ def test_bad_input_is_named_on_every_rank() -> None:
             {},
         ),
         ("hf_bert", _with("Interleaved1F1B", stages_per_rank=4, num_micro_batches=2), {}),
-        ("mlp", _with("1F1B", num_micro_batches=1), {}),
+        ("mlp", _with("early_recompute_1f1b", num_micro_batches=1), {}),
         ("mlp", _with("GPipe", num_micro_batches=3), {}),
         ("mlp", _with("DualPipeV"), {"global_batch": 2}),
         ("mlp", _with("1F1B", split_points=["blocks.9"]), {}),
@@ -289,7 +341,7 @@ def test_bad_input_is_named_on_every_rank() -> None:
     wanted = [
         "cut 9 is outside of the model, whose 5 blocks",
         "makes 8 stages, but the model has 4 units",
-        "1F1B needs at least as many micro-batches as stages",
+        "PreRecompute1F1B needs at least as many micro-batches as stages",
         "8 rows per rank cannot be split into 3",
         "a batch of 2 rows",
         "no module 'blocks.9'",

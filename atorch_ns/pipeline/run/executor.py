@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
+from atorch_ns.capture.random_states import buffers_lent
 from atorch_ns.pipeline.cut.graph import TensorSpec
 from atorch_ns.pipeline.run.forward_pass import StageRange
 from atorch_ns.pipeline.run.stage import StageModule
@@ -33,10 +34,11 @@ class Message(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An action with the times at which it could begin, began to compute and ended, in seconds of one clock."""
+    """An action, when its turn came, when what it waits for had arrived, and when it had handed on its results; in seconds
+    of ``time.perf_counter``. On a GPU these are times of the process, which runs ahead of the device."""
 
     action: Action
-    reached: float
+    due: float
     begun: float
     ended: float
 
@@ -159,8 +161,10 @@ class Execution:
         rank_of: the rank of every stage.
         stages: this rank's stages by their numbers, ready for the micro-batches.
         ranges: the stages of every micro-batch: ``ranges[micro_batch][stage]``.
+        keeping: a context in which forward passes keep the activations that would be recomputed.
+        kept: stages whose forward passes run in it.
         whole: stages whose gradients of inputs and of weights are computed together, when those of inputs are due.
-        timeline: where actions are noted with their times, if that is wanted.
+        timeline: the actions with their times.
         losses: the losses of the micro-batches, on the rank of the last stage.
     """
 
@@ -170,8 +174,10 @@ class Execution:
     rank_of: Sequence[int]
     stages: Mapping[int, StageModule]
     ranges: Sequence[Sequence[StageRange]]
+    keeping: Callable[[], AbstractContextManager[object]] = nullcontext
+    kept: Collection[int] = ()
     whole: Collection[int] = ()
-    timeline: list[Timed] | None = None
+    timeline: list[Timed] = field(default_factory=list)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -196,7 +202,7 @@ class Execution:
             stage.set_reshard_after_backward(False)
             stage.set_requires_gradient_sync(False)
         for action in self._order:
-            reached = time.perf_counter()
+            due = time.perf_counter()
             arrived = self._arrived(action)
             begun = time.perf_counter()
             try:
@@ -207,8 +213,7 @@ class Execution:
             message = given_by(action, len(self.rank_of))
             if message is not None:
                 self._hand_on(message, given)
-            if self.timeline is not None:
-                self.timeline.append(Timed(action, reached, begun, time.perf_counter()))
+            self.timeline.append(Timed(action, due, begun, time.perf_counter()))
         for message in list(self._sent):
             self._release(message)
         for stage in sharded:
@@ -262,7 +267,8 @@ class Execution:
             return tuple(tensor.detach() for tensor in results)
         held = self._held[key]
         if kind == "R":
-            self._forward(action, held, with_graph=True)
+            with self.keeping(), buffers_lent(self.stages[number]):
+                self._forward(action, held, with_graph=True)
             return ()
         held.gradients = arrived or held.gradients
         if kind == "W":
@@ -279,7 +285,8 @@ class Execution:
 
     def _forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
-        with nullcontext() if with_graph else torch.no_grad():
+        keeping = self.keeping if action.stage in self.kept else nullcontext
+        with nullcontext() if with_graph else torch.no_grad(), keeping():
             found = stage(*held.received, index=action.micro_batch)
         results: Tensors = found if isinstance(found, tuple) else (found,)
         trained = tuple(tensor for tensor in results if tensor.requires_grad)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import AtorchError, StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.cut.install import ranges
-from atorch_ns.pipeline.run.executor import Execution, Links
+from atorch_ns.pipeline.run.executor import Execution, Links, Timed
 from atorch_ns.pipeline.run.failure import FailureNotes, tear_down
 from atorch_ns.pipeline.run.forward_pass import StageRange, backward_splits
 from atorch_ns.pipeline.run.stage import LossOf, StageModule
@@ -128,8 +128,13 @@ class PipelineRunner:
         links: this rank's connections, torn down when a step fails.
         orders: ``number of micro-batches -> the actions of all ranks``.
         loss_of: ``(micro-batch, output) -> loss``, 0-d.
+        keeping: a context in which forward passes keep the activations that would be recomputed.
+        kept: stages that recompute nothing.
         whole_backward: whether gradients of inputs and of weights must be computed together on all stages, even
             where the schedule would separate them.
+
+    Attributes:
+        timeline: this rank's actions in the last step, with their times.
     """
 
     def __init__(
@@ -140,6 +145,8 @@ class PipelineRunner:
         links: Links,
         device: torch.device,
         loss_of: LossOf,
+        keeping: Callable[[], AbstractContextManager[object]] = nullcontext,
+        kept: Collection[int] = (),
         whole_backward: bool = False,
     ) -> None:
         self._set = stage_set
@@ -147,6 +154,8 @@ class PipelineRunner:
         self._links = links
         self._device = device
         self._loss_of = loss_of
+        self.timeline: Sequence[Timed] = ()
+        self._keeping, self._kept = keeping, kept
         self._whole_backward = whole_backward
         self._notes = FailureNotes(links.up)
         self._failed = ""
@@ -182,8 +191,11 @@ class PipelineRunner:
             rank_of=self._set.rank_of,
             stages={stage.number: stage for stage in self._set.stages},
             ranges=self._set.begin(micro_batches, loss_of),
+            keeping=self._keeping,
+            kept=self._kept,
             whole=[stage for stage in apart if self._is_whole(stage, micro_batches)],
         )
+        self.timeline = execution.timeline
         try:
             execution.run()
         finally:

@@ -70,34 +70,29 @@ def live_bytes(orders: Sequence[Sequence[Action]], activation_bytes: Sequence[fl
     return tuple(peaks)
 
 
-def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int) -> str:
+def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int, rank_of: Sequence[int]) -> str:
     """What is wrong with orders, as a clause: a pass that is missing, done twice, or out of turn; empty if nothing is.
 
     Whether ranks wait for each other for ever is what :func:`~atorch_ns.pipeline.simulate` finds.
+
+    Args:
+        rank_of: the rank of every stage.
     """
-    num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
-    done: dict[tuple[int, int], str] = {
-        (stage, index): "" for stage in range(num_stages) for index in range(num_micro_batches)
-    }
-    rank_of: dict[int, int] = {}
+    done = {(stage, index): "" for stage in range(len(rank_of)) for index in range(num_micro_batches)}
     for rank, order in enumerate(orders):
-        for action in order:
-            key = action[1:]
-            if rank_of.setdefault(action.stage, rank) != rank:
-                return f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
-            if key not in done:
-                return f"there is no micro-batch {action.micro_batch}, of {num_micro_batches}"
-            done[key] += action.kind
-            if not any(whole.startswith(done[key]) for whole in _WHOLE):
-                return (
-                    f"stage {action.stage} does {', '.join(done[key])} with micro-batch {action.micro_batch}"
-                )
-    missing = next((key for key, kinds in done.items() if kinds not in _WHOLE), None)
-    if missing is None:
+        for kind, stage, index in order:
+            if (stage, index) not in done:
+                return f"there is no stage {stage} or no micro-batch {index}"
+            if rank_of[stage] != rank:
+                return f"rank {rank} does {kind} with stage {stage}, which is on rank {rank_of[stage]}"
+            done[stage, index] += kind
+            if not any(whole.startswith(done[stage, index]) for whole in _WHOLE):
+                return f"stage {stage} does {', '.join(done[stage, index])} with micro-batch {index}"
+    unfinished = next((key for key, kinds in done.items() if kinds not in _WHOLE), None)
+    if unfinished is None:
         return ""
-    return (
-        f"stage {missing[0]} does only {', '.join(done[missing]) or 'nothing'} with micro-batch {missing[1]}"
-    )
+    kinds = ", ".join(done[unfinished]) or "nothing"
+    return f"stage {unfinished[0]} does only {kinds} with micro-batch {unfinished[1]}"
 
 
 _WHOLE: Final = ("FB", "FIW", "FRB", "FRIW")

@@ -156,7 +156,7 @@ def choose_schedule(
     num_micro_batches: int,
     *,
     limit_bytes: float | None = None,
-    schedules: Iterable[ScheduleInfo] = SCHEDULES,
+    schedules: Iterable[ScheduleInfo] | None = None,
     stages_per_rank: Collection[int] = (1, 2),
     cuts: Sequence[int] | None = None,
 ) -> ScheduleChoice:
@@ -167,19 +167,20 @@ def choose_schedule(
     Args:
         limit_bytes: the bytes that a rank may hold; ``None`` for no limit.
         schedules: the schedules to consider, without those that cannot be used, such as schedules that split the
-            backward pass where stages are compiled.
+            backward pass where stages are compiled; ``None`` for all that are of use.
         stages_per_rank: numbers of stages on a rank to try.
         cuts: the user's cuts; then only schedules of as many stages are legal. ``None`` to look for the best.
 
     Raises:
         InputError: if there is none, with the problem of each.
     """
+    if schedules is None:
+        schedules = _of_use(costs)
     evaluated = [
         _evaluated(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts)
         for info in schedules
         for on_rank in sorted(set(stages_per_rank))
         if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
-        if any(costs.recompute) or not info.recomputes
     ]
     usable = [candidate for candidate in evaluated if not candidate.problem]
     if not usable:
@@ -189,6 +190,10 @@ def choose_schedule(
     best = min(equal, key=lambda one: max(one.peak_bytes))
     ranked = sorted(evaluated, key=lambda one: (one is not best, bool(one.problem), one.step_seconds))
     return ScheduleChoice(best=best, candidates=tuple(ranked))
+
+
+def _of_use(costs: BlockCosts) -> list[ScheduleInfo]:
+    return [one for one in SCHEDULES if any(costs.recompute) or not one.recomputes]
 
 
 def choose_for_device(
@@ -218,7 +223,7 @@ def choose_for_device(
     Raises:
         InputError: as :func:`choose_schedule` does.
     """
-    schedules = [one for one in SCHEDULES if not (whole_backward and one.splits_backward)]
+    schedules = [one for one in _of_use(costs) if not (whole_backward and one.splits_backward)]
     numbers: tuple[int, ...] = (stages_per_rank,) if stages_per_rank else (1, 2)
     if schedule is not None:
         schedules, numbers = [schedule], (stages_per_rank or schedule.usual_stages,)

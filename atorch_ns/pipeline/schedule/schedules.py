@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -10,7 +11,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule import orders
 from atorch_ns.pipeline.schedule.actions import Orders
 from atorch_ns.pipeline.schedule.orders import Order, PipelineSize
-from atorch_ns.text import counted, near_matches
+from atorch_ns.text import counted, near_matches, with_article
 
 
 def train_step_only(method: str) -> str:
@@ -276,7 +277,8 @@ _ALIASES: dict[str, tuple[str, str]] = {
 def get_schedule(name: str) -> ScheduleInfo:
     """The schedule with a name, which may be torch's, a short form, or one of Merak's ``train_schedule``.
 
-    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter.
+    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter. A schedule of one's own is a :class:`ScheduleInfo` that
+    is named with its module: ``"my_package.schedules:MINE"``.
 
     Raises:
         InputError: if there is none of the name, with those there are.
@@ -287,6 +289,8 @@ def get_schedule(name: str) -> ScheduleInfo:
         >>> get_schedule("ds_default").note
         "'ds_default' is run as 1F1B: DeepSpeed's default order is 1F1B."
     """
+    if ":" in name:
+        return _users(name)
     by_key = {_key(info.name): info for info in SCHEDULES}
     key = _key(name)
     if key in by_key:
@@ -300,6 +304,16 @@ def get_schedule(name: str) -> ScheduleInfo:
     meant = dict.fromkeys(by_key[each].name if each in by_key else _ALIASES[each][0] for each in near)
     hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
     raise InputError(f"there is no pipeline schedule {name!r}.{hint} Known: {', '.join(names)}, or 'auto'.")
+
+
+def _users(name: str) -> ScheduleInfo:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"the pipeline schedule {name!r} cannot be imported: {error}.") from error
+    if not isinstance(found, ScheduleInfo):
+        raise InputError(f"the pipeline schedule {name!r} is {with_article(found)}, not a ScheduleInfo.")
+    return replace(found, name=name)
 
 
 def _key(name: str) -> str:

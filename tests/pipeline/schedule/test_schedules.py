@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import pipelining
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline import ScheduleInfo, StageCosts, get_schedule, simulate
+from atorch_ns.pipeline import ScheduleInfo, StageCosts, checked_orders, get_schedule, simulate
 from atorch_ns.pipeline.schedule.actions import Action, check_orders, live_micro_batches
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from tests.warm import COLD_PYTHON
@@ -132,7 +132,8 @@ def test_every_micro_batch_passes_every_stage_once_each_way(info: ScheduleInfo) 
     num_ranks, num_micro_batches, on_rank = 4, 8, info.usual_stages
     orders = info.orders(num_ranks, num_micro_batches)
     assert len({action.stage for order in orders for action in order}) == num_ranks * on_rank
-    assert not check_orders(orders, num_micro_batches)
+    places = tuple(info.rank_of(stage, num_ranks) for stage in range(num_ranks * on_rank))
+    assert not check_orders(orders, num_micro_batches, places)
     assert any(action.kind == "I" for order in orders for action in order) == info.splits_backward
     for rank, order in enumerate(orders):
         assert {action.stage for action in order} == set(info.stages_of(rank, num_ranks))
@@ -238,8 +239,9 @@ def test_peaks_and_seconds_of_merak(name: str, peaks: tuple[int, ...], seconds: 
         ([["F0", "B0"], ["F0", "F0"]], "stage 1 does F, F with micro-batch 0"),
         ([["F0", "B0"], ["F0"]], "stage 1 does only F with micro-batch 0"),
         ([["F0", "B0"], ["B0", "F0"]], "stage 1 does B with micro-batch 0"),
+        ([["F0", "B0"], ["F0", "B0", "R0"]], "stage 1 does F, B, R with micro-batch 0"),
         ([["F0", "B0"], ["F0", "I0"]], "stage 1 does only F, I with micro-batch 0"),
-        ([["F0", "B0"], ["F0", "B0", "F1"]], "there is no micro-batch 1, of 1"),
+        ([["F0", "B0"], ["F0", "B0", "F1"]], "there is no stage 1 or no micro-batch 1"),
     ],
 )
 def test_orders_that_are_not_whole_are_found(orders: list[list[str]], words: str) -> None:
@@ -247,7 +249,7 @@ def test_orders_that_are_not_whole_are_found(orders: list[list[str]], words: str
         [Action(text[0], stage, int(text[1])) for text in order]  # type: ignore[arg-type]
         for stage, order in enumerate(orders)
     ]
-    assert check_orders(made, 1) == words
+    assert check_orders(made, 1, (0, 1)) == words
 
 
 def test_an_unknown_name_is_answered_with_the_choices() -> None:
@@ -291,3 +293,43 @@ def test_planning_a_simple_schedule_does_not_load_the_runtime_of_torch() -> None
         "sys.exit('torch.distributed.pipelining' in sys.modules)"
     )
     assert subprocess.run([COLD_PYTHON, "-c", code], check=False).returncode == 0
+
+
+OWN = "tests.pipeline.schedule.own_schedules"
+
+
+def test_a_schedule_of_ones_own_is_named_with_its_module() -> None:
+    orders = checked_orders(get_schedule(f"{OWN}:PAIRS"), 2, 3)
+    assert [" ".join(f"{a.kind}{a.micro_batch}" for a in order) for order in orders] == [
+        "F0 F1 B0 B1 F2 B2"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "CROSSED",
+            "wait for each other and never end: rank 0 with the backward of micro-batch 0 in stage 0",
+        ),
+        ("FORGETFUL", "stage 0 does only F with micro-batch 0"),
+    ],
+)
+def test_an_order_that_cannot_end_is_refused(name: str, words: str) -> None:
+    with pytest.raises(
+        InputError, match=f"{OWN}:{name} cannot be run on 2 ranks with 3 micro-batches: .*{words}"
+    ):
+        checked_orders(get_schedule(f"{OWN}:{name}"), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{OWN}:NONE", "cannot be imported: .*NONE"),
+        ("no_such_package:X", "cannot be imported: No module"),
+        (f"{OWN}:OTHER", "is a str, not a ScheduleInfo"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(name: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        get_schedule(name)

@@ -1,0 +1,36 @@
+"""Schedules as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from atorch_ns.pipeline import Action, PipelineSize, ScheduleInfo
+
+
+def _pairs(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """Two forward passes, then their backward passes."""
+    for begin in range(0, size.num_micro_batches, 2):
+        both = range(begin, min(begin + 2, size.num_micro_batches))
+        yield from (Action("F", rank, index) for index in both)
+        yield from (Action("B", rank, index) for index in both)
+
+
+def _crossed(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """The last rank begins with the micro-batch that comes last."""
+    numbers = range(size.num_micro_batches)
+    for index in reversed(numbers) if rank else numbers:
+        yield Action("F", rank, index)
+        yield Action("B", rank, index)
+
+
+def _forgetful(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """Forward passes alone."""
+    return (Action("F", rank, index) for index in range(size.num_micro_batches))
+
+
+def _schedule(order: object) -> ScheduleInfo:
+    return ScheduleInfo(name="", order=order, most_stages=1, usual_stages=1, summary="")  # type: ignore[arg-type]
+
+
+PAIRS, CROSSED, FORGETFUL = map(_schedule, (_pairs, _crossed, _forgetful))
+OTHER = "no schedule"
