@@ -17,7 +17,9 @@ from atorch_ns.sharding.tensor.plan import (
     Layout,
     RegionSpec,
     TensorPlan,
+    argument_paths,
     common_parent,
+    integer_paths,
     kind_of,
     layer_sizes,
     relative,
@@ -222,8 +224,8 @@ def plan_from(model: nn.Module, layout: Layout, *, left: dict[str, str] | None =
             styles[pattern] = layer.style
             if layer.parts is not None:
                 parts[pattern] = layer.parts
-    numbers = tuple(with_wildcards(layout.attributes, layout.attributes))
-    inputs = tuple(with_wildcards(layout.narrow_inputs, layout.narrow_inputs))
+    numbers = tuple(with_wildcards(layout.attributes, integer_paths(model)))
+    inputs = tuple(with_wildcards(layout.narrow_inputs, argument_paths(model)))
     return TensorPlan(
         styles=styles, attributes=numbers, parts=parts, narrow_inputs=inputs, where="found", left=left or {}
     )

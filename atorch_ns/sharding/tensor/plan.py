@@ -204,8 +204,8 @@ class TensorPlan:
         order = {path: place for place, path in enumerate(modules)}
         return Layout(
             dict(sorted(divided.items(), key=lambda item: order[item[0]])),
-            _all_matching(self.attributes, _integers(model) if self.attributes else []),
-            _all_matching(self.narrow_inputs, _arguments(model) if self.narrow_inputs else []),
+            _all_matching(self.attributes, integer_paths(model) if self.attributes else []),
+            _all_matching(self.narrow_inputs, argument_paths(model) if self.narrow_inputs else []),
         )
 
     def unmatched(self, model: nn.Module) -> list[str]:
@@ -213,8 +213,8 @@ class TensorPlan:
         paths = [path for path, _ in model.named_modules() if path]
         named = (
             (dict.fromkeys((*self.styles, *self.parts)), paths),
-            (self.attributes, _integers(model)),
-            (self.narrow_inputs, _arguments(model)),
+            (self.attributes, integer_paths(model)),
+            (self.narrow_inputs, argument_paths(model)),
         )
         return [pattern for patterns, known in named for pattern in patterns if not matching(pattern, known)]
 
@@ -430,7 +430,7 @@ def forward_arguments(module: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind not in several]
 
 
-def _arguments(model: nn.Module) -> list[str]:
+def argument_paths(model: nn.Module) -> list[str]:
     """The paths of the arguments of all modules' forward."""
     return [
         f"{path}.{name}" if path else name
@@ -451,7 +451,7 @@ def integers(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
             )
 
 
-def _integers(model: nn.Module) -> list[str]:
+def integer_paths(model: nn.Module) -> list[str]:
     """The paths of integer attributes of all modules, private ones left out."""
     return [
         f"{path}.{name}" if path else name

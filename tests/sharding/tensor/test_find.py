@@ -12,11 +12,13 @@ from torch import nn
 from atorch_ns.errors import InputError
 from atorch_ns.sharding import LayerGraph, TensorPlan, choose_plan, trace_layers
 from atorch_ns.sharding.tensor.divisibility import check_degree
-from atorch_ns.sharding.tensor.find import find_tensor_plan
+from atorch_ns.sharding.tensor.find import find_tensor_plan, plan_from
+from atorch_ns.sharding.tensor.plan import Layout
 from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict
 from tests.sharding.tensor_models import (
     ATTENTIONS,
     WIDTH,
+    ByCount,
     NormOverHeads,
     make,
     tokens,
@@ -111,6 +113,13 @@ class TestDegrees:
             InputError, match=r"Sequential \(\{0,2\}: 25 outputs do not divide by 2.*\{5, 25\}"
         ):
             choose_plan(model, 2, graph, run_numerics=False)
+
+
+def test_a_plan_divides_the_numbers_of_no_other_block() -> None:
+    model = nn.Sequential(*(ByCount() for _ in range(3)))
+    layout = Layout({}, ("1.num_heads", "2.num_heads"), ("1.x", "2.x"))
+    found = plan_from(model, layout).resolve(model)
+    assert (found.attributes, found.narrow_inputs) == (layout.attributes, layout.narrow_inputs)
 
 
 def _found() -> dict[str, Any]:
