@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.job import BatchRunner, Job, first_loss
+from atorch_ns.data import BatchRunner
+from atorch_ns.job import Job, first_loss
 from atorch_ns.method import Method, Need, Phase
 from atorch_ns.pipeline import Links, Orders, PipelineRunner, StageSet, checked_orders, get_schedule
 from atorch_ns.profile import Profile

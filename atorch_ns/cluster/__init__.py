@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from atorch_ns.cluster.agreement import (
     agree,
+    broadcast_nest,
     from_first,
     gathered,
     or_refusal,
@@ -37,6 +38,7 @@ __all__ = [
     "Mesh",
     "Rate",
     "agree",
+    "broadcast_nest",
     "calibrate",
     "check_axes",
     "cluster_from_spec",

@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import InputError, RankError
@@ -196,3 +197,37 @@ def _reaching(group: dist.ProcessGroup | None, value: object) -> Iterator[None]:
             f"one of the ranks {ranks} no longer answers: killed, out of memory, or held up elsewhere; its own log says "
             f"more. Seen here as: {error_text(error)}"
         ) from error
+
+
+def broadcast_nest(nest: Any, *, group: Any, source: int, device: Any) -> Any:
+    """A nest of tensors and plain values that one rank of a group has, on all of them; collective.
+
+    Args:
+        nest: the nest; looked at on the source alone.
+        group: the ranks.
+        source: the rank of the source in the group.
+        device: where the tensors of the others are made.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from atorch_ns.capture.nests import map_instances, map_tensors, tensors_of
+
+    is_source = dist.get_rank(group) == source
+    sent = [tensor.contiguous() for tensor in tensors_of(nest)] if is_source else []
+    places = iter(range(len(sent)))
+    # Each place in the nest holds its number among the tensors, in a form that no value of the user's has.
+    told: list[Any] = [None]
+    if is_source:
+        told = [(map_tensors(lambda _: _Place(next(places)), nest), [(t.shape, t.dtype) for t in sent])]
+    dist.broadcast_object_list(told, group=group, group_src=source, device=device)
+    structure, specs = told[0]
+    tensors = sent or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=source)
+    return map_instances(_Place, lambda place: tensors[place.number], structure)
+
+
+@dataclass(frozen=True)
+class _Place:
+    number: int

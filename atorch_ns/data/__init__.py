@@ -10,8 +10,23 @@ from atorch_ns.data.batch import (
 )
 from atorch_ns.data.build import build_dataloader
 from atorch_ns.data.loader import TrainLoader
+from atorch_ns.data.micro_batches import (
+    BatchRunner,
+    LossScale,
+    Passed,
+    Reduction,
+    StepOutput,
+    StepWork,
+    weigh,
+)
 
 __all__ = [
+    "BatchRunner",
+    "LossScale",
+    "Passed",
+    "Reduction",
+    "StepOutput",
+    "StepWork",
     "TrainLoader",
     "batch_sizes",
     "build_dataloader",
@@ -20,4 +35,5 @@ __all__ = [
     "default_prepare_input",
     "forward_signature",
     "split_batch",
+    "weigh",
 ]

@@ -2,7 +2,7 @@
 
 from atorch_ns.job.gradients import SkipSync
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.job import OPTIMIZER, BatchRunner, Job, KeptActivations
+from atorch_ns.job.job import OPTIMIZER, Job, KeptActivations
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
 from atorch_ns.job.memory_limit import is_out_of_memory, limit_memory
@@ -20,7 +20,8 @@ from atorch_ns.job.states import (
     TrainingStates,
     on_all_stages,
 )
-from atorch_ns.job.train_step import StepSummary, TrainStep
+from atorch_ns.job.step_times import StepSummary
+from atorch_ns.job.train_step import TrainStep
 from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer, optimizer_arguments
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "MethodRow",
     "OptimizerStates",
     "ParameterStates",
+    "Passed",
     "PeakMemory",
     "Report",
     "Result",
@@ -43,7 +45,9 @@ __all__ = [
     "StateSpec",
     "StateValue",
     "StepOptimizer",
+    "StepOutput",
     "StepSummary",
+    "StepWork",
     "TrainStep",
     "TrainingStates",
     "explained_groups",

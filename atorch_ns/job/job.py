@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from atorch_ns.capture.random_states import turn_off_caches
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster, Mesh
-from atorch_ns.data import split_batch
+from atorch_ns.data import BatchRunner, split_batch
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.loss import LossFunction, Precision
@@ -37,23 +37,6 @@ MakeOptimizer = Callable[[ParameterGroups], torch.optim.Optimizer]
 
 TakeOver = Callable[[ParameterGroups], tuple[nn.Module, torch.optim.Optimizer]]
 """A backend that owns model and optimizer together: makes both from parameter groups."""
-
-
-class BatchRunner(Protocol):
-    """Runs micro-batches through a model of which this rank holds a part: pipelines, engines of other libraries.
-
-    All ranks of the part's group call it together, with the same micro-batches.
-    """
-
-    def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Adds the gradients of the mean loss over ``micro_batches``.
-
-        Returns:
-            That loss, 0-d float32 and detached, on every rank of the group.
-        """
-
-    def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """The mean loss over ``micro_batches`` without gradients, as :meth:`forward_backward` returns it."""
 
 
 MakeRunner = Callable[["Job", LossFunction], BatchRunner]

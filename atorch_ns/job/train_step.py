@@ -1,120 +1,43 @@
-"""Training step, right for every strategy, and its times."""
+"""Training step in phases, right for every strategy."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 
-from atorch_ns.data import call_model
-from atorch_ns.errors import StepError
-from atorch_ns.job.job import BatchRunner, Job
+from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.random_states import buffers_lent
+from atorch_ns.data import (
+    BatchRunner,
+    LossScale,
+    Passed,
+    Reduction,
+    StepOutput,
+    StepWork,
+    call_model,
+    weigh,
+)
+from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction, first_loss
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
-from atorch_ns.text import seconds_text
+from atorch_ns.job.step_times import StepTimes
+from atorch_ns.text import did_you_mean
 
-_KEPT: Final = 256
-_FIRST_STEPS: Final = 2
-"""Not kept: they compile, make the optimizer's states, and open connections."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSummary:
-    """Steps in a few numbers; measured.
-
-    Attributes:
-        num_steps: number of steps.
-        median_seconds: seconds of one step.
-        p25_seconds, p75_seconds: a quarter of the steps was shorter, a quarter longer.
-    """
-
-    num_steps: int
-    median_seconds: float
-    p25_seconds: float
-    p75_seconds: float
-
-    def __str__(self) -> str:
-        spread = f"{seconds_text(self.p25_seconds)} to {seconds_text(self.p75_seconds)}"
-        return f"{seconds_text(self.median_seconds)} (measured, n={self.num_steps}, quartiles {spread})"
-
-
-class StepTimes:
-    """Durations of the last steps of this rank.
-
-    :meth:`start` and :meth:`stop` surround a step. On the CPU a clock is read twice. On CUDA two events are
-    put on the current stream and read when somebody asks, so that no step waits for the device; a step that
-    the device has not finished is left out.
-
-    A step that raised was started and never stopped, and does not count.
-
-    Args:
-        device: the device on which the step computes.
-        kept: number of steps that are remembered.
-        clock: seconds, for devices without events.
-    """
-
-    def __init__(
-        self, device: torch.device, *, kept: int = _KEPT, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._clock = clock
-        self._uses_events = device.type == "cuda"
-        self._device = device
-        self._skip = _FIRST_STEPS
-        self._begun: Any = None
-        self._seconds: deque[float] = deque(maxlen=kept)
-        self._events: deque[tuple[Any, Any]] = deque(maxlen=kept)
-
-    def start(self) -> None:
-        """A step begins."""
-        self._begun = self._event() if self._uses_events else self._clock()
-
-    def stop(self) -> None:
-        """The step that began last has ended."""
-        begun, self._begun = self._begun, None
-        if begun is None:
-            return
-        if self._skip:
-            self._skip -= 1
-        elif self._uses_events:
-            self._events.append((begun, self._event()))
-        else:
-            self._seconds.append(self._clock() - begun)
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """The last steps, oldest first, without the first two of all."""
-        if not self._uses_events:
-            return tuple(self._seconds)
-        return tuple(begin.elapsed_time(end) / 1e3 for begin, end in self._events if end.query())
-
-    def summary(self) -> StepSummary | None:
-        """The last steps in a few numbers; ``None`` before the third step."""
-        seconds = self.seconds
-        if not seconds:
-            return None
-        quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-        return StepSummary(
-            num_steps=len(seconds),
-            median_seconds=statistics.median(seconds),
-            p25_seconds=quarters[0],
-            p75_seconds=quarters[2],
-        )
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
+Phase = Literal["zero", "forward_backward", "reduce", "scale", "clip", "update"]
+PHASES: Final[tuple[Phase, ...]] = ("zero", "forward_backward", "reduce", "scale", "clip", "update")
+"""The phases of a training step, in their order."""
 
 StepObserver = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 """Called after a training step with the steps so far, the loss, and the norm of the gradients if they were clipped."""
+
+PhaseObserver = Callable[[], object]
+"""Called before or after a phase; what it raises ends the step on all ranks."""
 
 
 class TrainStep:
@@ -122,7 +45,11 @@ class TrainStep:
 
     A batch is this rank's part of a global batch, as the data loader gives it. It is split into as many
     micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
-    are synchronised with the last one only. The loss is taken to be a mean over the batch.
+    are synchronised with the last one only. The loss is taken to be a mean over the batch. :meth:`micro_steps` takes
+    micro-batches of one's own, of any sizes and weights, and gives the outputs too.
+
+    A step is the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``, methods of these
+    names that a loop of one's own may call, and that :meth:`observe` watches.
 
     Gradients stay in ``grad`` after a step, to be looked at, and are cleared when the next one begins. A loop of
     one's own that follows it and clears them only at its end must call ``optim.zero_grad()`` first.
@@ -150,6 +77,7 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
         self.observers: list[StepObserver] = []
+        self._watching: dict[tuple[str, Phase], list[PhaseObserver]] = {}
         self._job = job
         self._optimizer = optimizer
         self._loss_func = loss_func
@@ -160,6 +88,26 @@ class TrainStep:
     def skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
         return bool(getattr(self._optimizer, "skipped", False))
+
+    def observe(
+        self, phase: Phase, observer: PhaseObserver, *, when: Literal["before", "after"] = "after"
+    ) -> Callable[[], None]:
+        """Calls ``observer`` before or after each run of a phase, in the order in which observers came.
+
+        Returns:
+            What takes it out again.
+
+        Raises:
+            InputError: if there is no such phase.
+        """
+        if phase not in PHASES or when not in ("before", "after"):
+            raise InputError(
+                f"there is no phase {phase!r} to observe {when!r} of.{did_you_mean(phase, PHASES)} Phases are "
+                f"{', '.join(PHASES)}, observed 'before' or 'after'."
+            )
+        watching = self._watching.setdefault((when, phase), [])
+        watching.append(observer)
+        return partial(watching.remove, observer)
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Trains on ``batch``.
@@ -175,48 +123,127 @@ class TrainStep:
             BatchSizeError: if the micro-batches do not divide the batch.
             RankError: if another rank has failed.
         """
-        optimizer, _ = self._require()
+        return self._step(lambda: self._mean_of(batch)).loss
+
+    def micro_steps(
+        self,
+        samples: Sequence[Any],
+        *,
+        weights: Sequence[float] | None = None,
+        losses: Literal["means", "sums"] = "means",
+        reduction: Reduction = "mean",
+        dummies: Sequence[bool] | None = None,
+        scale_fn: LossScale | None = None,
+        divisor: Callable[[StepOutput], float] | None = None,
+        outputs: bool = False,
+    ) -> StepOutput:
+        """Trains on micro-batches of one's own; collective.
+
+        With weights w_i and losses l_i of all micro-batches of all data ranks, the gradients are those of
+        ``sum(w_i * l_i) / sum(w_i)``; of ``sum(l_i) / sum(w_i)`` where losses are sums over what the weights count, such
+        as tokens; and undivided with ``reduction="sum"``. Data ranks may hold different numbers of micro-batches: those
+        with fewer get dummies.
+
+        Args:
+            samples: micro-batches of this rank, before ``prepare_input``, of any sizes; in a pipeline the schedule must
+                take their number.
+            weights: w_i, such as numbers of tokens; ``None`` for 1 each.
+            losses: whether the loss function gives means over what the weights count, or sums.
+            reduction: ``"mean"`` or ``"sum"`` over all micro-batches.
+            dummies: micro-batches that add exactly nothing: neither gradients nor statistics.
+            scale_fn: changes a loss, 0-d, before its backward pass.
+            divisor: what the gradients are divided by besides, from what the step gave on this rank; summed over the data
+                ranks, and 0 on ranks that have nothing to count. For numbers that only the outputs tell.
+            outputs: whether the model's outputs are kept, and in a pipeline sent to all of its ranks.
+
+        Raises:
+            InputError: on all ranks, if weights, dummies or the number of samples do not fit.
+            StepError: if the job has no optimizer or no loss function.
+        """
+        weighed = lambda: self._weighed(  # noqa: E731
+            samples,
+            weights=weights,
+            losses=losses,
+            reduction=reduction,
+            dummies=dummies,
+            scale_fn=scale_fn,
+            outputs=outputs,
+        )
+        return self._step(weighed, divisor)
+
+    def _step(
+        self, work: Callable[[], StepWork], divisor: Callable[[StepOutput], float] | None = None
+    ) -> StepOutput:
+        self._require()
         self._num_calls += 1
         with self._job.cluster.sharing_failures("a training step", turn=self._num_calls):
             self.times.start()
-            optimizer.zero_grad()
-            loss = self.forward_backward(batch)
-            if self._job.inputs.max_grad_norm is not None:
-                self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
-            optimizer.step()
+            self.zero()
+            found = self._forward_backward(work())
+            self.reduce()
+            self.scale(None if divisor is None else self._one_over(divisor(found)))
+            self.clip()
+            self.update()
             self.times.stop()
         self.num_steps += 1
         for observer in tuple(self.observers):  # one may take itself out
-            observer(self.num_steps, loss, self.grad_norm)
-        return loss
+            observer(self.num_steps, found.loss, self.grad_norm)
+        return found
+
+    def zero(self) -> None:
+        """Clears the gradients."""
+        optimizer, _ = self._require()
+        with self._phase("zero"):
+            optimizer.zero_grad()
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
-        with self._job.step.context():
-            return self._mean_over_ranks(self._accumulate(batch))
+        found = self._forward_backward(self._mean_of(batch))
+        self.reduce()
+        return found.loss
 
-    def _accumulate(self, batch: Any) -> torch.Tensor:
+    def reduce(self) -> None:
+        """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
+        with self._phase("reduce"):
+            self._job.gradients.sums.run(self._job.module)
+
+    def scale(self, factor: float | None = None) -> None:
+        """Multiplies all gradients by a number; ``None`` leaves them."""
+        with self._phase("scale"):
+            if factor is not None and factor != 1.0:
+                with torch.no_grad():
+                    for parameter in self._parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(factor)
+
+    def clip(self) -> None:
+        """Clips the gradients, where the job has a ``max_grad_norm``."""
+        with self._phase("clip"):
+            if self._job.inputs.max_grad_norm is not None:
+                self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
+
+    def update(self) -> None:
+        """Steps the optimizer."""
         optimizer, _ = self._require()
-        job = self._job
-        micro_batches = self._micro_batches(batch)
-        if self._runner is not None:
-            job.gradients.sums.expect(job.module)
-            total = self._runner.forward_backward(micro_batches)
-            if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
-                optimizer.scaler.expect_scaled_gradients(job.device)
-            job.gradients.sums.run(job.module)
-            return total
-        total = torch.zeros((), device=job.device)
-        for position, micro_batch in enumerate(micro_batches):
-            last = position == len(micro_batches) - 1
-            if job.optimizer.requires_boundary:
-                optimizer.set_gradient_accumulation_boundary(last)  # type: ignore[attr-defined]
-            with nullcontext() if last else job.gradients.skip_sync():
-                total += self._forward_backward(micro_batch) / len(micro_batches)
-        job.gradients.sums.run(job.module)
-        return total
+        with self._phase("update"):
+            optimizer.step()
 
-    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of all ranks together; call it between the backward pass and the step.
+
+        Returns:
+            The norm before clipping, 0-d, the same on every rank.
+
+        Raises:
+            StepError: if the job has no optimizer.
+        """
+        if self._optimizer is None:
+            raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
+        self._job.gradients.sums.run(self._job.module)
+        if isinstance(self._optimizer, StepOptimizer):
+            self._optimizer.prepare_gradients()
+        return self._job.gradients.clip(self._parameters(), max_norm, norm_type)
+
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss on ``batch`` without training on it, as :meth:`__call__` returns it.
 
@@ -228,42 +255,133 @@ class TrainStep:
         """
         if self._loss_func is None:
             raise StepError("evaluate needs loss_func; pass it to auto_accelerate.")
+        return self._evaluated(self._mean_of(batch)).loss
+
+    def infer(self, samples: Sequence[Any], *, outputs: bool = True) -> StepOutput:
+        """The losses and outputs of micro-batches without training on them; collective.
+
+        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`.
+        """
+        if self._loss_func is None:
+            raise StepError("infer needs loss_func; pass it to auto_accelerate.")
+        return self._evaluated(
+            self._weighed(
+                samples,
+                weights=None,
+                losses="means",
+                reduction="mean",
+                dummies=None,
+                scale_fn=None,
+                outputs=outputs,
+            )
+        )
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        for observer in tuple(self._watching.get(("before", phase), ())):
+            observer()
+        yield
+        for observer in tuple(self._watching.get(("after", phase), ())):
+            observer()
+
+    def _forward_backward(self, work: StepWork) -> StepOutput:
+        with self._phase("forward_backward"), self._job.step.context():
+            if self._runner is None:
+                return self._output(work, self._accumulate(work))
+            optimizer, _ = self._require()
+            self._job.gradients.sums.expect(self._job.module)
+            passed = self._runner.forward_backward(work)
+            if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
+                optimizer.scaler.expect_scaled_gradients(self._job.device)
+            return self._output(work, passed)
+
+    def _accumulate(self, work: StepWork) -> Passed:
+        optimizer, _ = self._require()
+        job, last = self._job, len(work.micro_batches) - 1
+        losses, outputs = [], []
+        for number, micro_batch in enumerate(work.micro_batches):
+            if job.optimizer.requires_boundary:
+                optimizer.set_gradient_accumulation_boundary(number == last)  # type: ignore[attr-defined]
+            is_dummy = number in work.dummies
+            with nullcontext() if number == last else job.gradients.skip_sync():
+                with buffers_lent(job.module) if is_dummy else nullcontext():
+                    output, loss = self._forward(micro_batch)
+                losses.append(loss.detach())
+                if work.wants_outputs and not is_dummy:
+                    outputs.append(map_tensors(torch.Tensor.detach, output))
+                share = work.share(number, loss)
+                if job.optimizer.use_optim_backward:
+                    optimizer.backward(share)  # type: ignore[attr-defined]
+                else:
+                    share.backward()
+        return _passed(losses, outputs, work)
+
+    @torch.no_grad()
+    def _evaluated(self, work: StepWork) -> StepOutput:
         job = self._job
-        micro_batches = self._micro_batches(batch)
         roots = (job.model, *job.parts.stages)
         modes = {module: module.training for root in roots for module in root.modules()}
         for root in roots:
             root.eval()
         try:
             with job.step.context():
-                if self._runner is not None:
-                    total = self._runner.forward(micro_batches)
-                else:
-                    total = torch.stack([self._forward(part)[0] for part in micro_batches]).mean()
+                return self._output(
+                    work, self._inferred(work) if self._runner is None else self._runner.forward(work)
+                )
         finally:
             for root in roots:
                 root.train(modes[root])
             for module, training in modes.items():  # a part may have been in another mode than the whole
                 module.training = training
-        return self._mean_over_ranks(total)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of all ranks together; call it between the backward pass and the step.
+    def _inferred(self, work: StepWork) -> Passed:
+        pairs = [self._forward(micro_batch) for micro_batch in work.micro_batches]
+        kept = [output for number, (output, _) in enumerate(pairs) if number not in work.dummies]
+        return _passed([loss for _, loss in pairs], kept if work.wants_outputs else [], work)
 
-        Returns:
-            The norm before clipping, 0-d, the same on every rank.
+    def _forward(self, micro_batch: Any) -> tuple[Any, torch.Tensor]:
+        assert self._loss_func is not None
+        output = call_model(self._job.model, micro_batch, self._job.inputs.model_input_format)
+        return output, first_loss(self._loss_func(micro_batch, output))
 
-        Raises:
-            StepError: if the job has no optimizer.
-        """
-        optimizer = self._optimizer
-        if optimizer is None:
-            raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
-        self._job.gradients.sums.run(self._job.module)
-        if isinstance(optimizer, StepOptimizer):
-            optimizer.prepare_gradients()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return self._job.gradients.clip(parameters, max_norm, norm_type)
+    def _output(self, work: StepWork, passed: Passed) -> StepOutput:
+        """With the loss of the step, over all data ranks."""
+        job = self._job
+        counts = torch.tensor(work.counts, dtype=torch.float32, device=passed.losses.device)
+        loss = (passed.losses * counts).sum()
+        if job.mesh is not None and job.num_data_ranks > 1:
+            dist.all_reduce(loss, group=job.mesh.data_group)
+        real = [number for number in range(len(work.counts)) if number not in work.dummies]
+        losses = passed.losses if len(real) == len(work.counts) else passed.losses[real]
+        return StepOutput(loss=loss, losses=losses, outputs=passed.outputs)
+
+    def _one_over(self, divisor: float) -> float:
+        """The factor that makes a sum of gradients a mean over what all data ranks count."""
+        total = torch.tensor(float(divisor), dtype=torch.float64, device=self._job.device)
+        if self._job.mesh is not None and self._job.num_data_ranks > 1:
+            dist.all_reduce(total, group=self._job.mesh.data_group)
+        if not float(total) > 0.0:
+            raise InputError(
+                f"the divisor of the gradients is {float(total)} over all data ranks, not positive."
+            )
+        return 1.0 / float(total)
+
+    def _mean_of(self, batch: Any) -> StepWork:
+        micro_batches = self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
+        return StepWork.mean(micro_batches, self._job.num_data_ranks)
+
+    def _weighed(
+        self, samples: Sequence[Any], *, scale_fn: LossScale | None, outputs: bool, **weights: Any
+    ) -> StepWork:
+        job = self._job
+        group = job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
+        given, fields = weigh(list(samples), group=group, device=job.device, **weights)
+        prepared = [self._prepare_input(sample, job.device) for sample in given]
+        return StepWork(micro_batches=prepared, scale_fn=scale_fn, wants_outputs=outputs, **fields)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        assert self._optimizer is not None
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _require(self) -> tuple[torch.optim.Optimizer, LossFunction]:
         if self._optimizer is None or self._loss_func is None:
@@ -275,32 +393,9 @@ class TrainStep:
             )
         return self._optimizer, self._loss_func
 
-    def _micro_batches(self, batch: Any) -> list[Any]:
-        return self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
 
-    def _forward_backward(self, micro_batch: Any) -> torch.Tensor:
-        job = self._job
-        optimizer, _ = self._require()
-        seen, loss = self._forward(micro_batch)
-        count = job.step.num_micro_batches
-        share = loss if count == 1 else loss / count
-        if job.optimizer.use_optim_backward:
-            optimizer.backward(share)  # type: ignore[attr-defined]
-        else:
-            share.backward()
-        return seen
-
-    def _forward(self, micro_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch: for people, 0-d float32 and detached, and for the backward pass."""
-        job = self._job
-        assert self._loss_func is not None
-        output = call_model(job.model, micro_batch, job.inputs.model_input_format)
-        loss = first_loss(self._loss_func(micro_batch, output))
-        return loss.detach().to(torch.float32).reshape(()), loss
-
-    def _mean_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        job = self._job
-        if job.mesh is not None and job.num_data_ranks > 1:
-            dist.all_reduce(loss, group=job.mesh.data_group)
-            loss /= job.num_data_ranks
-        return loss
+def _passed(losses: Sequence[torch.Tensor], outputs: Sequence[Any], work: StepWork) -> Passed:
+    rows = torch.stack([loss.detach().to(torch.float32).reshape(()) for loss in losses])
+    if work.dummies:  # whose losses may be anything
+        rows[sorted(work.dummies)] = 0.0
+    return Passed(losses=rows, outputs=tuple(outputs))

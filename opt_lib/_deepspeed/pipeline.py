@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.nests import leaves
 from atorch_ns.cluster import Mesh
-from atorch_ns.errors import InputError
+from atorch_ns.data import Passed, StepWork
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import Job, first_loss, make_user_optimizer, on_all_stages, parameter_names
 from atorch_ns.pipeline import StageModule, StageSet
 from opt_lib._deepspeed import zero as zero_module
@@ -51,7 +52,6 @@ class StageLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.known = nn.ParameterList(parameters)
-        self.losses: list[torch.Tensor] = []
         self._stage = [stage]  # in a list, so that it is no child
         self._device = device
         self._count = 0
@@ -64,7 +64,6 @@ class StageLayer(nn.Module):
             reset: whether what stages exchange may have other shapes than in the last batch.
         """
         self._count = 0
-        self.losses.clear()
         if reset:
             self._entries = None
 
@@ -81,7 +80,6 @@ class StageLayer(nn.Module):
         with_grad = arrived[0] if isinstance(arrived, tuple) and arrived[0].requires_grad else None
         if self._stage[0].is_last:
             loss: torch.Tensor = output.reshape(())
-            self.losses.append(loss.detach().float())
             return loss if with_grad is None else anchor(loss, with_grad)
         wire = pack([output] if isinstance(output, torch.Tensor) else output)
         if with_grad is None or not wire[0].requires_grad:
@@ -282,29 +280,42 @@ class DsPipelineRunner:
     reduce: Callable[[], object]
     _signature: object = None
 
-    def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """See :class:`atorch_ns.job.BatchRunner`."""
-        self._begin(micro_batches, training=True)
+    def forward_backward(self, work: StepWork) -> Passed:
+        """See :class:`atorch_ns.data.BatchRunner`."""
+        num = len(work.micro_batches)
+        losses = self._begin(work, training=True)
         # What it divides gradients by; a batch with other rows than the first has other micro-batches.
-        self.engine.set_train_batch_size(len(micro_batches) * self.engine.dp_world_size)
+        self.engine.set_train_batch_size(num * self.engine.dp_world_size)
         self.job.gradients.sums.expect(self.job.module)
-        self._run(_training_schedule(self.engine, len(micro_batches)))
+        self._run(_training_schedule(self.engine, num))
         self.job.gradients.sums.run(self.job.module)
         self.reduce()
-        return self._loss(len(micro_batches))
+        return self._passed(losses)
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """See :class:`atorch_ns.job.BatchRunner`."""
-        self._begin(micro_batches, training=False)
-        self._run(self.engine._inference_schedule(len(micro_batches)))
-        return self._loss(len(micro_batches))
+    def forward(self, work: StepWork) -> Passed:
+        """See :class:`atorch_ns.data.BatchRunner`."""
+        losses = self._begin(work, training=False)
+        self._run(self.engine._inference_schedule(len(work.micro_batches)))
+        return self._passed(losses)
 
-    def _begin(self, micro_batches: Sequence[Any], *, training: bool) -> None:
+    def _begin(self, work: StepWork, *, training: bool) -> torch.Tensor:
+        """Prepares the engine; returns where the losses will be, on the rank of the last stage."""
         from deepspeed.runtime.pipe import p2p
 
         engine = self.engine
         p2p.init_process_groups(engine.grid)  # where the last engine of the process was another one
+        if work.wants_outputs:
+            raise StepError(f"{_BACKEND} gives no outputs. Use outputs=False, or pipeline_parallel.")
+        micro_batches, num = work.micro_batches, len(work.micro_batches)
+        losses = torch.zeros(num, device=self.job.device)
+
+        def share_of(number: int, micro_batch: Any, output: Any) -> torch.Tensor:
+            loss = first_loss(self.loss_func(micro_batch, output)).reshape(())
+            if number not in work.dummies:
+                losses[number] = loss.detach()
+            return work.share(number, loss) * num  # the engine divides by it
+
         signature = (training, [_shape(leaf) for _, leaf in leaves(micro_batches[0])])
         reset = signature != self._signature
         self._signature = signature
@@ -315,7 +326,8 @@ class DsPipelineRunner:
         engine._compute_loss = True
         engine.set_dataiterator(_indices(len(micro_batches), self.job.device))
         self.layer.begin(reset=reset)
-        self.stage_set.begin(micro_batches, self._loss_of)
+        self.stage_set.begin(micro_batches, share_of)
+        return losses
 
     def _run(self, schedule: Any) -> None:
         try:
@@ -323,16 +335,10 @@ class DsPipelineRunner:
         finally:
             self.stage_set.finish()
 
-    def _loss_of(self, micro_batch: Any, output: Any) -> torch.Tensor:
-        return first_loss(self.loss_func(micro_batch, output)).reshape(())
-
-    def _loss(self, num_micro_batches: int) -> torch.Tensor:
-        loss = torch.zeros((), device=self.job.device)
-        if self.layer.losses:
-            loss += torch.stack(self.layer.losses).sum() / num_micro_batches
+    def _passed(self, losses: torch.Tensor) -> Passed:
         group = self.job.stage_group
-        dist.broadcast(loss, group=group, group_src=dist.get_world_size(group) - 1)
-        return loss
+        dist.broadcast(losses, group=group, group_src=dist.get_world_size(group) - 1)
+        return Passed(losses=losses)
 
 
 def _training_schedule(engine: Any, num_micro_batches: int) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
+from atorch_ns.data import Passed, StepWork
 from atorch_ns.job import Inputs, Job, Result, first_loss
 from atorch_ns.method import Method, MethodConfig, Phase, Registry, load_registry, resolve
 from atorch_ns.sharding import Packing
@@ -189,26 +191,28 @@ class _Runner:
         self._last = group.rank() == 1
         self._other = dist.get_process_group_ranks(group)[0 if self._last else 1]
 
-    def forward_backward(self, micro_batches: Sequence[Any]) -> Tensor:
-        total = torch.zeros(())
-        with self._skip_sync():
-            for batch in micro_batches[:-1]:
-                total += self._one(batch, len(micro_batches))
-        total += self._one(micro_batches[-1], len(micro_batches))
-        return self._told(total)
+    def forward_backward(self, work: StepWork) -> Passed:
+        last = len(work.micro_batches) - 1
+        losses = []
+        for number in range(last + 1):
+            with nullcontext() if number == last else self._skip_sync():
+                losses.append(self._one(work, number))
+        return self._told(losses)
 
-    def forward(self, micro_batches: Sequence[Any]) -> Tensor:
-        total = torch.zeros(())
-        for batch in micro_batches:
+    def forward(self, work: StepWork) -> Passed:
+        losses = []
+        for batch in work.micro_batches:
             if self._last:
                 received = torch.empty(len(batch[0]), WIDTH)
                 dist.recv(received, self._other, group=self._group)
-                total += first_loss(self._loss_func(batch, self._stage(received))).detach()
+                losses.append(first_loss(self._loss_func(batch, self._stage(received))).detach())
             else:
                 dist.send(self._stage(batch[0]).detach(), self._other, group=self._group)
-        return self._told(total / len(micro_batches))
+                losses.append(torch.zeros(()))
+        return self._told(losses)
 
-    def _one(self, batch: Any, count: int) -> Tensor:
+    def _one(self, work: StepWork, number: int) -> Tensor:
+        batch = work.micro_batches[number]
         if not self._last:
             sent = self._stage(batch[0])
             dist.send(sent.detach(), self._other, group=self._group)
@@ -219,15 +223,16 @@ class _Runner:
         received = torch.empty(len(batch[0]), WIDTH)
         dist.recv(received, self._other, group=self._group)
         received.requires_grad_()
-        loss = first_loss(self._loss_func(batch, self._stage(received))) / count
-        loss.backward()
+        loss = first_loss(self._loss_func(batch, self._stage(received)))
+        work.share(number, loss).backward()
         assert received.grad is not None
         dist.send(received.grad, self._other, group=self._group)
         return loss.detach().float()
 
-    def _told(self, total: Tensor) -> Tensor:
-        dist.broadcast(total, src=dist.get_process_group_ranks(self._group)[1], group=self._group)
-        return total
+    def _told(self, losses: list[Tensor]) -> Passed:
+        rows = torch.stack(losses)
+        dist.broadcast(rows, src=dist.get_process_group_ranks(self._group)[1], group=self._group)
+        return Passed(losses=rows)
 
 
 def registry() -> Registry:

@@ -68,7 +68,7 @@ def chain_pass(
         stage_set = StageSet(
             made, cuts, rank_of, graph.paths, lambda b, t=tracer, h=how: t.trace(b, h), lambda: 7
         )
-        stage_set.begin([batch], loss)
+        stage_set.begin([batch], lambda _, micro_batch, output: loss(micro_batch, output))
         stages.update((stage.number, stage) for stage in made)
     value = _forward_backward([stages[number] for number in range(len(stages))])
     return Passed(value, _sum_of_gradients(model, copies))

@@ -163,6 +163,7 @@ class Execution:
         ranges: the stages of every micro-batch: ``ranges[micro_batch][stage]``.
         keeping: a context in which forward passes keep the activations that would be recomputed.
         kept: stages whose forward passes run in it.
+        idle: micro-batches that leave the stages' buffers as they are.
         whole: stages whose gradients of inputs and of weights are computed together, when those of inputs are due.
         timeline: the actions with their times.
         losses: the losses of the micro-batches, on the rank of the last stage.
@@ -176,6 +177,7 @@ class Execution:
     ranges: Sequence[Sequence[StageRange]]
     keeping: Callable[[], AbstractContextManager[object]] = nullcontext
     kept: Collection[int] = ()
+    idle: Collection[int] = ()
     whole: Collection[int] = ()
     timeline: list[Timed] = field(default_factory=list)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -286,7 +288,8 @@ class Execution:
     def _forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
         keeping = self.keeping if action.stage in self.kept else nullcontext
-        with nullcontext() if with_graph else torch.no_grad(), keeping():
+        lent = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
+        with nullcontext() if with_graph else torch.no_grad(), keeping(), lent:
             found = stage(*held.received, index=action.micro_batch)
         results: Tensors = found if isinstance(found, tuple) else (found,)
         trained = tuple(tensor for tensor in results if tensor.requires_grad)

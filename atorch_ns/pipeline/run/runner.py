@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atorch_ns.capture.nests import tensors_of
+from atorch_ns.capture.nests import map_tensors, tensors_of
+from atorch_ns.cluster import broadcast_nest
+from atorch_ns.data import Passed, StepWork
 from atorch_ns.errors import AtorchError, StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.cut.install import ranges
@@ -144,7 +146,7 @@ class PipelineRunner:
         *,
         links: Links,
         device: torch.device,
-        loss_of: LossOf,
+        loss_of: Callable[[Any, Any], torch.Tensor],
         keeping: Callable[[], AbstractContextManager[object]] = nullcontext,
         kept: Collection[int] = (),
         whole_backward: bool = False,
@@ -160,29 +162,31 @@ class PipelineRunner:
         self._notes = FailureNotes(links.up)
         self._failed = ""
 
-    def forward_backward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Adds the gradients of the mean loss over ``micro_batches``; collective over the pipeline.
-
-        Returns:
-            That loss, 0-d float32 and detached, on every rank.
-        """
-        num = len(micro_batches)
-        return self._run(
-            micro_batches, self._orders(num), lambda batch, output: self._loss_of(batch, output) / num
-        )
+    def forward_backward(self, work: StepWork) -> Passed:
+        """Adds the gradients of the shares of all losses; collective over the pipeline."""
+        return self._run(work, self._orders(len(work.micro_batches)))
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """The mean loss over ``micro_batches`` without gradients, as :meth:`forward_backward` returns it."""
-        num = len(micro_batches)
-        orders = forward_only(self._set.rank_of, num)
-        return self._run(micro_batches, orders, lambda batch, output: self._loss_of(batch, output) / num)
+    def forward(self, work: StepWork) -> Passed:
+        """The losses and outputs without gradients; collective over the pipeline."""
+        return self._run(work, forward_only(self._set.rank_of, len(work.micro_batches)))
 
-    def _run(self, micro_batches: Sequence[Any], orders: Orders, loss_of: LossOf) -> torch.Tensor:
+    def _run(self, work: StepWork, orders: Orders) -> Passed:
         with self._failing():
-            return self._execute(micro_batches, orders, loss_of)
+            return self._execute(work, orders)
 
-    def _execute(self, micro_batches: Sequence[Any], orders: Orders, loss_of: LossOf) -> torch.Tensor:
+    def _execute(self, work: StepWork, orders: Orders) -> Passed:
+        losses = torch.zeros(len(work.micro_batches), device=self._device)
+        outputs: dict[int, Any] = {}
+
+        def share_of(number: int, micro_batch: Any, output: Any) -> torch.Tensor:
+            loss = self._loss_of(micro_batch, output)
+            if number not in work.dummies:
+                losses[number] = loss.detach()
+                if work.wants_outputs:
+                    outputs[number] = map_tensors(torch.Tensor.detach, output)
+            return work.share(number, loss)
+
         apart = {action.stage for action in orders[self._links.rank] if action.kind == "I"}
         execution = Execution(
             links=self._links,
@@ -190,21 +194,23 @@ class PipelineRunner:
             orders=orders,
             rank_of=self._set.rank_of,
             stages={stage.number: stage for stage in self._set.stages},
-            ranges=self._set.begin(micro_batches, loss_of),
+            ranges=self._set.begin(work.micro_batches, share_of),
             keeping=self._keeping,
             kept=self._kept,
-            whole=[stage for stage in apart if self._is_whole(stage, micro_batches)],
+            idle=work.dummies,
+            whole=[stage for stage in apart if self._is_whole(stage, work.micro_batches)],
         )
         self.timeline = execution.timeline
         try:
             execution.run()
         finally:
             self._set.finish()
-        total = torch.zeros((), device=self._device)
-        for loss in execution.losses.values():
-            total += loss.float().reshape(())
-        dist.broadcast(total, group=self._links.up, group_src=self._set.rank_of[-1])
-        return total
+        last = self._set.rank_of[-1]
+        dist.broadcast(losses, group=self._links.up, group_src=last)
+        found = tuple(outputs[number] for number in sorted(outputs))
+        if work.wants_outputs:
+            found = broadcast_nest(found, group=self._links.up, source=last, device=self._device)
+        return Passed(losses=losses, outputs=found)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

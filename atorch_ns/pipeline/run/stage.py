@@ -19,8 +19,8 @@ from atorch_ns.pipeline.schedule.schedules import train_step_only
 _BATCH_STRIDE = 1_000_003
 """The difference of the seeds of two micro-batches."""
 
-LossOf = Callable[[Any, Any], torch.Tensor]
-"""``(batch, output) -> loss``, 0-d."""
+LossOf = Callable[[int, Any, Any], torch.Tensor]
+"""``(number of the micro-batch, micro-batch, output) -> loss``, 0-d."""
 
 
 class Unit(nn.Module):
@@ -199,7 +199,7 @@ class StageModule(nn.Module):
             return stage_pass.sent
         assert self._loss_of is not None
         try:
-            return torch.stack([self._loss_of(batch, output)])
+            return torch.stack([self._loss_of(number, batch, output)])
         except Exception:
             self.failed = True
             raise

@@ -1,0 +1,165 @@
+"""Micro-batches of a step: what each counts, and what comes of them.
+
+Legend: l_i the loss of a micro-batch, w_i its weight, n the number of data ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import counted
+
+LossScale = Callable[[torch.Tensor], torch.Tensor]
+"""Changes a loss, 0-d, before its backward pass."""
+
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a rank computes in a step.
+
+    Attributes:
+        micro_batches: on this rank's device.
+        shares: what the loss of each is multiplied by for the backward pass. Gradients are averaged over data ranks
+            afterwards.
+        counts: w_i as a share of the step's loss, over all data ranks: that loss is the sum of ``counts[i] * l_i``.
+        dummies: numbers of micro-batches that count nothing, and only keep this rank in step with others.
+        scale_fn: changes a loss before it is multiplied.
+        wants_outputs: whether the model's outputs are kept.
+    """
+
+    micro_batches: Sequence[Any]
+    shares: Sequence[float]
+    counts: Sequence[float]
+    dummies: frozenset[int] = frozenset()
+    scale_fn: LossScale | None = None
+    wants_outputs: bool = False
+
+    @classmethod
+    def mean(cls, micro_batches: Sequence[Any], num_data_ranks: int) -> StepWork:
+        """The mean of micro-batches of one size, of which all data ranks have as many."""
+        num = len(micro_batches)
+        return cls(
+            micro_batches=micro_batches, shares=[1.0 / num] * num, counts=[1.0 / num / num_data_ranks] * num
+        )
+
+    def share(self, number: int, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward pass of a loss begins with."""
+        if self.scale_fn is not None:
+            loss = self.scale_fn(loss)
+        if number in self.dummies:  # it may be of anything, and infinite
+            return (loss * 0.0).nan_to_num(0.0, 0.0, 0.0)
+        return loss if self.shares[number] == 1.0 else loss * self.shares[number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What the micro-batches of a rank gave.
+
+    Attributes:
+        losses: [m] float32, detached, as the loss function gave them; 0 for dummies. The same on all ranks that work on
+            the same samples.
+        outputs: the model's outputs, detached, where they are wanted and this rank has them; dummies have none.
+    """
+
+    losses: torch.Tensor
+    outputs: tuple[Any, ...] = ()
+
+
+class BatchRunner(Protocol):
+    """Runs micro-batches through a model of which this rank holds a part: pipelines, engines of other libraries.
+
+    All ranks of the part's group call it together, with the same micro-batches.
+    """
+
+    def forward_backward(self, work: StepWork) -> Passed:
+        """Adds the gradients of the shares of all losses."""
+
+    def forward(self, work: StepWork) -> Passed:
+        """The same without gradients."""
+
+
+def weigh(
+    samples: Sequence[Any],
+    *,
+    weights: Sequence[float] | None,
+    losses: Literal["means", "sums"],
+    reduction: Reduction,
+    dummies: Sequence[bool] | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Micro-batches with their shares, as many as the data rank with the most has; collective over the data ranks.
+
+    Args:
+        samples: micro-batches of this rank.
+        weights: w_i; ``None`` for 1 each.
+        losses: whether l_i is a mean over what w_i counts, or a sum.
+        reduction: whether the step's loss is a mean over what the weights count on all ranks, or a sum.
+        dummies: which micro-batches count nothing; ``None`` for none.
+        group: the data ranks; ``None`` for one.
+
+    Returns:
+        The micro-batches, and the other fields of :class:`StepWork`.
+
+    Raises:
+        InputError: on all ranks, if weights do not fit the samples, are negative, or sum to nothing, or a rank has no
+            micro-batch.
+    """
+    num, n = len(samples), 1 if group is None else group.size()
+    given = [1.0] * num if weights is None else [float(weight) for weight in weights]
+    idle = [False] * num if dummies is None else [bool(one) for one in dummies]
+    problem = ""
+    if len(given) != num or len(idle) != num:
+        problem = f"there are {counted(num, 'sample')}, {counted(len(given), 'weight')} and {counted(len(idle), 'dummy flag')}"
+    elif not all(0.0 <= weight < float("inf") for weight in given):
+        problem = f"weights must be numbers from 0 on, and are {given}"
+    elif not num:
+        problem = "a rank has no micro-batch, not even one to be a dummy"
+    own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
+    told = torch.tensor([float(num), sum(own), float(bool(problem))], dtype=torch.float64, device=device)
+    most, total, failed = float(num), sum(own), bool(problem)
+    if group is not None and n > 1:
+        every = [torch.empty_like(told) for _ in range(n)]
+        dist.all_gather(every, told, group=group)
+        rows = torch.stack(every).tolist()
+        most = max(row[0] for row in rows)
+        total, failed = sum(row[1] for row in rows), any(row[2] for row in rows)
+    if failed:
+        raise InputError(f"{problem or 'another data rank was given micro-batches that do not fit'}.")
+    if reduction == "mean" and total <= 0.0:
+        raise InputError(
+            "the weights of all micro-batches sum to nothing, so that their losses have no mean."
+        )
+    missing = int(most) - num
+    factors = own if losses == "means" else [float(not is_idle) for is_idle in idle]
+    divisor = total if reduction == "mean" else 1.0
+    counts = [factor / divisor for factor in factors] + [0.0] * missing
+    idle += [True] * missing
+    return [*samples, *[samples[-1]] * missing], {
+        "shares": [n * count for count in counts],
+        "counts": counts,
+        "dummies": frozenset(number for number, one in enumerate(idle) if one),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        loss: the loss of the step over all data ranks, 0-d float32, detached.
+        losses: those of this rank's micro-batches, as the loss function gave them, in their order; without dummies.
+        outputs: the model's outputs for them, where they were asked for.
+    """
+
+    loss: torch.Tensor
+    losses: torch.Tensor
+    outputs: tuple[Any, ...] = field(default=(), repr=False)

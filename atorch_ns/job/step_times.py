@@ -1,0 +1,106 @@
+"""Times of training steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from atorch_ns.text import seconds_text
+
+_KEPT: Final = 256
+_FIRST_STEPS: Final = 2
+"""Not kept: they compile, make the optimizer's states, and open connections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSummary:
+    """Steps in a few numbers; measured.
+
+    Attributes:
+        num_steps: number of steps.
+        median_seconds: seconds of one step.
+        p25_seconds, p75_seconds: a quarter of the steps was shorter, a quarter longer.
+    """
+
+    num_steps: int
+    median_seconds: float
+    p25_seconds: float
+    p75_seconds: float
+
+    def __str__(self) -> str:
+        spread = f"{seconds_text(self.p25_seconds)} to {seconds_text(self.p75_seconds)}"
+        return f"{seconds_text(self.median_seconds)} (measured, n={self.num_steps}, quartiles {spread})"
+
+
+class StepTimes:
+    """Durations of the last steps of this rank.
+
+    :meth:`start` and :meth:`stop` surround a step. On the CPU a clock is read twice. On CUDA two events are
+    put on the current stream and read when somebody asks, so that no step waits for the device; a step that
+    the device has not finished is left out.
+
+    A step that raised was started and never stopped, and does not count.
+
+    Args:
+        device: the device on which the step computes.
+        kept: number of steps that are remembered.
+        clock: seconds, for devices without events.
+    """
+
+    def __init__(
+        self, device: torch.device, *, kept: int = _KEPT, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self._uses_events = device.type == "cuda"
+        self._device = device
+        self._skip = _FIRST_STEPS
+        self._begun: Any = None
+        self._seconds: deque[float] = deque(maxlen=kept)
+        self._events: deque[tuple[Any, Any]] = deque(maxlen=kept)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._begun = self._event() if self._uses_events else self._clock()
+
+    def stop(self) -> None:
+        """The step that began last has ended."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        if self._skip:
+            self._skip -= 1
+        elif self._uses_events:
+            self._events.append((begun, self._event()))
+        else:
+            self._seconds.append(self._clock() - begun)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The last steps, oldest first, without the first two of all."""
+        if not self._uses_events:
+            return tuple(self._seconds)
+        return tuple(begin.elapsed_time(end) / 1e3 for begin, end in self._events if end.query())
+
+    def summary(self) -> StepSummary | None:
+        """The last steps in a few numbers; ``None`` before the third step."""
+        seconds = self.seconds
+        if not seconds:
+            return None
+        quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+        return StepSummary(
+            num_steps=len(seconds),
+            median_seconds=statistics.median(seconds),
+            p25_seconds=quarters[0],
+            p75_seconds=quarters[2],
+        )
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
