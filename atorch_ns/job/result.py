@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.data import TrainLoader
@@ -169,6 +170,26 @@ class Result(_Fields):
     def rank(self) -> int:
         """This process, 0 to the number of processes less one."""
         return self.job.cluster.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.job.cluster.world_size
+
+    def mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """The mean of a number over all data ranks, 0-d float32 and detached; collective."""
+        total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
+        if self.job.mesh is not None and self.job.num_data_ranks > 1:
+            dist.all_reduce(total, group=self.job.mesh.data_group)
+            total /= self.job.num_data_ranks
+        return total
+
+    def infer_step(self, samples: Sequence[Any]) -> tuple[Any, ...]:
+        """The model's outputs for micro-batches, in evaluation mode and without gradients, on every rank; collective.
+
+        Those are of this rank's samples; in a pipeline all of its ranks give the same samples.
+        """
+        return self.train_step.infer(samples).outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes add to local gradients and communicate nothing.

@@ -189,7 +189,13 @@ def test_a_dummy_leaves_statistics_alone(name: str) -> None:
 
 def _inferred(strategy: list[Any]) -> tuple[list[Tensor], list[float], bool]:
     result = _accelerated(strategy, mean_loss)
+    assert float(result.mean(dist.get_rank())) in (
+        0.5,
+        0.0 + dist.get_rank(),
+    )  # of data ranks; a pipeline is one
+    assert result.world_size == 2
     found = result.train_step.infer(_samples())
+    assert all(map(torch.equal, found.outputs, result.infer_step(_samples())))
     return [out.clone() for out in found.outputs], found.losses.tolist(), found.outputs[0].requires_grad
 
 
