@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 import torch
 
-from atorch_ns.errors import BackendError, InputError
+from atorch_ns.errors import BackendError, InputError, RankError
 from atorch_ns.text import bytes_text
 
 if sys.platform != "win32":
@@ -51,7 +51,9 @@ def limit_memory(num_bytes: int, device: torch.device) -> Iterator[None]:
         with _limited(before + num_bytes, num_bytes, device):
             yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, RankError) or not is_out_of_memory(
+            error
+        ):  # another rank's memory is not this one's
             raise
         used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
         raise MemoryError(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
@@ -59,6 +59,8 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     # Children before parents: a unit manages what no unit inside it manages.
     for module in reversed(units):
         _prepare(job, config, materialiser, module)
+        if not job.plan.compiled:  # the compiler would trace the hook
+            module.register_forward_hook(_without_views)
         fully_shard(module, **options)
     for root in job.roots:
         _prepare(job, config, materialiser, root)
@@ -81,6 +83,14 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
     note_separate_head(job, method, units)
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Results that are views, as tensors of their own: torch gathers a unit for its backward pass by hooks on its results,
+    and an operator in place on a view would lose them."""
+    if not any(tensor.requires_grad and tensor._is_view() for tensor in tensors_of(output)):
+        return None
+    return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
 
 
 def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:

@@ -83,9 +83,10 @@ def test_batch_norms_are_compared_in_the_same_micro_batches(tmp_path: Path) -> N
     plain = _entry()
     entry = dataclasses.replace(plain, make=lambda: _with_norm(plain.make()))
     found = References(entry.case(), tmp_path, 60).of(DDP)
-    whole, parts = (torch.load(path, weights_only=False).losses for path in found.paths.values())
-    assert [*found.paths] == ["", "micro-batches"]
+    whole, ranks, parts = (torch.load(path, weights_only=False).losses for path in found.paths.values())
+    assert [*found.paths] == ["", "ranks", "micro-batches"]
     assert parts != pytest.approx(whole, rel=1e-3)
+    assert ranks != pytest.approx(whole, rel=1e-3)
 
 
 def _with_norm(case: Case) -> Case:

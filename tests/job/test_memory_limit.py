@@ -89,4 +89,5 @@ def test_a_strategy_that_shards_trains_where_the_plain_one_cannot() -> None:
 def test_a_rank_that_is_left_alone_ends_too() -> None:
     with pytest.raises(RankError, match="MemoryError: out of memory") as caught:
         notebook.run(_train, ("ddp", (1,)), nproc=2, timeout_s=100)
-    assert "Connection closed by peer" in caught.value.failures[0]
+    assert "RankError" in caught.value.failures[0]
+    assert "of the limit of" not in caught.value.failures[0]  # it had enough itself

@@ -42,7 +42,7 @@ def test_selectors_that_match_nothing_are_one_problem_with_the_choices() -> None
 
 def test_a_model_without_blocks_is_asked_for_modules() -> None:
     (problem,) = no_blocks_problem("checkpoint", "wrap_class", "to recompute", PROFILE)
-    assert problem.message.endswith("say which modules to recompute")
+    assert problem.message.endswith("say which modules to recompute, or leave checkpoint out")
     assert no_blocks_problem("checkpoint", "wrap_class", "to recompute", None) == []
 
 

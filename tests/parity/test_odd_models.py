@@ -239,6 +239,23 @@ class KeepsLists(nn.Module):
         return out
 
 
+class ChangesViews(nn.Module):
+    """Changes views that its blocks return, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))) for _ in range(3))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            parts = block(x)
+            parts += 0.5
+            x = parts.tanh().flatten(1)
+        out: Tensor = self.last(x)
+        return out
+
+
 class Skips(nn.Module):
     """Blocks that a rank calls only for some of its samples."""
 
@@ -348,6 +365,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         Twice,
         SharedInside,
         KeepsLists,
+        ChangesViews,
         Skips,
     ],
     ids=lambda k: k.__name__,
