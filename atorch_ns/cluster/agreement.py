@@ -97,15 +97,20 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
     try:
         yield
     except Exception as error:
-        keys = [f"atorch_ns/failure/{what}/{turn}/{rank}" for rank in range(dist.get_world_size())]
+        # A rank that failed after the last exchange of a block is noticed in the next one.
+        keys = [
+            (rank, f"atorch_ns/failure/{what}/{one}/{rank}")
+            for one in (turn, turn - 1)
+            for rank in range(dist.get_world_size())
+        ]
         if not _LOST_CONNECTION.search(str(error)):
             with suppress(RuntimeError):  # the process that holds the store may have ended
-                default_store().set(keys[own], error_text(error))
+                default_store().set(keys[own][1], error_text(error))
             raise
         failures = {}
         with suppress(RuntimeError):
             store = default_store()
-            failures = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+            failures = {rank: store.get(key).decode() for rank, key in keys if store.check([key])}
         if failures:
             raise _failed_elsewhere(what, failures) from error
         if isinstance(error, RankError):
