@@ -48,10 +48,7 @@ def actions(
     from atorch_ns.torch_compat import pipeline_orders
 
     orders = pipeline_orders(
-        info.torch_name,
-        num_ranks=num_ranks,
-        num_micro_batches=num_micro_batches,
-        stages_per_rank=on_rank,
+        info.torch_name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=on_rank
     )
     return tuple(tuple(map(Action._make, order)) for order in orders)
 
