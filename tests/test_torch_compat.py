@@ -39,6 +39,7 @@ from atorch_ns.torch_compat import (
     in_backward,
     inner_hooks,
     is_strided_shard,
+    is_view,
     join_fake_group,
     leave_uncompiled,
     local_grad_scaler,
@@ -315,6 +316,13 @@ def test_a_tensor_without_storage_has_a_shape_and_no_memory() -> None:
     assert (made.shape, made.dtype, made.requires_grad) == ((3, 5), torch.bfloat16, False)
     with pytest.raises(NotImplementedError):
         made.sum()
+
+
+def test_a_view_is_told_from_its_base_and_from_a_copy() -> None:
+    base = torch.zeros(4, requires_grad=True) * 2
+    assert is_view(base[1:])
+    assert not is_view(base)
+    assert not is_view(base[1:].clone())
 
 
 def _store() -> list[bytes]:

@@ -89,28 +89,26 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
 
     from atorch_ns.torch_compat import default_store
 
-    own = dist.get_rank()
-    if turn is None:
-        turn = default_store().add(
-            f"atorch_ns/turn/{own}", 1
-        )  # ranks enter in one order, so it is the same on all
+    if turn is None:  # ranks enter in one order, so it is the same on all
+        turn = default_store().add(f"atorch_ns/turn/{dist.get_rank()}", 1)
+    key = f"atorch_ns/failure/{what}/{{}}/{{}}".format
     try:
         yield
     except Exception as error:
-        # A rank that failed after the last exchange of a block is noticed in the next one.
-        keys = [
-            (rank, f"atorch_ns/failure/{what}/{one}/{rank}")
-            for one in (turn, turn - 1)
-            for rank in range(dist.get_world_size())
-        ]
         if not _LOST_CONNECTION.search(str(error)):
             with suppress(RuntimeError):  # the process that holds the store may have ended
-                default_store().set(keys[own][1], error_text(error))
+                default_store().set(key(turn, dist.get_rank()), error_text(error))
             raise
-        failures = {}
+        failures: dict[int, str] = {}
         with suppress(RuntimeError):
-            store = default_store()
-            failures = {rank: store.get(key).decode() for rank, key in keys if store.check([key])}
+            store, ranks = default_store(), range(dist.get_world_size())
+            # A rank that failed after the last exchange of a block is noticed in the next one of that name.
+            for one in (turn, turn - 1):
+                failures = failures or {
+                    rank: store.get(key(one, rank)).decode()
+                    for rank in ranks
+                    if store.check([key(one, rank)])
+                }
         if failures:
             raise _failed_elsewhere(what, failures) from error
         if isinstance(error, RankError):

@@ -51,9 +51,8 @@ def limit_memory(num_bytes: int, device: torch.device) -> Iterator[None]:
         with _limited(before + num_bytes, num_bytes, device):
             yield
     except Exception as error:
-        if isinstance(error, RankError) or not is_out_of_memory(
-            error
-        ):  # another rank's memory is not this one's
+        others = isinstance(error, RankError)  # who tells of their own memory
+        if others or not is_out_of_memory(error):
             raise
         used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
         raise MemoryError(

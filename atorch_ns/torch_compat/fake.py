@@ -88,3 +88,8 @@ def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]]
         return None
     parts, context = node.flatten_fn(value)
     return parts, lambda others: node.unflatten_fn(list(others), context)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another: an operator in place on it rewrites the history of both."""
+    return tensor._is_view()

@@ -19,6 +19,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.strategy import MODEL_AXES
+from atorch_ns.torch_compat import is_view
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.reads import gather_where_read
@@ -88,9 +89,9 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Results that are views, as tensors of their own: torch gathers a unit for its backward pass by hooks on its results,
     and an operator in place on a view would lose them."""
-    if not any(tensor.requires_grad and tensor._is_view() for tensor in tensors_of(output)):
+    if not any(tensor.requires_grad and is_view(tensor) for tensor in tensors_of(output)):
         return None
-    return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
+    return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
 def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:

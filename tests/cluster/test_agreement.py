@@ -122,7 +122,24 @@ def test_a_rank_that_fails_while_others_communicate_is_named_with_its_reason() -
     )
 
 
+def _fail_after_the_last_exchange() -> None:
+    for turn in range(1, 4):
+        with sharing_failures("a step", distributed=True, turn=turn):
+            dist.barrier()
+            if turn > 1 and dist.get_rank() == 1:
+                raise OSError(f"the disk is full in step {turn}")
+
+
+def test_a_rank_that_fails_after_the_last_exchange_is_named_in_the_next_block() -> None:
+    waiting, _ = catch_ranks(_fail_after_the_last_exchange, 2)
+    assert (
+        "RankError: a step failed on 1 other rank(s), so all stopped:\n  rank 1: OSError: the disk is full in step 2"
+        in (waiting.describe())
+    )
+
+
 def _end_without_a_word() -> None:
+    dist.barrier()  # both have the group
     with sharing_failures("the block", distributed=True):
         if dist.get_rank() == 1:
             os._exit(9)

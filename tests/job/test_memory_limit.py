@@ -89,8 +89,6 @@ def test_a_strategy_that_shards_trains_where_the_plain_one_cannot() -> None:
 def test_a_rank_that_is_left_alone_ends_too() -> None:
     with pytest.raises(RankError, match="MemoryError: out of memory") as caught:
         notebook.run(_train, ("ddp", (1,)), nproc=2, timeout_s=100)
-    assert "RankError" in caught.value.failures[0]
-    assert "rank 1: " in caught.value.failures[0]
-    assert (
-        "out of memory: 0 B of the limit of 1.00 TiB" not in caught.value.failures[0]
-    )  # it had enough itself
+    text = caught.value.failures[0]
+    assert "RankError: a training step failed on 1 other rank(s)" in text
+    assert "of the limit of 1.00 TiB" not in text  # it had enough itself

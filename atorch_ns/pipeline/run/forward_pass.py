@@ -15,6 +15,7 @@ from atorch_ns.capture.random_states import save_generators
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.crossing import Carried, Crossing, stage_parameters
 from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec, Value
+from atorch_ns.torch_compat import is_view
 
 _CALL_STRIDE = 7_919
 """The difference of the seeds of two calls of one pass."""
@@ -151,7 +152,7 @@ class StagePass:
         for (is_argument, _, leaf), tensor in self._arrived.items():
             if is_argument:
                 stand_in = given[leaf]
-                if stand_in.requires_grad and not stand_in._is_view():
+                if stand_in.requires_grad and not is_view(stand_in):
                     stand_in.detach_()  # from code whose results will not be used
                 stand_in.copy_(tensor)
 
@@ -220,7 +221,7 @@ def _sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> tor
     if not tensor.is_contiguous():
         return tensor.contiguous()
     # The schedules detach what they have sent in place, which views and received tensors must not be.
-    if tensor.requires_grad and (tensor._is_view() or id(tensor) in received):
+    if tensor.requires_grad and (is_view(tensor) or id(tensor) in received):
         return tensor.clone()
     return tensor
 

@@ -141,9 +141,7 @@ class ScheduleInfo:
         stages = num_ranks * (self.usual_stages if stages_per_rank is None else stages_per_rank)
         few = [number for number in legal if number <= 4 * stages] or legal[:1]
         return min(
-            few,
-            key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number),
-            default=None,
+            few, key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number), default=None
         )
 
     def _accepts(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> bool:

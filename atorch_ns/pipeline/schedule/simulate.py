@@ -11,12 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline.schedule.actions import (
-    Action,
-    Orders,
-    check_orders,
-    live_micro_batches,
-)
+from atorch_ns.pipeline.schedule.actions import Action, Orders, check_orders, live_micro_batches
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule
 
 

@@ -83,11 +83,7 @@ class AttentionCall:
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
         return replace(
-            self,
-            query=self.query.to(dtype),
-            key=self.key.to(dtype),
-            value=self.value.to(dtype),
-            mask=mask,
+            self, query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype), mask=mask
         )
 
     def run(self) -> torch.Tensor:

@@ -22,12 +22,7 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import agree, gathered, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
-from atorch_ns.sharding.compare import (
-    gradient_floor,
-    gradients_of,
-    relative_error,
-    weighted_sum,
-)
+from atorch_ns.sharding.compare import gradient_floor, gradients_of, relative_error, weighted_sum
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
 from atorch_ns.sharding.sequence.block_calls import USE_SDPA, DividedCalls, SeenCalls

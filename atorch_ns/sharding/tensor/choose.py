@@ -187,12 +187,7 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
 
 
 def _failed(
-    model: nn.Module,
-    degree: int,
-    graph: LayerGraph,
-    test: SelfTest,
-    plan: TensorPlan,
-    failure: Failure,
+    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, plan: TensorPlan, failure: Failure
 ) -> InputError:
     """The error for a user's plan, with the settings that would work where some are found."""
     found = find_tensor_plan(model, degree, graph, test)

@@ -26,8 +26,9 @@ from atorch_ns.sharding.tensor.plan import (
     with_wildcards,
 )
 from atorch_ns.sharding.tensor.regions import candidate_layouts, candidate_regions, layout_of, signature
-from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict, unit_for
+from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict
 from atorch_ns.sharding.tensor.trace import LayerGraph
+from atorch_ns.sharding.tensor.unit import unit_for
 
 _SHAPE = re.compile(r"shape '?\[([\d, -]+)\]'? is invalid for input of size (\d+)")
 """torch's error for a view of the wrong size."""

@@ -1,15 +1,14 @@
 """Self-test of tensor parallelism: modules must compute divided by a layout what they compute whole.
 
-A *unit* is a module with the call that it is tested with. Its divided copy must run without memory and give results
-of the right shapes; then both copies run on random values, and all outputs and gradients are compared. The divided
-copy runs on simulated ranks in this process, so nothing is communicated.
+The divided copy of a unit must run without memory and give results of the right shapes; then both copies run on random
+values, and all outputs and gradients are compared. The divided copy runs on simulated ranks in this process, so nothing
+is communicated.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import nn
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import map_tensors, unique_tensors_of
-from atorch_ns.capture.real_values import RealValues
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile.record.steps import ModuleCall
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate
@@ -28,8 +26,8 @@ from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, integers, is_inside
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph
+from atorch_ns.sharding.tensor.unit import Unit, unit_for
 from atorch_ns.text import error_line
-from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
 
 TOLERANCE = 1e-3
 """The largest error that counts as rounding, in units of the largest value of the tensor compared. In fp32 a
@@ -193,79 +191,6 @@ class SelfTest:
         if rest:
             places.append((unit_for(self._model, self._graph, common_parent(rest)).path,))
         return places
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A module with the call that it is tested with.
-
-    Args:
-        path: the module's path; empty for the model.
-        module: the module, on any device; it is not changed.
-        call: the first traced call of it.
-        read: places of the tensors among its results that the model reads: others may be those of a rank. Where it reads
-            none, all are compared.
-    """
-
-    path: str
-    module: nn.Module
-    call: ModuleCall
-    read: frozenset[int]
-
-    def results(self, output: Any) -> list[torch.Tensor]:
-        """The tensors of an output that the model reads."""
-        tensors = unique_tensors_of(output)
-        return [tensor for place, tensor in enumerate(tensors) if place in self.read or not self.read]
-
-    @contextmanager
-    def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-        """Gives a copy and its inputs on fake tensors, inside the modes that they run in."""
-        # Without gradients torch takes fused paths.
-        with fake_tensor_mode(), torch.enable_grad(), quiet_fake_kernels():
-            copy = copy_structure(self.module, lambda _, tensor: _empty(tensor), {})
-            args, kwargs = self._inputs(_empty)
-            with RealValues():
-                yield copy.eval(), args, kwargs
-
-    def with_values(self, device: torch.device | str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """A copy with random weights, and random inputs, in fp32, equal on every call and every rank."""
-        generator = torch.Generator().manual_seed(7)
-
-        def parameter(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-            if kind != "parameter" and not tensor.is_meta:
-                return _as_float32(tensor.detach().clone()).to(device)
-            return _random(tensor, generator, kind).to(device)
-
-        def given(tensor: torch.Tensor) -> torch.Tensor:
-            value = (
-                _random(tensor, generator, "input") if _without_values(tensor) else tensor.detach().clone()
-            )
-            made = _as_float32(value.detach()).to(device)
-            return made.requires_grad_(tensor.requires_grad)
-
-        copy = copy_structure(self.module, parameter, {})
-        args, kwargs = self._inputs(given)
-        return copy.eval(), args, kwargs
-
-    def _inputs(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments on other tensors; what was one tensor stays one."""
-        made: dict[int, torch.Tensor] = {}
-
-        def once(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in made:
-                made[id(tensor)] = make(tensor)
-            return made[id(tensor)]
-
-        args = tuple(map_tensors(once, _fresh(value)) for value in self.call.args)
-        kwargs = {name: map_tensors(once, _fresh(value)) for name, value in self.call.kwargs.items()}
-        return args, kwargs
-
-
-def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
-    """The unit at ``path``, or at the innermost module around it that is called."""
-    while path not in graph.calls and path:
-        path = path.rpartition(".")[0]
-    return Unit(path, model.get_submodule(path), graph.calls[path], frozenset(graph.read[path]))
 
 
 @dataclass
@@ -452,48 +377,6 @@ def _compare_parameters(
         right = [total] if summed < alone else ranks
         errors[what] = max(relative_error(mine, whole, floor=least) for mine in right)
     return tuple(partial)
-
-
-def _fresh(value: Any) -> Any:
-    """The argument, or ``None`` for a cache of keys and values, which the traced call has filled."""
-    return None if "Cache" in type(value).__name__ else value
-
-
-def _without_values(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, fake_tensor_type())
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of that shape; known integers and truth values are kept."""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return _zeros(tensor) if _without_values(tensor) else tensor.to("cpu")
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Ids that every table has, and masks that hide half of every row, whichever of their values it is that hides."""
-    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if tensor.dtype != torch.bool:
-        return made
-    if tensor.dim() < 2:
-        return ~made
-    made[..., ::2, ::2] = made[..., 1::2, 1::2] = True
-    return made
-
-
-def _random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:
-    """Random values that keep activations of about one size."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return _zeros(tensor)
-    shape = tuple(tensor.shape)
-    if kind in ("parameter", "input") and len(shape) > 1:
-        scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0
-        return torch.randn(shape, generator=generator) * scale
-    return torch.rand(shape, generator=generator) + 0.5
-
-
-def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _arguments(call: ModuleCall) -> tuple[object, ...]:

@@ -133,10 +133,7 @@ def stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> torch
 
 
 def _on_stream(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dim: int,
+    function: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with ``function`` applied to the stream, wherever among them it is passed."""
     stream = stream_of(args, kwargs, dim)

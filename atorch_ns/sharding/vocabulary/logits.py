@@ -51,11 +51,7 @@ class LossCall:
 
 
 def cross_entropy_on_parts(
-    part: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    call: LossCall,
-    group: Group,
+    part: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall, group: Group
 ) -> torch.Tensor:
     """``torch.nn.functional.cross_entropy`` of the whole logits, the same on every rank; collective.
 
