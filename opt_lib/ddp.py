@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field
@@ -12,13 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms
+from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from atorch_ns.text import first_few
+from atorch_ns.text import counted, first_few
 from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
@@ -31,12 +33,21 @@ from opt_lib._sharded.units import (
     replicate_experts,
 )
 
-DEFAULT_BUCKET_MIB = 25
-"""``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
-
 
 class DdpConfig(MethodConfig):
-    """Arguments of ``DistributedDataParallel``."""
+    """Arguments of ``DistributedDataParallel`` or of the project's own reducer."""
+
+    reducer: Literal["torch", "own"] = Field(
+        default="torch",
+        description="What averages gradients: torch's DistributedDataParallel, or buckets that result.reducer can watch, "
+        "scale and synchronise when told, around which the model is not wrapped.",
+    )
+    predivide: float | None = Field(
+        default=None,
+        gt=0,
+        description="What reducer 'own' divides gradients by before it sums them, against overflows in 16 bits; the "
+        "rest of the division by the number of ranks comes afterwards. null for all of it before, as torch does.",
+    )
 
     find_unused_parameters: Flag | None = Field(
         default=None,
@@ -73,18 +84,20 @@ class Ddp(Method[DdpConfig]):
 
     def check(self, config: DdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """There must be a gradient to average."""
+        found = []
         if profile is not None and profile.num_trainable == 0:
-            return [Problem(message="no parameter of the model requires a gradient", method=self.name)]
-        return []
+            found.append("no parameter of the model requires a gradient")
+        if config.predivide is not None and config.reducer == "torch":
+            found.append("torch's reducer knows no predivide; set reducer: own beside it")
+        return [Problem(message=message, method=self.name) for message in found]
 
     def plan(self, plan: Plan, config: DdpConfig) -> Plan:
         """Gradients are all-reduced."""
-        bucket_mib = DEFAULT_BUCKET_MIB if config.bucket_cap_mb is None else config.bucket_cap_mb
         return plan.changed(
             gradient_sync="all_reduce",
             sharding={
-                "bucket_bytes": int(bucket_mib * 2**20),
-                "bucket_views": config.gradient_as_bucket_view,
+                "bucket_bytes": _bucket_bytes(config),
+                "bucket_views": config.gradient_as_bucket_view or config.reducer == "own",
             },
         )
 
@@ -100,6 +113,9 @@ class Ddp(Method[DdpConfig]):
             synchronise_batch_norms(job)
         if job.mesh.divides_model:
             _replicate_parts(job, self.name)
+            return
+        if config.reducer == "own":
+            _reduce_by_buckets(job, config)
             return
         find_unused = config.find_unused_parameters
         model = DistributedDataParallel(
@@ -167,6 +183,26 @@ class _Unreached:
             if gradient is not None and not gradient.any() and bool(gradient.signbit().all()):
                 parameter.grad = None
                 self._seen[self._names[id(parameter)]] = None
+
+
+def _bucket_bytes(config: DdpConfig) -> int:
+    return DEFAULT_BUCKET_BYTES if config.bucket_cap_mb is None else max(1, int(config.bucket_cap_mb * 2**20))
+
+
+def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
+    """Averages gradients by the project's reducer; collective."""
+    assert job.mesh is not None
+    model = job.model
+    broadcast_from_first(job, [*model.parameters(), *model.buffers()])
+    if config.broadcast_buffers and any(True for _ in model.buffers()):
+        model.register_forward_pre_hook(lambda *_: broadcast_from_first(job, model.buffers()))
+    reducer = GradientReducer(
+        model, job.mesh.data_group, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
+    )
+    job.gradients.reducer, job.gradients.skip_sync = reducer, reducer.no_sync
+    job.explain(
+        "ddp", f"gradients are averaged in {counted(reducer.num_buckets, 'bucket')} of result.reducer"
+    )
 
 
 def _replicate_parts(job: Job, method: str) -> None:

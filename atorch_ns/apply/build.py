@@ -93,8 +93,8 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
     if steps_alone or job.optimizer.use_optim_backward:
-        if job.gradients.sums:
-            optimizer.register_step_pre_hook(lambda *_: job.gradients.sums.run(job.module))
+        if job.gradients.are_left:
+            optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
         return optimizer
     return StepOptimizer(
         optimizer,
@@ -102,7 +102,7 @@ def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | N
         masters=masters,
         skip_if_nonfinite=job.precision.skip_if_nonfinite,
         group=job.agreeing_group,
-        finish=partial(job.gradients.sums.run, job.module) if job.gradients.sums else None,
+        finish=partial(job.gradients.complete, job.module) if job.gradients.are_left else None,
         norm=norm,
     )
 

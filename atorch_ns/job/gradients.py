@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.torch_compat import plain_name
 
 SkipSync = Callable[[], AbstractContextManager[None]]
@@ -234,6 +235,7 @@ class Gradients:
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
         sums: gradients to be summed over other ranks than those of the data.
+        reducer: averages gradients in buckets that can be watched; ``None`` where a wrapper of the model does it.
         remote_norm_names: names of parameters that another rank counts in norms of gradients.
         kept_whole: names of parameters that methods of data parallelism leave as they are, since several stages of
             a rank use them; :attr:`sums` averages their gradients.
@@ -242,5 +244,17 @@ class Gradients:
     skip_sync: SkipSync = never_synchronised
     clip: Clip = clip_gradients
     sums: GradientSums = field(default_factory=GradientSums)
+    reducer: GradientReducer | None = None
     remote_norm_names: set[str] = field(default_factory=set)
     kept_whole: set[str] = field(default_factory=set)
+
+    @property
+    def are_left(self) -> bool:
+        """Whether there is something to complete after a backward pass."""
+        return bool(self.sums) or self.reducer is not None
+
+    def complete(self, module: nn.Module) -> None:
+        """Reduces what the last backward pass has left on its rank; nothing if that is done already. Collective."""
+        if self.reducer is not None:
+            self.reducer.sync_grad()
+        self.sums.run(module)

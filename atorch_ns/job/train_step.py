@@ -205,7 +205,7 @@ class TrainStep:
     def reduce(self) -> None:
         """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
         with self._phase("reduce"):
-            self._job.gradients.sums.run(self._job.module)
+            self._job.gradients.complete(self._job.module)
 
     def scale(self, factor: float | None = None) -> None:
         """Multiplies all gradients by a number; ``None`` leaves them."""
@@ -239,7 +239,7 @@ class TrainStep:
         """
         if self._optimizer is None:
             raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
-        self._job.gradients.sums.run(self._job.module)
+        self._job.gradients.complete(self._job.module)
         if isinstance(self._optimizer, StepOptimizer):
             self._optimizer.prepare_gradients()
         return self._job.gradients.clip(self._parameters(), max_norm, norm_type)

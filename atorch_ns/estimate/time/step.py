@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.collectives import collective_seconds
 from atorch_ns.estimate.estimate import TimeParts, Workload
 from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, Sizes, computed_in, stored_dtype
 from atorch_ns.estimate.table import PlanTable
-from atorch_ns.estimate.time.context import PricingContext, collective_seconds
+from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import (
     communication_operators,
     offloaded_activations,

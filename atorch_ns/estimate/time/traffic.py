@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from atorch_ns.cluster.collectives import Groups, collective_seconds, gradient_buckets
 from atorch_ns.estimate.model_shard import (
     DTYPE_BYTES,
     LOSS_CALLS,
@@ -21,37 +22,23 @@ from atorch_ns.estimate.model_shard import (
     reduced_bytes,
     stored_dtype,
 )
-from atorch_ns.estimate.time.context import Groups, PricingContext, collective_seconds
+from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import Passes, recomputed_shares
 from atorch_ns.profile import ParameterSpec, Trace
 from atorch_ns.strategy import Plan
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
 
-FIRST_BUCKET_BYTES = 2**20
-"""``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``: a small first bucket starts to communicate early. A size
-that the user gives holds for the first bucket too."""
+def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
+    """Bytes of each gradient bucket, in the order in which they are reduced.
 
-
-def gradient_buckets(plan: Plan, trace: Trace) -> list[int]:
-    """Bytes of each bucket, in the order in which they are reduced.
-
-    Buckets are made anew after the first step, in the order in which gradients arrived: that of the
-    parameters backwards. A bucket is closed by the gradient that fills it. Each dtype has its own.
+    Buckets are made anew after the first step, in the order in which gradients arrived: that of the parameters backwards.
     """
-    cap = plan.sharding.bucket_bytes or DEFAULT_BUCKET_BYTES
-    first = FIRST_BUCKET_BYTES if cap == DEFAULT_BUCKET_BYTES else cap
-    closed: list[int] = []
-    filling: dict[str, int] = {}
-    limits: dict[str, int] = {}
-    for parameter in _arriving(trace):
-        dtype = stored_dtype(plan, parameter, None)
-        filling[dtype] = filling.get(dtype, 0) + parameter.num_elements * DTYPE_BYTES[dtype]
-        if filling[dtype] >= limits.get(dtype, first):
-            closed.append(filling.pop(dtype))
-            limits[dtype] = cap
-    return [*closed, *filling.values()]
+    found = [(stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _arriving(trace)]
+    sizes = [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
+    return [
+        sum(sizes[place][1] for place in bucket)
+        for bucket in gradient_buckets(sizes, plan.sharding.bucket_bytes)
+    ]
 
 
 def _arriving(trace: Trace) -> Iterator[ParameterSpec]:
@@ -89,8 +76,8 @@ def _of_replicas(context: PricingContext, passes: Passes) -> np.ndarray:
 
 def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
     """Gradients all-reduced in buckets while the backward pass goes on."""
-    device, num_bytes = context.hardware.device, float(sum(gradient_buckets(context.plan, context.trace)))
-    count = len(gradient_buckets(context.plan, context.trace))
+    device, num_bytes = context.hardware.device, float(sum(bucket_sizes(context.plan, context.trace)))
+    count = len(bucket_sizes(context.plan, context.trace))
     seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
     last = seconds / max(1, count)
     backward = context.parts.total([each.backward for each in passes.segments])

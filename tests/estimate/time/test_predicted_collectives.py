@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from atorch_ns.data import call_model
 from atorch_ns.engine.trial.report import CollectiveCount
 from atorch_ns.estimate import Workload
 from atorch_ns.estimate.time.predicted_collectives import collectives
-from atorch_ns.estimate.time.traffic import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, gradient_buckets
+from atorch_ns.estimate.time.traffic import bucket_sizes
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import ParameterSpec, Profile, Segment, Trace, profile_model
 from atorch_ns.strategy import Plan, Strategy
@@ -139,10 +140,10 @@ def _stack(num_blocks: int, num_elements: int) -> Trace:
 def test_a_bucket_is_closed_by_the_gradient_that_fills_it() -> None:
     trace = _stack(100, 2**18)  # 1 MiB each: the first fills the first bucket, 25 each other one
     mib = 2**20
-    assert gradient_buckets(Plan(), trace) == [mib, 25 * mib, 25 * mib, 25 * mib, 24 * mib]
+    assert bucket_sizes(Plan(), trace) == [mib, 25 * mib, 25 * mib, 25 * mib, 24 * mib]
     assert FIRST_BUCKET_BYTES == torch.distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-    assert gradient_buckets(Plan().changed(sharding={"bucket_bytes": DEFAULT_BUCKET_BYTES}), trace)[0] == mib
-    assert gradient_buckets(Plan().changed(sharding={"bucket_bytes": 10 * mib}), trace) == [10 * mib] * 10
+    assert bucket_sizes(Plan().changed(sharding={"bucket_bytes": DEFAULT_BUCKET_BYTES}), trace)[0] == mib
+    assert bucket_sizes(Plan().changed(sharding={"bucket_bytes": 10 * mib}), trace) == [10 * mib] * 10
 
 
 def test_shards_are_padded_by_rows() -> None:
