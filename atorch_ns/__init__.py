@@ -12,12 +12,14 @@ from atorch_ns._version import __version__
 
 if TYPE_CHECKING:
     from atorch_ns.api import auto_accelerate
+    from atorch_ns.apply import attach_optimizer
     from atorch_ns.job import Result
     from atorch_ns.strategy import Strategy
 
-__all__ = ["Result", "Strategy", "__version__", "auto_accelerate"]
+__all__ = ["Result", "Strategy", "__version__", "attach_optimizer", "auto_accelerate"]
 
 _HOMES = {
+    "attach_optimizer": "atorch_ns.apply",
     "auto_accelerate": "atorch_ns.api",
     "Result": "atorch_ns.job",
     "Strategy": "atorch_ns.strategy",

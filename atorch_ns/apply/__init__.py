@@ -1,5 +1,6 @@
 """Applying a resolved strategy to a job, and building what the user trains with."""
 
 from atorch_ns.apply.apply import apply_strategy, dry_run
+from atorch_ns.apply.optimizer import attach_optimizer
 
-__all__ = ["apply_strategy", "dry_run"]
+__all__ = ["apply_strategy", "attach_optimizer", "dry_run"]

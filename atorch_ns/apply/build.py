@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.apply.optimizer import make_optimizer
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job.batch_norm import note_batch_norms
-from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import MODEL, OPTIMIZER, Job
 from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, cast_inputs, wrap_loss
-from atorch_ns.job.model import parameter_groups
-from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
-from atorch_ns.job.optimizer_checks import require_separable
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
 from atorch_ns.job.train_step import TrainStep
-from atorch_ns.job.user_optimizer import make_user_optimizer
 from atorch_ns.method import Resolved
-from atorch_ns.torch_compat import plain_name
 
 
 def build(job: Job, resolved: Resolved) -> Result:
@@ -34,16 +28,16 @@ def build(job: Job, resolved: Resolved) -> Result:
     """
     if not job.placed and job.optimizer.take_over is None:  # such a backend places the model itself
         job.place()  # first: the optimizer is made of parameters that have their memory
-    scaler = _scaler(job)  # the optimizer and the loss share it
-    optimizer = _optimizer(job, scaler)  # a backend may put its engine around the model here
+    job.precision.scaler = _scaler(job)  # the optimizer and the loss share it
+    optimizer = make_optimizer(job)  # a backend may put its engine around the model here
     _wrap_forward(job)  # so casts and autocast surround the outermost module only now
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _loader(job)  # needs the mesh alone
-    loss_func = _loss(job, scaler)  # under the same autocast and scale as the model
+    loss_func = _loss(job)  # under the same autocast and scale as the model
     job.explain(MODEL, note_batch_norms(job))
     runner = None
-    if job.step.make_runner is not None and loss_func is not None:
-        runner = job.step.make_runner(job, loss_func)  # runs the final model with the final loss
+    if job.step.make_runner is not None:  # runs the final model with the final loss
+        runner = job.step.make_runner(job, _no_loss if loss_func is None else loss_func)
     prepare_input = job.inputs.prepare_input or default_prepare_input
     step = TrainStep(
         job=job, optimizer=optimizer, loss_func=loss_func, prepare_input=prepare_input, runner=runner
@@ -69,63 +63,6 @@ def _scaler(job: Job) -> LossScaler | None:
     if job.precision.loss_scaling is None:
         return None
     return LossScaler(job.cluster.device_type, job.precision.loss_scaling, group=job.agreeing_group)
-
-
-def _optimizer(job: Job, scaler: LossScaler | None) -> torch.optim.Optimizer | None:
-    if job.inputs.optim_func is None:
-        return None
-    groups = parameter_groups(
-        job.module, job.original.groups, whole=not job.parts.stages, tied=job.original.tied
-    )
-    masters = _masters(job)
-    if masters is not None:
-        groups = masters.groups(groups)
-    untried = require_separable(job, groups)
-    if job.optimizer.take_over is not None:
-        model, optimizer = job.optimizer.take_over(groups)
-        job.wrap(model)
-    else:
-        optimizer = (job.optimizer.make or partial(make_user_optimizer, job))(groups)
-    if untried:
-        job.explain(OPTIMIZER, untried)
-        job.warn(untried)
-    norm = _count_once(job, masters)
-    steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
-    # A backward pass of the optimizer's own goes with a step of its own.
-    if steps_alone or job.optimizer.use_optim_backward:
-        if job.gradients.are_left:
-            optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
-        return optimizer
-    return StepOptimizer(
-        optimizer,
-        scaler=scaler,
-        masters=masters,
-        skip_if_nonfinite=job.precision.skip_if_nonfinite,
-        group=job.agreeing_group,
-        finish=partial(job.gradients.complete, job.module) if job.gradients.are_left else None,
-        norm=norm,
-    )
-
-
-def _masters(job: Job) -> MasterWeights | None:
-    """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
-    if job.plan.offload_optimizer:
-        return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
-    return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
-
-
-def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """Norms of gradients over all stages of a pipeline, with the job's clipping made to use them."""
-    stages = job.stage_group
-    if stages is None:
-        return gradient_norm
-    uncounted = [
-        parameter if masters is None else masters.master_of(parameter)
-        for name, parameter in job.module.named_parameters(remove_duplicate=False)
-        if plain_name(name) in job.gradients.remote_norm_names
-    ]
-    job.gradients.clip = partial(clip_gradients, stages=stages, uncounted=uncounted)
-    return partial(gradient_norm, stages=stages, uncounted=uncounted)
 
 
 def _agree_over_model_axes(job: Job) -> None:
@@ -166,16 +103,21 @@ def _loader(job: Job) -> TrainLoader | None:
     )
 
 
-def _loss(job: Job, scaler: LossScaler | None) -> LossFunction | None:
+def _loss(job: Job) -> LossFunction | None:
     if job.inputs.loss_func is None:
         return None
     own = job.inputs.loss_func
     return wrap_loss(
         own if job.step.watch_loss is None else job.step.watch_loss(own),
         autocast=job.precision.autocast,
-        scaler=scaler,
+        scaler=job.precision.scaler,
         upcast=job.precision.input_dtype is not None,
     )
+
+
+def _no_loss(batch: Any, output: Any) -> torch.Tensor:
+    """For a pipeline that only infers."""
+    return torch.zeros(())
 
 
 def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -40,6 +40,7 @@ class Precision:
     Attributes:
         autocast: around the step; ``None`` for none.
         loss_scaling: dynamic loss scaling; ``None`` for none.
+        scaler: what scales the loss, made with the job; ``None`` without ``loss_scaling``.
         skip_if_nonfinite: whether steps with infinite or NaN gradients are skipped without a scaler.
         input_dtype: dtype that floating inputs are cast to; ``None`` to leave them.
         forward_root: the module whose forward pass autocast and casts surround; ``None`` for the job's model.
@@ -49,6 +50,7 @@ class Precision:
 
     autocast: Autocast | None = None
     loss_scaling: LossScaling | None = None
+    scaler: LossScaler | None = None
     skip_if_nonfinite: bool = False
     input_dtype: torch.dtype | None = None
     forward_root: nn.Module | None = None

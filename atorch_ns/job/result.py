@@ -16,6 +16,7 @@ from torch import nn
 from atorch_ns.data import TrainLoader
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction
+from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import bytes_text, count_text
@@ -149,6 +150,18 @@ class Result(_Fields):
         result.make_applied = make_applied
         result.make_report = make_applied
         return result
+
+    def with_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Result:
+        """The same objects with another optimizer."""
+        fields = {**self._asdict(), "optim": optimizer}
+        result = Result.of(train_step=self.train_step, make_applied=self.make_applied, job=self.job, **fields)
+        result.make_report = self.make_report
+        return result
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """What averages the gradients, where ``ddp`` has ``reducer: own``."""
+        return self.job.gradients.reducer
 
     @property
     def applied(self) -> Report:

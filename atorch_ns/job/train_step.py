@@ -55,6 +55,7 @@ class TrainStep:
     one's own that follows it and clears them only at its end must call ``optim.zero_grad()`` first.
 
     Attributes:
+        optimizer: what updates the weights; ``None`` until there is one.
         num_steps: batches trained on.
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
         skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
@@ -79,7 +80,7 @@ class TrainStep:
         self.observers: list[StepObserver] = []
         self._watching: dict[tuple[str, Phase], list[PhaseObserver]] = {}
         self._job = job
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._loss_func = loss_func
         self._prepare_input = prepare_input
         self._runner = runner
@@ -87,7 +88,7 @@ class TrainStep:
     @property
     def skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return bool(getattr(self._optimizer, "skipped", False))
+        return bool(getattr(self.optimizer, "skipped", False))
 
     def observe(
         self, phase: Phase, observer: PhaseObserver, *, when: Literal["before", "after"] = "after"
@@ -237,11 +238,11 @@ class TrainStep:
         Raises:
             StepError: if the job has no optimizer.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
         self._job.gradients.complete(self._job.module)
-        if isinstance(self._optimizer, StepOptimizer):
-            self._optimizer.prepare_gradients()
+        if isinstance(self.optimizer, StepOptimizer):
+            self.optimizer.prepare_gradients()
         return self._job.gradients.clip(self._parameters(), max_norm, norm_type)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -260,10 +261,9 @@ class TrainStep:
     def infer(self, samples: Sequence[Any], *, outputs: bool = True) -> StepOutput:
         """The losses and outputs of micro-batches without training on them; collective.
 
-        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`.
+        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without a loss function
+        losses are zero.
         """
-        if self._loss_func is None:
-            raise StepError("infer needs loss_func; pass it to auto_accelerate.")
         return self._evaluated(
             self._weighed(
                 samples,
@@ -340,8 +340,9 @@ class TrainStep:
         return _passed([loss for _, loss in pairs], kept if work.wants_outputs else [], work)
 
     def _forward(self, micro_batch: Any) -> tuple[Any, torch.Tensor]:
-        assert self._loss_func is not None
         output = call_model(self._job.model, micro_batch, self._job.inputs.model_input_format)
+        if self._loss_func is None:
+            return output, torch.zeros((), device=self._job.device)
         return output, first_loss(self._loss_func(micro_batch, output))
 
     def _output(self, work: StepWork, passed: Passed) -> StepOutput:
@@ -380,18 +381,18 @@ class TrainStep:
         return StepWork(micro_batches=prepared, scale_fn=scale_fn, wants_outputs=outputs, **fields)
 
     def _parameters(self) -> list[torch.Tensor]:
-        assert self._optimizer is not None
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        assert self.optimizer is not None
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _require(self) -> tuple[torch.optim.Optimizer, LossFunction]:
-        if self._optimizer is None or self._loss_func is None:
-            missing = "optim_func" if self._optimizer is None else "loss_func"
+        if self.optimizer is None or self._loss_func is None:
+            missing = "optim_func" if self.optimizer is None else "loss_func"
             raise StepError(f"train_step needs {missing}; pass it to auto_accelerate.")
-        if isinstance(inner_optimizer(self._optimizer), torch.optim.LBFGS):
+        if isinstance(inner_optimizer(self.optimizer), torch.optim.LBFGS):
             raise StepError(
                 "LBFGS evaluates the model several times in one step; write the loop with optim.step(closure)."
             )
-        return self._optimizer, self._loss_func
+        return self.optimizer, self._loss_func
 
 
 def _passed(losses: Sequence[torch.Tensor], outputs: Sequence[Any], work: StepWork) -> Passed:

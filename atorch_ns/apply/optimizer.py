@@ -1,0 +1,145 @@
+"""Optimizer of a job: made of what methods have left of the parameters, with the job or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from atorch_ns.errors import InputError
+from atorch_ns.job.gradients import clip_gradients, gradient_norm
+from atorch_ns.job.job import OPTIMIZER, Job
+from atorch_ns.job.model import NamedGroup, parameter_groups
+from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
+from atorch_ns.job.optimizer_checks import require_separable
+from atorch_ns.job.result import Result
+from atorch_ns.job.user_optimizer import make_user_optimizer
+from atorch_ns.text import with_article
+from atorch_ns.torch_compat import plain_name
+
+
+def attach_optimizer(
+    result: Result,
+    optim_func: Callable[..., torch.optim.Optimizer],
+    *,
+    options_of: Callable[[str], Mapping[str, Any]] | None = None,
+    **optim_args: Any,
+) -> Result:
+    """Gives an optimizer to a job that was applied without one; collective.
+
+    Args:
+        result: what ``auto_accelerate`` returned without ``optim_func``.
+        optim_func: ``(parameters, **optim_args) -> torch.optim.Optimizer``.
+        options_of: the options of a parameter by its name in the user's model, such as ``{"weight_decay": 0.0}`` for
+            biases; parameters with equal options form a group. ``None`` for one group.
+        optim_args: keyword arguments of ``optim_func``.
+
+    Returns:
+        The same objects with ``optim``; ``train_step`` of the given ones uses it, too.
+
+    Raises:
+        InputError: on all ranks, if the job has an optimizer, or ``optim_func`` or ``options_of`` do not give what they
+            should.
+    """
+    job = result.job
+
+    def make() -> torch.optim.Optimizer | None:
+        if result.train_step.optimizer is not None:
+            raise InputError("the job has an optimizer already; apply it without optim_func to attach one.")
+        if not callable(optim_func):
+            raise InputError(f"optim_func must be callable; it is {with_article(optim_func)}.")
+        if job.precision.scaler is not None and job.inputs.loss_func is None:
+            raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
+        groups = None if options_of is None else _grouped(job, options_of)
+        job.original = replace(job.original, groups=groups)
+        job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
+        return make_optimizer(job)
+
+    optimizer = job.cluster.agree(make, what="attaching the optimizer")
+    result.train_step.optimizer = optimizer
+    return result.with_optimizer(optimizer)
+
+
+def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:
+    frozen = {plain_name(n) for n, p in job.module.named_parameters() if not p.requires_grad}
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name in job.original.parameter_order:
+        if name in frozen:
+            continue
+        options = options_of(name)
+        if not isinstance(options, Mapping):
+            raise InputError(
+                f"options_of gave {with_article(options)} for {name}; it must give a dictionary, such as "
+                "{'weight_decay': 0.0}, or an empty one."
+            )
+        names = next((names for known, names in groups if known == options), None)
+        if names is None:
+            groups.append((dict(options), [name]))
+        else:
+            names.append(name)
+    return tuple(NamedGroup(tuple(names), options) for options, names in groups)
+
+
+def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
+    """The job's optimizer, with what its strategy puts around it; ``None`` if the user gave none.
+
+    Raises:
+        InputError: if the user's function does not give an optimizer, or the strategy cannot have it.
+    """
+    if job.inputs.optim_func is None:
+        return None
+    groups = parameter_groups(
+        job.module, job.original.groups, whole=not job.parts.stages, tied=job.original.tied
+    )
+    masters = _masters(job)
+    if masters is not None:
+        groups = masters.groups(groups)
+    untried = require_separable(job, groups)
+    if job.optimizer.take_over is not None:
+        model, optimizer = job.optimizer.take_over(groups)
+        job.wrap(model)
+    else:
+        optimizer = (job.optimizer.make or partial(make_user_optimizer, job))(groups)
+    if untried:
+        job.explain(OPTIMIZER, untried)
+        job.warn(untried)
+    scaler, norm = job.precision.scaler, _count_once(job, masters)
+    steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
+    # A backward pass of the optimizer's own goes with a step of its own.
+    if steps_alone or job.optimizer.use_optim_backward:
+        if job.gradients.are_left:
+            optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
+        return optimizer
+    return StepOptimizer(
+        optimizer,
+        scaler=scaler,
+        masters=masters,
+        skip_if_nonfinite=job.precision.skip_if_nonfinite,
+        group=job.agreeing_group,
+        finish=partial(job.gradients.complete, job.module) if job.gradients.are_left else None,
+        norm=norm,
+    )
+
+
+def _masters(job: Job) -> MasterWeights | None:
+    """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
+    if job.plan.offload_optimizer:
+        return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
+    return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
+
+
+def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Norms of gradients over all stages of a pipeline, with the job's clipping made to use them."""
+    stages = job.stage_group
+    if stages is None:
+        return gradient_norm
+    uncounted = [
+        parameter if masters is None else masters.master_of(parameter)
+        for name, parameter in job.module.named_parameters(remove_duplicate=False)
+        if plain_name(name) in job.gradients.remote_norm_names
+    ]
+    job.gradients.clip = partial(clip_gradients, stages=stages, uncounted=uncounted)
+    return partial(gradient_norm, stages=stages, uncounted=uncounted)
