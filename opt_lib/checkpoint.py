@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -18,9 +18,10 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job, KeptActivations
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.pipeline import RecomputeShare, num_recomputed
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from atorch_ns.torch_compat import checkpoint_wrapper
+from atorch_ns.torch_compat import checkpoint_wrapper, plain_name
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._recompute import BufferSafeRecompute, offloaded
 
@@ -37,6 +38,18 @@ class CheckpointConfig(MethodConfig):
         "(torch.jit.script).",
     )
     every_n: int = Field(default=1, ge=1, description="Recompute every n-th of the modules.")
+    share: float | tuple[float, ...] | Literal["auto"] | None = Field(
+        default=None,
+        description="Share of the repeated blocks that is recomputed, the first ones of the model or of each stage of a "
+        "pipeline: one number, one for each stage (the last holds for all that follow), or auto: the least of each stage "
+        "with which it fits into memory, chosen together with cuts and schedule (without a pipeline: all). null for "
+        "every_n.",
+    )
+    by_stage: Literal["same", "level", "merak"] = Field(
+        default="same",
+        description="How one share, then that of a pipeline's first stage, gives those of the others: the same; level, so "
+        "that all stages keep as many bytes; merak, the formula of Merak's activation_checkpoint_ratio.",
+    )
     save_operators: tuple[str, ...] = Field(
         default=(),
         description="Operators whose results are kept, as aten.mm or aten._scaled_dot_product_flash_attention; "
@@ -55,6 +68,19 @@ class CheckpointConfig(MethodConfig):
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:
         """``(GPT2Attention, "GPT2MLP")``."""
         return {"wrap_class": value}
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> CheckpointConfig:
+        if self.share is None:
+            if self.by_stage != "same":
+                raise ValueError(f"by_stage={self.by_stage!r} needs share, that of the first stage")
+            return self
+        if self.wrap_class is not None or self.every_n != 1 or self.save_operators:
+            raise ValueError(
+                "share is of the repeated blocks; leave out wrap_class, every_n and save_operators"
+            )
+        RecomputeShare(self.share, self.by_stage)
+        return self
 
     @field_validator("save_operators")
     @classmethod
@@ -99,6 +125,8 @@ class Checkpoint(Method[CheckpointConfig]):
             recomputation={
                 "kind": "selective" if config.save_operators else "blocks",
                 "every": config.every_n,
+                "share": config.share,
+                "by_stage": config.by_stage,
                 "selectors": config.wrap_class,
                 "saved_operators": config.save_operators,
                 "offload_activations": config.offload,
@@ -120,13 +148,13 @@ class Checkpoint(Method[CheckpointConfig]):
             _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
-        for position, block in enumerate(_targets(job.module, config)):
-            if position % config.every_n == 0:
-                recomputed = _unless_kept(job.step.kept_activations, BufferSafeRecompute(function))
-                wrapper = checkpoint_wrapper(block.module, recomputed)
-                job.module.set_submodule(block.name, wrapper)
-                wrapped[type(block.module).__name__] += 1
-        if not wrapped and not job.parts.stages:  # a stage may hold none of them
+        targets = _targets(job.module, config)
+        for block in _chosen(targets, job, config):
+            recomputed = _unless_kept(job.step.kept_activations, BufferSafeRecompute(function))
+            wrapper = checkpoint_wrapper(block.module, recomputed)
+            job.module.set_submodule(block.name, wrapper)
+            wrapped[type(block.module).__name__] += 1
+        if not targets and not job.parts.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
                 "nothing in the model as the methods before it left it."
@@ -138,6 +166,16 @@ class Checkpoint(Method[CheckpointConfig]):
             self.name,
             f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}",
         )
+
+
+def _chosen(targets: list[NamedModule], job: Job, config: CheckpointConfig) -> list[NamedModule]:
+    """Those of the modules that are recomputed."""
+    if job.step.recomputed_blocks is not None:
+        return [block for block in targets if plain_name(block.name) in job.step.recomputed_blocks]
+    if config.share is None:
+        return targets[:: config.every_n]
+    (share,) = RecomputeShare(config.share, config.by_stage).of_stages([1])
+    return targets[: num_recomputed(len(targets), share)]
 
 
 def _unless_kept(kept: KeptActivations, recomputed: Callable[..., Any]) -> Callable[..., Any]:

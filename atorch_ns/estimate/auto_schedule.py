@@ -6,7 +6,7 @@ Legend: R plans of one kind, S segments.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,15 @@ from atorch_ns.estimate.table import PlanTable
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import segments_of
 from atorch_ns.estimate.time.traffic import exchanges_of
-from atorch_ns.pipeline import BlockCosts, choose_for_device, split_backward
+from atorch_ns.pipeline import (
+    BlockCosts,
+    RecomputeShare,
+    choose_for_device,
+    get_schedule,
+    split_backward,
+)
 from atorch_ns.profile import Trace
+from atorch_ns.strategy import PipelineParallelism, Recomputation
 
 _DIGITS = 2
 """Significant digits of blocks' costs: plans whose blocks cost the same to a percent get one choice."""
@@ -29,45 +36,63 @@ _DIGITS = 2
 def with_chosen_schedules(
     table: PlanTable, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
 ) -> PlanTable:
-    """The table with a schedule for every pipeline whose schedule is ``auto``.
+    """The table with a schedule for every pipeline whose schedule is ``auto``, and with the share of its blocks that each
+    stage recomputes, where recomputation is by shares.
 
-    Where there is none that can be run, 1F1B stands for it.
+    Where there is no schedule that can be run, 1F1B stands for it.
     """
     automatic = np.asarray([use.pipeline.schedule == "auto" for use in table.uses], dtype=bool)
-    if not automatic.any():
+    by_share = [plan.recomputation.share is not None for plan in table.templates]
+    if not automatic.any() and not any(by_share):
         return table
     use, known = table.use.copy(), {one: place for place, one in enumerate(table.uses)}
     for index in range(len(table.templates)):
         rows, sizes = table.sizes(index, workload, memo)
-        for place in np.flatnonzero(automatic[use[rows]]).tolist():
+        wanted = automatic[use[rows]] | (by_share[index] & (sizes.pipeline > 1))
+        for place in np.flatnonzero(wanted).tolist():
             one = table.uses[use[rows[place]]]
-            name, on_rank = "1F1B", 0
+            chosen = _Chosen("1F1B", 0, ())
             if sizes.pipeline[place] > 1:
                 only = sizes.take(np.asarray([place]))
                 context = PricingContext.of(table.templates[index], only, trace, cluster, workload, Memo())
-                name, on_rank = _chosen(context, one.pipeline.stages_per_rank or None, memo)
-            new = one._replace(pipeline=replace(one.pipeline, schedule=name, stages_per_rank=on_rank))
+                chosen = _chosen(context, one.pipeline, memo)
+            if not by_share[index]:
+                chosen = chosen._replace(recomputed=())
+            new = one._replace(pipeline=replace(one.pipeline, **chosen._asdict()))
             use[rows[place]] = known.setdefault(new, len(known))
     return replace(table, use=use, uses=tuple(known))
 
 
-def _chosen(context: PricingContext, stages_per_rank: int | None, memo: Memo) -> tuple[str, int]:
-    """Name and stages on a rank, for the one row of a context."""
+class _Chosen(NamedTuple):
+    """Fields of a pipeline that are chosen."""
+
+    schedule: str
+    stages_per_rank: int
+    recomputed: tuple[float, ...]
+
+
+def _chosen(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) -> _Chosen:
+    """What is chosen for the one row of a context."""
     numbers = (_costs(context), int(context.sizes.pipeline[0]), int(context.micro_batches[0]))
     options: dict[str, Any] = {
-        "stages_per_rank": stages_per_rank,
+        "schedule": None if pipeline.schedule == "auto" else get_schedule(pipeline.schedule),
+        "stages_per_rank": pipeline.stages_per_rank or None,
         "whole_backward": context.plan.whole_backward,
         "memory_bytes": context.hardware.device.memory_bytes,
+        "recompute": RecomputeShare.of(context.plan.recomputation),
     }
 
-    def choose() -> tuple[str, int]:
+    def choose() -> _Chosen:
         try:
             best = choose_for_device(*numbers, **options).best
         except InputError:
-            return "1F1B", 0
-        return best.schedule.name, best.stages_per_rank
+            if pipeline.schedule == "auto":
+                return _Chosen("1F1B", 0, ())
+            return _Chosen(pipeline.schedule, pipeline.stages_per_rank, ())
+        return _Chosen(best.schedule.name, best.stages_per_rank, best.shares)
 
-    return memo.get(("auto", *numbers, *options.values()), choose)
+    key = ("auto", pipeline.schedule, *numbers, *(v for k, v in options.items() if k != "schedule"))
+    return memo.get(key, choose)
 
 
 def _costs(context: PricingContext) -> BlockCosts:
@@ -75,9 +100,11 @@ def _costs(context: PricingContext) -> BlockCosts:
     segments, exchanges = segments_of(context), exchanges_of(context)
     samples = np.ceil(context.num_samples)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
-    kept = Activations(
-        context.plan, context.trace, SegmentBytes(costs, context.parts, samples, context.num_tokens)
-    )
+    of_segments = SegmentBytes(costs, context.parts, samples, context.num_tokens)
+    whole = replace(context.plan, recomputation=Recomputation())
+    every = Activations(whole, context.trace, of_segments)
+    again = replace(whole, recomputation=replace(context.plan.recomputation, every=1, share=None))
+    kept = Activations(again, context.trace, of_segments)
     send = context.hardware.within_node.rate_of("send")
     columns = []
     for s, (one, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
@@ -86,23 +113,26 @@ def _costs(context: PricingContext) -> BlockCosts:
         column = (
             _first(one.forward) + moved,
             _first(one.backward) + 2 * moved,
-            _first(one.recompute),
+            _first(one.recompute) * context.plan.recomputation.every,
             _state_bytes(context, s),
+            float((every.before(s, 1) - every.before(s, 0))[0]),
             float((kept.before(s, 1) - kept.before(s, 0))[0]),
             output,
             send.latency_s + output / send.bytes_per_s,
         )
         columns += [tuple(float(f"{value:.{_DIGITS - 1}e}") for value in column)] * segment.count
-    forward, backward, again, states, saved, outputs, sends = zip(*columns, strict=True)
-    for_input, for_weight = split_backward(backward, again)
+    forward, backward, recompute, states, saved, recomputed, outputs, sends = zip(*columns, strict=True)
+    for_input, for_weight = split_backward(backward)
     return BlockCosts(
         forward=forward,
         backward_input=for_input,
         backward_weight=for_weight,
-        backward=tuple(first + second for first, second in zip(backward, again, strict=True)),
+        backward=backward,
+        recompute=recompute,
         send=sends[:-1],
         state_bytes=states,
         activation_bytes=saved,
+        recomputed_bytes=recomputed,
         boundary_bytes=outputs[:-1],
     )
 

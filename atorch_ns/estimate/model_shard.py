@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from atorch_ns.pipeline import RecomputeShare
 from atorch_ns.profile import OperatorCost, ParameterSpec, Segment, SegmentCost, Trace, precision_key
 from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan
 
@@ -258,6 +259,7 @@ class ModelShard:
         live: [R] micro-batches whose activations are alive at the worst moment.
         accumulates: [R] whether gradients of earlier micro-batches are there then.
         receives, sends: [R] whether the rank's part begins after, or ends before, a cut of a pipeline.
+        recomputed: [R] the share of its blocks that a stage recomputes; NaN without a pipeline.
         known: shares that were computed before, whichever blocks the ranks have.
     """
 
@@ -268,6 +270,7 @@ class ModelShard:
     accumulates: np.ndarray
     receives: np.ndarray
     sends: np.ndarray
+    recomputed: np.ndarray
     known: dict[Hashable, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -276,7 +279,7 @@ class ModelShard:
         ones, no = np.ones(len(sizes), dtype=np.int64), np.zeros(len(sizes), dtype=bool)
         counts = tuple(segment.count for segment in trace.segments)
         many = sizes.micro_batches > 1
-        return cls(trace, sizes, counts, ones, many, no, no)
+        return cls(trace, sizes, counts, ones, many, no, no, np.full(len(sizes), np.nan))
 
     def staged(
         self,
@@ -285,10 +288,26 @@ class ModelShard:
         accumulates: np.ndarray,
         first: np.ndarray,
         last: np.ndarray,
+        recomputed: np.ndarray,
     ) -> ModelShard:
         """The same with [R, S] blocks on each rank."""
         columns = tuple(counts[:, s] for s in range(counts.shape[1]))
-        return replace(self, counts=columns, live=live, accumulates=accumulates, receives=~first, sends=~last)
+        return replace(
+            self,
+            counts=columns,
+            live=live,
+            accumulates=accumulates,
+            receives=~first,
+            sends=~last,
+            recomputed=recomputed,
+        )
+
+    def recomputed_share(self, plan: Plan) -> np.ndarray | None:
+        """[R] the share of its blocks that a rank recomputes; ``None`` where it is every n-th."""
+        if plan.recomputation.share is None:
+            return None
+        (whole,) = RecomputeShare.of(plan.recomputation).of_stages([1])
+        return np.where(np.isnan(self.recomputed), whole, self.recomputed)
 
     @cached_property
     def divides(self) -> bool:

@@ -78,7 +78,7 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload)
     table = PlanTable.of([plan])
     prices = price(table, profile, cluster, workload)
     assert profile.trace is not None
-    if plan.pipeline.schedule == "auto":
+    if plan.pipeline.schedule == "auto" or plan.recomputation.share is not None:
         chosen = with_chosen_schedules(table, profile.trace, cluster, workload, Memo())
         plan = AxisUse.of(chosen.plan(0)).onto(plan)
     return replace(prices.estimate(0), collectives=collectives(plan, profile.trace, workload))

@@ -31,16 +31,24 @@ class Stages:
     Attributes:
         counts: [p, v, S] blocks of each segment in each stage, stages of a rank in the model's order.
         numbers: [p, v] the stages.
+        recomputed: [p, v] the share of its blocks that each recomputes; NaN where recomputation is not by shares.
     """
 
     counts: np.ndarray
     numbers: np.ndarray
     info: ScheduleInfo
+    recomputed: np.ndarray
 
     @property
     def on_rank(self) -> np.ndarray:
         """[p, S] blocks of each segment on each rank."""
         return np.asarray(self.counts.sum(axis=1))
+
+    @property
+    def recomputed_on_rank(self) -> np.ndarray:
+        """[p] the share of its blocks that a rank recomputes."""
+        blocks = self.counts.sum(axis=2)
+        return np.asarray((blocks * self.recomputed).sum(axis=1) / np.maximum(1, blocks.sum(axis=1)))
 
     def live(self, num_micro_batches: int) -> np.ndarray:
         """[p] micro-batches whose activations live on a rank at one time, in units of all its stages'."""
@@ -92,13 +100,15 @@ def _staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]
             owner.append(rows)
             counts.append(np.broadcast_to(one.counts, (len(rows), len(one.counts))))
             live.append(np.full(len(rows), one.live))
-            flags.append(np.broadcast_to(one[2:], (len(rows), 3)))
+            flags.append(np.broadcast_to(one[2:], (len(rows), 4)))
     together = np.concatenate(owner)
     order = np.argsort(together, kind="stable")
     index = together[order]
     starts = np.searchsorted(index, np.arange(len(sizes)))
     parts = ModelShard.whole(trace, sizes.take(index))
-    columns = (np.concatenate(counts)[order], np.concatenate(live)[order], *np.concatenate(flags)[order].T)
+    accumulates, first, last, recomputed = np.concatenate(flags)[order].T
+    ends = (accumulates.astype(bool), first.astype(bool), last.astype(bool))
+    columns = (np.concatenate(counts)[order], np.concatenate(live)[order], *ends, recomputed)
     return parts.staged(*columns), Owners(index, starts)
 
 
@@ -108,6 +118,7 @@ class _Rank(NamedTuple):
     accumulates: bool
     is_first: bool
     is_last: bool
+    recomputed: float
 
 
 def _distinct(
@@ -116,19 +127,20 @@ def _distinct(
     """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
     if num_ranks == 1:
         counts = np.asarray([segment.count for segment in trace.segments])
-        return [_Rank(counts, 1.0, micro_batches > 1, True, True)]
+        return [_Rank(counts, 1.0, micro_batches > 1, True, True, np.nan)]
     stages = known_stages(pipeline, trace, num_ranks, memo)
     alive = memo.get(("live", pipeline, num_ranks, micro_batches), lambda: stages.live(micro_batches))
     found: dict[tuple[object, ...], _Rank] = {}
     last = stages.numbers.max()
+    shares = stages.recomputed_on_rank
     for rank, (counts, live) in enumerate(zip(stages.on_rank, alive, strict=True)):
         numbers = stages.numbers[rank]
         ends = (bool((numbers == 0).any()), bool((numbers == last).any()))
         # Where all forward passes come first, there are no gradients yet when the first backward pass begins.
         moments = [(live, True)] if live < micro_batches else [(live, False), (live - 1, micro_batches > 1)]
         for count, accumulates in moments:
-            one = _Rank(counts, float(count), accumulates, *ends)
-            key = (*counts.tolist(), accumulates, *ends)
+            one = _Rank(counts, float(count), accumulates, *ends, float(shares[rank]))
+            key = (*counts.tolist(), accumulates, *ends, str(shares[rank]))  # no NaN equals another
             if count >= 1 and (key not in found or found[key].live < one.live):
                 found[key] = one
     return list(found.values())
@@ -165,7 +177,8 @@ def stages_of(pipeline: PipelineParallelism, trace: Trace, num_ranks: int) -> St
     in_stages = [owner[list(blocks)] for blocks in stage_ranges(cuts, len(owner))]
     per_stage = np.stack([np.bincount(blocks, minlength=len(trace.segments)) for blocks in in_stages])
     numbers = np.asarray([info.stages_of(rank, num_ranks, v) for rank in range(num_ranks)])
-    return Stages(per_stage[numbers], numbers, info)
+    shares = np.asarray(pipeline.recomputed or [np.nan] * (num_ranks * v))
+    return Stages(per_stage[numbers], numbers, info, shares[numbers])
 
 
 def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_stages: int) -> tuple[int, ...]:

@@ -74,6 +74,8 @@ class StepOptions:
         make_runner: makes what runs a batch where calling the model is not enough.
         recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
+        recomputed_blocks: paths of the blocks that are recomputed, where a pipeline has chosen them by stage; ``None``
+            elsewhere.
         kept_activations: forward passes inside recompute nothing afterwards.
         randomness: the random states that forward passes begin from, where ranks must share them.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
@@ -85,6 +87,7 @@ class StepOptions:
     watch_loss: Callable[[LossFunction], LossFunction] | None = None
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None
+    recomputed_blocks: frozenset[str] | None = None
     kept_activations: KeptActivations = field(default_factory=KeptActivations)
     randomness: SharedRandomness | None = None
     shares_batch_norms: bool = False

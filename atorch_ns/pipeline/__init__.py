@@ -15,9 +15,16 @@ from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values
 from atorch_ns.pipeline.run.executor import Links
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
 from atorch_ns.pipeline.run.stage import StageModule
-from atorch_ns.pipeline.schedule.actions import Action, Orders, live_bytes
-from atorch_ns.pipeline.schedule.choose import BlockCosts, ScheduleChoice, choose_for_device, split_backward
+from atorch_ns.pipeline.schedule.actions import Action, Orders, live_bytes, live_micro_batches
+from atorch_ns.pipeline.schedule.choose import (
+    BlockCosts,
+    ScheduleChoice,
+    choose_for_device,
+    num_recomputed,
+    split_backward,
+)
 from atorch_ns.pipeline.schedule.orders import PipelineSize
+from atorch_ns.pipeline.schedule.recompute import RecomputeShare
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule, train_step_only
 from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, checked_orders, simulate
 
@@ -32,6 +39,7 @@ __all__ = [
     "PipelineRunner",
     "PipelineSize",
     "PipelineStep",
+    "RecomputeShare",
     "ScheduleChoice",
     "ScheduleInfo",
     "Signature",
@@ -48,6 +56,8 @@ __all__ = [
     "get_schedule",
     "install_stages",
     "live_bytes",
+    "live_micro_batches",
+    "num_recomputed",
     "num_rows",
     "partition",
     "plan_crossings",

@@ -14,6 +14,7 @@ from atorch_ns.strategy.plan import (
     NarrowProducts,
     PipelineParallelism,
     Plan,
+    Recomputation,
 )
 from atorch_ns.strategy.strategy import Step, Strategy
 from atorch_ns.strategy.values import JSON, canonical, canonical_text, qualified_name
@@ -30,6 +31,7 @@ __all__ = [
     "NarrowProducts",
     "PipelineParallelism",
     "Plan",
+    "Recomputation",
     "Remark",
     "Requires",
     "Step",

@@ -124,7 +124,10 @@ class Recomputation:
 
     Attributes:
         kind: whole ``blocks``, or ``selective``: all but the results of some operators.
-        every: every n-th block is recomputed.
+        every: every n-th block is recomputed, where there is no share.
+        share: of the blocks, which is recomputed: of all, of each stage of a pipeline, or ``"auto"``; ``None`` for every
+            n-th of them. :class:`~atorch_ns.pipeline.RecomputeShare` says what they mean.
+        by_stage: how the share of the first stage gives those of the others.
         selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
         saved_operators: operators whose results are kept.
         offload_activations: whether what recomputation begins from stays in host memory.
@@ -132,6 +135,8 @@ class Recomputation:
 
     kind: Literal["none", "blocks", "selective"] = "none"
     every: int = _only_where("recomputes", 1)
+    share: float | tuple[float, ...] | Literal["auto"] | None = _only_where("recomputes", None)
+    by_stage: Literal["same", "level", "merak"] = _only_where("recomputes", "same")
     selectors: tuple[str, ...] | None = _only_where("recomputes", None)
     saved_operators: tuple[str, ...] = _only_where("recomputes", ())
     offload_activations: bool = False
@@ -176,12 +181,15 @@ class PipelineParallelism:
             of blocks, the first stages one more), ``uniform_floor`` (the same, the stages after the first one more),
             ``parameters`` (equal numbers of parameters), ``custom`` (at split_points).
         split_points: modules that begin a stage, where the user names them.
+        recomputed: the share of its blocks that each stage recomputes, once it is known; empty where recomputation is not by
+            shares.
     """
 
     schedule: str = "1F1B"
     stages_per_rank: int = 0
     split_method: Literal["auto", "uniform", "uniform_floor", "parameters", "custom"] = "auto"
     split_points: tuple[str, ...] = ()
+    recomputed: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from atorch_ns.pipeline import (
     CallTracer,
     HowToRun,
     PipelineStep,
+    RecomputeShare,
     ScheduleChoice,
     ScheduleInfo,
     Signature,
@@ -27,6 +28,7 @@ from atorch_ns.pipeline import (
     custom_cuts,
     find_units,
     get_schedule,
+    live_micro_batches,
     num_rows,
     partition,
     plan_crossings,
@@ -158,6 +160,7 @@ class PipelinePlan:
         traced_with: shapes of that micro-batch.
         tracer: traces more of them; ``None`` for a model that had to be run really.
         costs: seconds and bytes of the calls.
+        shares: the share of its blocks that each stage recomputes.
         choice: how cuts were chosen by time, where they were.
         refused: where the model cannot be cut, and why.
     """
@@ -172,6 +175,7 @@ class PipelinePlan:
     traced_with: Signature
     tracer: CallTracer | None
     costs: BlockCosts
+    shares: tuple[float, ...]
     choice: ScheduleChoice | None
     refused: dict[int, str]
 
@@ -183,8 +187,14 @@ class PipelinePlan:
             num_ranks=(len(self.cuts) + 1) // self.stages_per_rank,
             num_micro_batches=self.num_micro_batches,
             stages_per_rank=self.stages_per_rank,
-            costs=self.costs.stages(self.cuts),
+            costs=self.costs.stages(self.cuts, self.shares),
         )
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Paths of the blocks that are recomputed."""
+        stages = self.costs.recomputed(self.cuts, self.shares)
+        return frozenset(self.graph.paths[block] for blocks in stages for block in blocks)
 
     def rank_of(self, num_ranks: int) -> tuple[int, ...]:
         """The rank along the pipeline of every stage."""
@@ -213,8 +223,8 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     costs = call_costs(graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=blocks)
     _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info)
     known = _cuts(config, graph, units, num_ranks * on_rank, refused)
-    choice = None
-    if known is None or config.schedule == "auto":
+    choice, recompute = None, RecomputeShare.of(job.plan.recomputation)
+    if known is None or config.schedule == "auto" or recompute.is_chosen:
         try:
             choice = (
                 choose_for_device(  # the fastest cut, and the fastest schedule where none is named, that fits
@@ -227,11 +237,16 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
                     limit_bytes=None if config.memory_limit_gib is None else config.memory_limit_gib * 2**30,
                     memory_bytes=known_hardware(job.cluster).device.memory_bytes,
                     cuts=known,
+                    recompute=recompute,
                 )
             )
         except InputError as error:
             raise InputError(f"{error}{_where_not(graph, refused)}") from error
         info, on_rank, known = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
+        shares = choice.best.shares
+    else:
+        live = live_micro_batches(info.orders(num_ranks, num, on_rank))
+        shares = recompute.of_stages(live, costs.kept_share, keeps_last=info.keeps_last)
     return PipelinePlan(
         info=info,
         stages_per_rank=on_rank,
@@ -243,6 +258,7 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         traced_with=signature(batch),
         tracer=tracer,
         costs=costs,
+        shares=shares,
         choice=choice,
         refused=refused,
     )
@@ -376,23 +392,20 @@ def call_costs(
         device.flops_of(plan.precision.compute_dtype or plan.precision.parameter_dtype) * device.efficiency
     )
     forward = tuple(call.flops / flops + call.moved_bytes / device.memory_bytes_per_s for call in graph.calls)
-    again = tuple(
-        seconds if _recomputed(plan, call.path, blocks) else 0.0
-        for seconds, call in zip(forward, graph.calls, strict=True)
-    )
-    for_input, for_weight = split_backward([2 * seconds for seconds in forward], again)
+    able = [_recomputed(plan, call.path, blocks) for call in graph.calls]
+    for_input, for_weight = split_backward([2 * seconds for seconds in forward])
     sizes = _cut_bytes(graph, refused)
     return BlockCosts(
         forward=forward,
         backward_input=for_input,
         backward_weight=for_weight,
-        backward=tuple(2 * seconds + more for seconds, more in zip(forward, again, strict=True)),
+        backward=tuple(2 * seconds for seconds in forward),
+        recompute=tuple(seconds if one else 0.0 for seconds, one in zip(forward, able, strict=True)),
         send=tuple(link.latency_s + size / link.bytes_per_s for size in sizes),
         state_bytes=tuple(size * _copies(plan) for size in parameter_bytes(units, graph)),
-        activation_bytes=tuple(
-            float(
-                _argument_bytes(graph, number) if _recomputed(plan, call.path, blocks) else call.saved_bytes
-            )
+        activation_bytes=tuple(float(call.saved_bytes) for call in graph.calls),
+        recomputed_bytes=tuple(
+            float(_argument_bytes(graph, number) if able[number] else call.saved_bytes)
             for number, call in enumerate(graph.calls)
         ),
         boundary_bytes=sizes,

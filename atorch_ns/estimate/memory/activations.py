@@ -213,7 +213,10 @@ class Activations:
         """Whether block ``j`` of segment ``s`` is recomputed."""
         if not self._recomputable[s]:
             return False
-        return (self._position[s] + j) % self.plan.recomputation.every == 0
+        position = self._position[s] + j
+        return (
+            position % self.plan.recomputation.every == 0 if self._first is None else position < self._first
+        )
 
     def casts_made(self, s: int, j: Place) -> np.ndarray | float:
         """Bytes of autocast's copies of parameters when block ``j`` runs forward: the cache keeps all."""
@@ -256,7 +259,18 @@ class Activations:
         if not self._recomputable[s]:
             return 0
         every, start = self.plan.recomputation.every, self._position[s]
+        if self._first is not None:
+            return np.asarray(np.clip(self._first - start, 0, count))
         return -(-(start + count) // every) - (-(-start // every))
+
+    @cached_property
+    def _first(self) -> np.ndarray | None:
+        """[R] how many of the rank's blocks are recomputed, its first ones; ``None`` where it is every n-th."""
+        share = self.parts.recomputed_share(self.plan)
+        if share is None:
+            return None
+        able = sum(c for c, chosen in zip(self.parts.counts, self._recomputable, strict=True) if chosen)
+        return np.asarray(np.floor(share * able + 0.5))
 
     @cached_property
     def _zeros(self) -> np.ndarray:

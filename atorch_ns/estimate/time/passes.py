@@ -107,12 +107,6 @@ _FOREACH_GPU: Final = 0.1
 """Share of these operators that remains where a few foreach kernels update all parameters, as on GPUs."""
 
 
-def recompute_operators(plan: Plan, segment: Segment, share: float) -> float:
-    """Extra operators of one instance per micro-batch when ``share`` of it is recomputed."""
-    compiled = _GUARDED if plan.compiled and segment.is_block else 0.0
-    return share * _RECOMPUTED + compiled
-
-
 def communication_operators(context: PricingContext) -> np.ndarray:
     """Operators launched per step to gather, reduce and send parameters and gradients, [R]."""
     plan, passes = context.plan, context.micro_batches
@@ -166,14 +160,17 @@ class SegmentSeconds:
     """One instance of a segment, in one micro-batch.
 
     Attributes:
-        forward, backward, recompute: [R] seconds of computation.
-        operators: number of operators launched by the host, all passes together.
+        forward, backward, recompute: [R] seconds of computation; where a plan recomputes a share of the blocks, of one
+            that is.
+        operators: number of operators launched by the host, all passes but recomputation together.
+        more_operators: number of those that recomputation launches.
     """
 
     forward: np.ndarray
     backward: np.ndarray
     recompute: np.ndarray
     operators: float
+    more_operators: float
 
 
 @dataclass(frozen=True)
@@ -207,11 +204,13 @@ def passes_of(context: PricingContext, segments: tuple[SegmentSeconds, ...]) -> 
     def total(values: Sequence[np.ndarray | float]) -> np.ndarray:
         return np.asarray(context.micro_batches * context.parts.total(values))
 
+    found = context.parts.recomputed_share(context.plan)
+    share = 1.0 if found is None else found
     return Passes(
         segments,
         compute=total([each.forward + each.backward for each in segments]),
-        recompute=total([each.recompute for each in segments]),
-        operators=total([each.operators for each in segments]),
+        recompute=share * total([each.recompute for each in segments]),
+        operators=total([each.operators + share * each.more_operators for each in segments]),
     )
 
 
@@ -222,13 +221,14 @@ def _segment_seconds(context: PricingContext, segment: Segment, again: float) ->
     kept = 0.0
     if again and plan.recomputation.kind == "selective":
         kept = saved_share(plan, cost, _flops_of_a_sample)
-    started = cost.forward.num_operators * (1 + again) + cost.backward.num_operators
+    launched = COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0
+    guards = _GUARDED if plan.compiled and segment.is_block else 0.0
     return SegmentSeconds(
         forward=forward,
         backward=backward,
         recompute=forward * again * (1 - kept),
-        operators=started * (COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0)
-        + recompute_operators(plan, segment, again),
+        operators=(cost.forward.num_operators + cost.backward.num_operators) * launched + guards,
+        more_operators=again * (cost.forward.num_operators * launched + _RECOMPUTED),
     )
 
 
@@ -292,7 +292,10 @@ def _roofline(
 
 
 def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
-    """Share of each segment's instances that are recomputed: every n-th of all modules that are selected."""
+    """Share of each segment's instances that are recomputed: every n-th of all modules that are selected; all of them
+    where ranks recompute shares of their own (:meth:`~atorch_ns.estimate.model_shard.ModelShard.recomputed_share`)."""
+    if plan.recomputation.share is not None:
+        return [float(is_recomputed(plan, segment)) for segment in segments]
     shares, position = [], 0
     for segment in segments:
         if not is_recomputed(plan, segment):
@@ -311,12 +314,13 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
         return np.zeros(len(context.micro_batches))
     rate = hardware.to_host.rate
     each = []
+    found = context.parts.recomputed_share(plan)
     for segment, share in zip(
         context.trace.segments, recomputed_shares(plan, context.trace.segments), strict=True
     ):
         num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
         each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
-    return np.asarray(context.micro_batches * context.parts.total(each))
+    return np.asarray((1.0 if found is None else found) * context.micro_batches * context.parts.total(each))
 
 
 def _flops_of_a_sample(cost: OperatorCost) -> float:

@@ -50,19 +50,20 @@ def as_pipeline(
     seconds = np.stack(
         [
             np.broadcast_to(
-                one.forward
-                + one.backward
-                + one.recompute
-                + other.seconds
-                + launch * (one.operators + other.operators),
+                one.forward + one.backward + other.seconds + launch * (one.operators + other.operators),
                 none.shape,
             )
             for one, other in zip(segments, exchanges, strict=True)
         ]
     )  # [S, R]
+    recompute = np.stack(
+        [np.broadcast_to(one.recompute + launch * one.more_operators, none.shape) for one in segments]
+    )
+    by_share = context.plan.recomputation.share is not None
     backward = np.stack([np.broadcast_to(one.backward, none.shape) for one in segments])
     again = _recomputed(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
+    recomputed = np.full(len(none), np.nan)
     waiting = Waiting(none.copy(), none.copy(), none.copy())
     sizes = context.sizes
     for num_ranks, place in np.unique(np.column_stack([sizes.pipeline, sizes.pipelined]), axis=0).tolist():
@@ -70,17 +71,22 @@ def as_pipeline(
             continue
         rows = np.flatnonzero((sizes.pipeline == num_ranks) & (sizes.pipelined == place))
         stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, context.memo)
+        shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
         of_rank = stages.on_rank @ seconds[:, rows]  # [p, R']
+        of_rank = of_rank + shares[:, None] * (stages.on_rank @ recompute[:, rows])
         slowest = of_rank.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
+        recomputed[rows] = shares[slowest]
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
-        waiting.bubble[rows] = others * _shares(context, rows, stages, again)
+        waiting.bubble[rows] = others * _shares(context, rows, stages, again * round(2 * shares.mean()) / 2)
         waiting.sends[rows] = _sends(context, rows, stages)
         if stages.info.splits_backward and not context.plan.whole_backward:
             once = (counts[rows] * backward[:, rows].T).sum(axis=1)
             waiting.twice[rows] = context.micro_batches[rows] * once * _SECOND_WALK
     ones = np.ones(len(none), dtype=bool)
-    staged = context.parts.staged(counts, context.parts.live, context.parts.accumulates, ones, ones)
+    staged = context.parts.staged(
+        counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
+    )
     return replace(context, parts=staged), waiting
 
 
@@ -132,8 +138,10 @@ def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whol
     p, micro_batches, v = numbers
     if info.problem(p, micro_batches, v):
         return 1.0
-    (first,), (second,) = ((2.0 + again,), (0.0,)) if whole else split_backward([2.0], [again])
-    costs = StageCosts.equal(p * v, backward_input=first, backward_weight=second, backward=2.0 + again)
+    (first,), (second,) = ((2.0,), (0.0,)) if whole else split_backward([2.0])
+    costs = StageCosts.equal(
+        p * v, backward_input=first + again, backward_weight=second, backward=2.0 + again, recompute=again
+    )
     timeline = simulate(info.orders(p, micro_batches, v), costs)
     idle = timeline.step_seconds - max(timeline.busy_seconds)
     return float(idle / ((3.0 + again) * v * (p - 1)))

@@ -155,7 +155,7 @@ def _computing(plan: Plan) -> tuple[object, ...]:
             plan.compiler,
             plan.extras,
         ),
-        *(again.kind, again.every, again.selectors, again.saved_operators),
+        *(again.kind, again.every, again.share, again.selectors, again.saved_operators),
     )
 
 

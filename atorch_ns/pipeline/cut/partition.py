@@ -126,26 +126,31 @@ def _runs(numbers: Sequence[int]) -> str:
 _Matrix = NDArray[np.float64]
 
 
+ByBlock = Sequence[float] | Sequence[Sequence[float]]
+"""Numbers by block, or by stage and block."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes that blocks take on the rank that holds them.
 
     Attributes:
         states: parameters, gradients and optimizer state, by block.
-        activations: kept of one micro-batch between forward and backward, by block.
+        activations: kept of one micro-batch between forward and backward, by block; or by stage and block, where stages
+            recompute different shares.
         live: the number of micro-batches whose activations a stage holds at one time, by stage.
         edges: the bytes that a cut at position ``c`` adds to both its stages, such as the buffers that are received into,
             at index ``c - 1``; empty for nothing.
     """
 
     states: Sequence[float]
-    activations: Sequence[float]
+    activations: ByBlock
     live: Sequence[int]
     edges: Sequence[float] = ()
 
 
 def partition(
-    costs: Sequence[float],
+    costs: ByBlock,
     num_stages: int,
     *,
     memory: StageMemory | None = None,
@@ -158,7 +163,7 @@ def partition(
     takes the one whose stages are the most even (least sum of squares).
 
     Args:
-        costs: seconds of one micro-batch, forward and backward, by block; any other unit will do.
+        costs: seconds of one micro-batch, forward and backward, by block, or by stage and block; any other unit will do.
         num_stages: the number of stages, each of at least one block.
         memory: the bytes of the blocks; needed with ``limit``.
         limit: the bytes that a stage may take, one number for all or one for each.
@@ -174,7 +179,7 @@ def partition(
         >>> partition([1, 1, 1, 1, 4], 2), partition([3, 1, 1, 1], 2)
         ((4,), (1,))
     """
-    num = len(costs)
+    num = np.shape(costs)[-1]
     starts = _starts(num, num_stages, allowed_cuts)
     times = np.where(starts[:, None], _span_sums(costs, "costs"), np.inf)
     fits = None
@@ -225,14 +230,14 @@ def _starts(num: int, num_stages: int, allowed_cuts: Collection[int] | None) -> 
     return starts
 
 
-def _span_sums(values: Sequence[float], name: str) -> _Matrix:
-    """Sums over blocks ``i`` to ``j - 1`` at ``[i, j]``; infinite where there is no block."""
+def _span_sums(values: ByBlock, name: str) -> _Matrix:
+    """Sums over blocks ``i`` to ``j - 1`` at ``[i, j]``, or ``[stage, i, j]``; infinite where there is no block."""
     array = np.asarray(values, dtype=np.float64)
     if not (np.isfinite(array).all() and (array >= 0).all()):
         raise InputError(f"{name} must be numbers of 0 or more, but are {list(values)}.")
-    before = np.concatenate([[0.0], np.cumsum(array)])
-    sums = before[None, :] - before[:, None]
-    return np.where(np.triu(np.ones(sums.shape, dtype=np.bool_), 1), sums, np.inf)
+    before = np.concatenate([np.zeros((*array.shape[:-1], 1)), np.cumsum(array, axis=-1)], axis=-1)
+    sums = before[..., None, :] - before[..., :, None]
+    return np.where(np.triu(np.ones(sums.shape[-2:], dtype=np.bool_), 1), sums, np.inf)
 
 
 def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
@@ -247,7 +252,7 @@ def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
 
 def _bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
     """Bytes of every span of blocks as every stage: ``[stage, i, j]``."""
-    lengths = (len(memory.states), len(memory.activations), len(memory.live))
+    lengths = (len(memory.states), np.shape(memory.activations)[-1], len(memory.live))
     if lengths != (num, num, num_stages):
         raise InputError(
             f"the memory of {num} blocks in {num_stages} stages needs {num} states, {num} activations and "
@@ -257,7 +262,7 @@ def _bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
     kept = _span_sums(memory.activations, "activations")
     live = np.asarray(memory.live, dtype=np.float64)[:, None, None]
     spans = np.isfinite(kept)  # 0 × infinity is no number
-    sums: _Matrix = states[None] + live * np.where(spans, kept, 0.0)[None]
+    sums: _Matrix = states[None] + live * np.where(spans, kept, 0.0)
     return sums
 
 

@@ -48,24 +48,31 @@ def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(most[stage] for stage in range(len(most)))
 
 
-def live_bytes(orders: Sequence[Sequence[Action]], activation_bytes: Sequence[float]) -> tuple[float, ...]:
+def live_bytes(
+    orders: Sequence[Sequence[Action]],
+    activation_bytes: Sequence[float],
+    recomputed_bytes: Sequence[float] | None = None,
+) -> tuple[float, ...]:
     """The most bytes of activations that each rank holds at one time, by rank.
 
     Args:
         activation_bytes: bytes that a stage keeps of one micro-batch between forward and backward, by stage. Bytes
             that a split backward frees before the weights' part are counted until then; of a micro-batch that is
             recomputed by a pass of its own, from that pass on.
+        recomputed_bytes: bytes after such a pass, by stage; ``None`` for the same.
     """
+    again = activation_bytes if recomputed_bytes is None else recomputed_bytes
     peaks = []
     for order in orders:
         held = most = 0.0
         early = {action[1:] for action in order if action.kind == "R"}
         for kind, stage, index in order:
+            own = again if (stage, index) in early else activation_bytes
             if kind == "R" or (kind == "F" and (stage, index) not in early):
-                held += activation_bytes[stage]
+                held += own[stage]
                 most = max(most, held)
             elif kind in "BW":
-                held -= activation_bytes[stage]
+                held -= own[stage]
         peaks.append(most)
     return tuple(peaks)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.partition import StageMemory, partition, stage_ranges
 from atorch_ns.pipeline.schedule.actions import Orders, live_bytes, live_micro_batches
+from atorch_ns.pipeline.schedule.recompute import RecomputeShare
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES, ScheduleInfo
 from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simulate
 from atorch_ns.text import bytes_text
@@ -29,14 +32,15 @@ class BlockCosts:
 
     Attributes:
         forward: seconds of one micro-batch's forward pass, by block.
-        backward_input: seconds of its backward pass for the input, recomputation included, by block.
+        backward_input: seconds of its backward pass for the input, without recomputation, by block.
         backward_weight: seconds of its backward pass for the weights, by block.
         backward: seconds of the whole backward pass where it is not their sum, by block; empty if it is.
-        recompute: seconds of that recomputation, by block; empty for none.
+        recompute: seconds of recomputing it, by block, 0 for those that never are; empty for none.
         send: seconds to carry what a cut sends one way, at index ``c - 1`` for the cut before block ``c``;
             empty for none.
         state_bytes: parameters, gradients and optimizer state, by block; empty where memory does not matter.
         activation_bytes: kept of one micro-batch between forward and backward, by block; empty as above.
+        recomputed_bytes: the same of blocks that are recomputed, by block; empty as above.
         boundary_bytes: what a cut sends of one micro-batch, indexed like ``send``; empty as above. torch holds
             a buffer of this size on both sides for every micro-batch.
         allowed_cuts: positions that may be cut; ``None`` for all.
@@ -50,6 +54,7 @@ class BlockCosts:
     send: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
+    recomputed_bytes: tuple[float, ...] = ()
     boundary_bytes: tuple[float, ...] = ()
     allowed_cuts: Collection[int] | None = None
 
@@ -59,59 +64,91 @@ class BlockCosts:
         return len(self.forward)
 
     @property
-    def seconds(self) -> tuple[float, ...]:
-        """Seconds of forward and whole backward, by block."""
-        whole = self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
-        return tuple(map(sum, zip(self.forward, whole, strict=True)))
-
-    def stages(self, cuts: Sequence[int]) -> StageCosts:
-        """The costs of the stages into which cuts divide the blocks."""
-
-        def added(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(
-                sum(values[block] for block in blocks) for blocks in stage_ranges(cuts, self.num_blocks)
+    def kept_share(self) -> float:
+        """What recomputation keeps, as a share of all that the backward passes of such blocks need."""
+        pairs = [
+            (recomputed, every)
+            for recomputed, every, again in zip(
+                self.recomputed_bytes, self.activation_bytes, self.recompute, strict=False
             )
+            if again
+        ]
+        return min(1.0, sum(kept for kept, _ in pairs) / (sum(every for _, every in pairs) or 1.0))
+
+    def seconds(self, shares: Sequence[float]) -> list[list[float]]:
+        """Seconds of forward and whole backward, by stage and block, for shares that are recomputed."""
+        whole = self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
+        once = list(map(sum, zip(self.forward, whole, strict=True)))
+        again = self.recompute or (0.0,) * len(once)
+        return [[first + share * more for first, more in zip(once, again, strict=True)] for share in shares]
+
+    def recomputed(self, cuts: Sequence[int], shares: Sequence[float]) -> tuple[frozenset[int], ...]:
+        """The blocks that each stage recomputes: the first of those that can be, rounded to a whole number."""
+        found = []
+        for blocks, share in zip(stage_ranges(cuts, self.num_blocks), shares, strict=True):
+            able = [block for block in blocks if self.recompute and self.recompute[block]]
+            found.append(frozenset(able[: num_recomputed(len(able), share)]))
+        return tuple(found)
+
+    def stages(self, cuts: Sequence[int], shares: Sequence[float] | None = None) -> StageCosts:
+        """The costs of the stages into which cuts divide the blocks, which recompute shares; ``None`` for all blocks that
+        can be."""
+        chosen = self.recomputed(cuts, [1.0] * (len(cuts) + 1) if shares is None else shares)
+        spans = stage_ranges(cuts, self.num_blocks)
+        again = tuple(sum(self.recompute[block] for block in blocks) for blocks in chosen)
+
+        def added(values: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
+            sums = tuple(sum(values[block] for block in blocks) for blocks in spans)
+            return tuple(map(sum, zip(sums, *more, strict=True)))
 
         return StageCosts(
             forward=added(self.forward),
-            backward_input=added(self.backward_input),
+            backward_input=added(self.backward_input, again),
             backward_weight=added(self.backward_weight),
-            backward=added(self.backward) if self.backward else (),
-            recompute=added(self.recompute) if self.recompute else (),
+            backward=added(self.backward, again) if self.backward else (),
+            recompute=again,
             send=tuple(self.send[cut - 1] for cut in cuts) if self.send else (),
         )
 
-    def memory(self, live: Sequence[int], num_micro_batches: int) -> StageMemory:
-        """The bytes of the blocks where stages hold ``live`` micro-batches."""
+    def memory(self, live: Sequence[int], num_micro_batches: int, shares: Sequence[float]) -> StageMemory:
+        """The bytes of the blocks where stages hold ``live`` micro-batches and recompute shares."""
         none = (0.0,) * self.num_blocks
+        every = self.activation_bytes or none
+        again = tuple(
+            kept if more else whole
+            for kept, whole, more in zip(
+                self.recomputed_bytes or every, every, self.recompute or none, strict=True
+            )
+        )
         return StageMemory(
             states=self.state_bytes or none,
-            activations=self.activation_bytes or none,
+            activations=[
+                [whole + share * (kept - whole) for whole, kept in zip(every, again, strict=True)]
+                for share in shares
+            ],
             live=live,
             edges=tuple(num_micro_batches * size for size in self.boundary_bytes),
         )
 
 
-def split_backward(
-    backward: Sequence[float], recompute: Sequence[float] = ()
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Splits whole backward passes into seconds of the inputs' and the weights' part.
+def num_recomputed(num: int, share: float) -> int:
+    """How many of ``num`` blocks a share is."""
+    return min(num, math.floor(share * num + 0.5))
+
+
+def split_backward(backward: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Splits whole backward passes, without recomputation, into seconds of the inputs' and the weights' part.
 
     Both together take 6% longer than the whole: each walks the graph by itself.
 
-    Args:
-        backward: seconds of whole backward passes, without recomputation.
-        recompute: seconds of recomputing activations, which the input's part begins with; empty for none.
-
     Example:
-        >>> split_backward([1.0], [0.5])
-        ((1.08,), (0.48,))
+        >>> split_backward([1.0])
+        ((0.58,), (0.48,))
     """
-    again = recompute or (0.0,) * len(backward)
-    first = tuple(_INPUT_SHARE * seconds + more for seconds, more in zip(backward, again, strict=True))
-    return first, tuple(_WEIGHT_SHARE * seconds for seconds in backward)
+    return tuple(_INPUT_SHARE * one for one in backward), tuple(_WEIGHT_SHARE * one for one in backward)
 
 
+_ALL: Final = RecomputeShare()
 _SAME = 1e-6  # steps whose simulated seconds differ by less than this share are equal
 
 
@@ -121,6 +158,7 @@ class ScheduleCandidate:
 
     Attributes:
         cuts: positions of the cuts; empty if it cannot be run.
+        shares: the share of its blocks that each stage recomputes; empty if it cannot be run.
         step: the step, to be simulated again for its timeline; ``None`` if it cannot be run.
         step_seconds: simulated, without the optimizer and what data parallelism adds.
         bubble_share: the mean share of the step in which a rank is idle.
@@ -131,6 +169,7 @@ class ScheduleCandidate:
     schedule: ScheduleInfo
     stages_per_rank: int
     cuts: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
     step: PipelineStep | None = None
     step_seconds: float = float("inf")
     bubble_share: float = 1.0
@@ -159,6 +198,7 @@ def choose_schedule(
     schedules: Iterable[ScheduleInfo] | None = None,
     stages_per_rank: Collection[int] = (1, 2),
     cuts: Sequence[int] | None = None,
+    recompute: RecomputeShare = _ALL,
 ) -> ScheduleChoice:
     """Simulates every legal schedule on its own best cut, and takes the fastest that fits.
 
@@ -170,6 +210,7 @@ def choose_schedule(
             backward pass where stages are compiled; ``None`` for all that are of use.
         stages_per_rank: numbers of stages on a rank to try.
         cuts: the user's cuts; then only schedules of as many stages are legal. ``None`` to look for the best.
+        recompute: the share of the blocks that stages recompute.
 
     Raises:
         InputError: if there is none, with the problem of each.
@@ -177,7 +218,7 @@ def choose_schedule(
     if schedules is None:
         schedules = _of_use(costs)
     evaluated = [
-        _evaluated(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts)
+        _evaluated(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts, recompute)
         for info in schedules
         for on_rank in sorted(set(stages_per_rank))
         if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
@@ -207,6 +248,7 @@ def choose_for_device(
     limit_bytes: float | None = None,
     memory_bytes: float,
     cuts: Sequence[int] | None = None,
+    recompute: RecomputeShare = _ALL,
 ) -> ScheduleChoice:
     """The schedule that a pipeline runs on a device, which an estimate prices too: :func:`choose_schedule` among all
     that can be used there.
@@ -219,6 +261,7 @@ def choose_for_device(
             none fits, since the bytes are an estimate.
         memory_bytes: the memory of the device.
         cuts: the user's cuts; ``None`` to look for the best.
+        recompute: the share of the blocks that stages recompute.
 
     Raises:
         InputError: as :func:`choose_schedule` does.
@@ -234,6 +277,7 @@ def choose_for_device(
         schedules=schedules,
         stages_per_rank=numbers,
         cuts=cuts,
+        recompute=recompute,
     )
     if limit_bytes is not None:
         return choose(limit_bytes=limit_bytes)
@@ -252,6 +296,7 @@ class _Pipeline:
     orders: Orders
     num_stages: int
     num_micro_batches: int
+    shares: tuple[float, ...]
 
     @property
     def num_ranks(self) -> int:
@@ -261,27 +306,48 @@ class _Pipeline:
         stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
         return sum(values[stage] for stage in stages)
 
-    def stage_bytes(self, cuts: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Bytes that each stage always holds, and bytes that it holds of one micro-batch."""
-        memory = self.costs.memory((), self.num_micro_batches)
-        edges = {cut: memory.edges[cut - 1] for cut in cuts} if memory.edges else {}
-        held, kept = [], []
-        for blocks in stage_ranges(cuts, self.costs.num_blocks):
-            states = sum(memory.states[block] for block in blocks)
+    def stage_bytes(self, cuts: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+        """Bytes that each stage always holds, and bytes that it holds of one micro-batch: as it recomputes, and where it
+        recomputes nothing."""
+        costs, spans = self.costs, stage_ranges(cuts, self.costs.num_blocks)
+        edges = {
+            cut: self.num_micro_batches * costs.boundary_bytes[cut - 1]
+            for cut in cuts
+            if costs.boundary_bytes
+        }
+        held, kept, every = [], [], []
+        for blocks, again in zip(spans, costs.recomputed(cuts, self.shares), strict=True):
+            states = sum(costs.state_bytes[block] for block in blocks) if costs.state_bytes else 0.0
             held.append(states + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0))
-            kept.append(sum(memory.activations[block] for block in blocks))
-        return held, kept
+            of_block = {
+                block: costs.activation_bytes[block] if costs.activation_bytes else 0.0 for block in blocks
+            }
+            every.append(sum(of_block.values()))
+            if costs.recomputed_bytes:
+                of_block.update({block: costs.recomputed_bytes[block] for block in again})
+            kept.append(sum(of_block.values()))
+        return held, kept, every
 
     def peaks(self, cuts: Sequence[int]) -> tuple[float, ...]:
         """The most bytes that each rank holds."""
-        held, kept = self.stage_bytes(cuts)
-        moving = live_bytes(self.orders, kept)
+        held, kept, every = self.stage_bytes(cuts)
+        moving = live_bytes(self.orders, kept, every)
         return tuple(moving[rank] + self.of_rank(held, rank) for rank in range(self.num_ranks))
 
     def slowest(self, cuts: Sequence[int]) -> float:
         """Seconds of the slowest stage."""
-        spans = stage_ranges(cuts, self.costs.num_blocks)
-        return max(sum(self.costs.seconds[block] for block in blocks) for blocks in spans)
+        spans, seconds = stage_ranges(cuts, self.costs.num_blocks), self.costs.seconds(self.shares)
+        return max(sum(of[block] for block in blocks) for of, blocks in zip(seconds, spans, strict=True))
+
+    def step(self, cuts: Sequence[int]) -> PipelineStep:
+        """The step, to be simulated."""
+        return PipelineStep(
+            schedule=self.info.name,
+            num_ranks=self.num_ranks,
+            num_micro_batches=self.num_micro_batches,
+            stages_per_rank=self.num_stages // self.num_ranks,
+            costs=self.costs.stages(cuts, self.shares),
+        )
 
 
 def _evaluated(
@@ -292,29 +358,29 @@ def _evaluated(
     num_micro_batches: int,
     limit_bytes: float | None,
     cuts: Sequence[int] | None,
+    recompute: RecomputeShare,
 ) -> ScheduleCandidate:
     num_stages = num_ranks * on_rank
     try:
         orders = info.orders(num_ranks, num_micro_batches, on_rank)
-        pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches)
+        live = live_micro_batches(orders)
+        shares = recompute.of_stages(live, costs.kept_share, keeps_last=info.keeps_last)
+        pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches, shares)
         if cuts is not None and len(cuts) + 1 != num_stages:
             raise InputError(f"it has {num_stages} stages, but the cuts {list(cuts)} make {len(cuts) + 1}.")
         chosen = _cut(pipeline, limit_bytes) if cuts is None else tuple(cuts)
+        if recompute.is_chosen:
+            pipeline, chosen = _least_recomputing(pipeline, chosen, limit_bytes, look=cuts is None)
     except InputError as error:
         return ScheduleCandidate(schedule=info, stages_per_rank=on_rank, problem=str(error))
-    step = PipelineStep(
-        schedule=info.name,
-        num_ranks=num_ranks,
-        num_micro_batches=num_micro_batches,
-        stages_per_rank=on_rank,
-        costs=costs.stages(chosen),
-    )
+    step = pipeline.step(chosen)
     timeline = simulate(orders, step.costs)
     peaks = pipeline.peaks(chosen)
     return ScheduleCandidate(
         schedule=info,
         stages_per_rank=on_rank,
         cuts=chosen,
+        shares=pipeline.shares,
         step=step,
         step_seconds=timeline.step_seconds,
         bubble_share=timeline.bubble_share,
@@ -334,16 +400,54 @@ def _cut(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
     it fits, otherwise the faster of two in which every stage keeps to its part of the limit.
     """
     costs, num_stages = pipeline.costs, pipeline.num_stages
-    cut = partial(partition, costs.seconds, num_stages, allowed_cuts=costs.allowed_cuts)
+    cut = partial(partition, costs.seconds(pipeline.shares), num_stages, allowed_cuts=costs.allowed_cuts)
     fastest = cut()
     if limit_bytes is None or not _over(pipeline.peaks(fastest), limit_bytes):
         return fastest
-    memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches)
+    memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches, pipeline.shares)
     found = []
     for limits in _parts(pipeline, fastest, limit_bytes):
         with suppress(InputError):
             found.append(cut(memory=memory, limit=limits))
     return min(found, key=pipeline.slowest, default=fastest)
+
+
+def _least_recomputing(
+    pipeline: _Pipeline, cuts: tuple[int, ...], limit_bytes: float | None, *, look: bool
+) -> tuple[_Pipeline, tuple[int, ...]]:
+    """The pipeline whose ranks recompute as little as fits, on the cuts with which most fits or, where one may look for
+    others, on those that are fastest without recomputation; the faster of both."""
+    nothing = replace(pipeline, shares=(0.0,) * pipeline.num_stages)
+    if limit_bytes is None:
+        return nothing, _cut(nothing, None) if look else cuts
+    tried = [cuts, _cut(nothing, None)] if look else [cuts]
+    found = [
+        (fitted, own) for own in tried if (fitted := _fitted(nothing, pipeline.shares, own, limit_bytes))
+    ]
+    return min(
+        found,
+        key=lambda one: simulate(one[0].orders, one[0].costs.stages(one[1], one[0].shares)).step_seconds,
+        default=(pipeline, cuts),
+    )
+
+
+def _fitted(
+    pipeline: _Pipeline, most: Sequence[float], cuts: tuple[int, ...], limit_bytes: float
+) -> _Pipeline | None:
+    """The pipeline with the least shares with which every rank fits, block by block; ``None`` if none do."""
+    able = max(map(len, pipeline.costs.recomputed(cuts, [1.0] * pipeline.num_stages)))
+    on_rank = pipeline.num_stages // pipeline.num_ranks
+    shares = list(pipeline.shares)
+    for rank in range(pipeline.num_ranks):
+        stages = pipeline.info.stages_of(rank, pipeline.num_ranks, on_rank)
+        for count in range(able + 1):
+            for stage in stages:
+                shares[stage] = min(most[stage], count / able if able else 0.0)
+            if replace(pipeline, shares=tuple(shares)).peaks(cuts)[rank] <= limit_bytes:
+                break
+        else:
+            return None
+    return replace(pipeline, shares=tuple(shares))
 
 
 def _parts(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) -> Iterator[list[float]]:
@@ -352,7 +456,7 @@ def _parts(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) ->
     yield [limit_bytes / on_rank] * pipeline.num_stages
     if on_rank == 1:
         return
-    held, kept = pipeline.stage_bytes(fastest)
+    held, kept, _ = pipeline.stage_bytes(fastest)
     live = live_micro_batches(pipeline.orders)
     taken = [states + num * size for states, num, size in zip(held, live, kept, strict=True)]
     limits = [0.0] * pipeline.num_stages

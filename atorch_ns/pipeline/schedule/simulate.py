@@ -64,6 +64,7 @@ class StageCosts:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         backward: float | None = None,
+        recompute: float = 0.0,
         send: float = 0.0,
     ) -> StageCosts:
         """The same seconds for every stage."""
@@ -72,6 +73,7 @@ class StageCosts:
             backward_input=(backward_input,) * num_stages,
             backward_weight=(backward_weight,) * num_stages,
             backward=() if backward is None else (backward,) * num_stages,
+            recompute=(recompute,) * num_stages,
             send=(send,) * (num_stages - 1),
         )
 

@@ -126,4 +126,3 @@ def test_a_candidate_can_be_simulated_again() -> None:
 def test_a_split_backward_takes_longer_than_a_whole_one() -> None:
     inputs, weights = split_backward((1.0, 2.0))
     assert inputs[0] + weights[0] == pytest.approx(1.06)
-    assert split_backward((1.0,), (0.5,))[0][0] == pytest.approx(inputs[0] + 0.5)

@@ -1,0 +1,102 @@
+"""Recomputation by stage: the share of its blocks that each stage of a pipeline recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from atorch_ns.errors import InputError
+from atorch_ns.strategy import Recomputation
+
+ByStage = Literal["same", "level", "merak"]
+
+
+@dataclass(frozen=True)
+class RecomputeShare:
+    """How much is recomputed.
+
+    Attributes:
+        share: of the blocks that can be, 0 to 1: of the first stage, or of each, the last number for all that follow;
+            ``"auto"`` for the least of each stage that fits into memory.
+        by_stage: how that of the first stage gives the others: the ``same``; ``level``, so that all stages keep as many
+            bytes; or ``merak``, that system's formula.
+    """
+
+    share: float | tuple[float, ...] | Literal["auto"] = 1.0
+    by_stage: ByStage = "same"
+
+    def __post_init__(self) -> None:
+        given = (self.share,) if isinstance(self.share, (int, float)) else self.share
+        if given != "auto" and not (given and all(0.0 <= one <= 1.0 for one in given)):
+            raise InputError(f"shares of recomputed blocks are numbers from 0 to 1, and not {self.share}.")
+        if self.by_stage != "same" and not isinstance(self.share, (int, float)):
+            raise InputError(
+                f"by_stage={self.by_stage!r} makes the shares of all stages from one number, which is the first one's; "
+                f"share is {self.share!r}."
+            )
+
+    @classmethod
+    def of(cls, recomputation: Recomputation) -> RecomputeShare:
+        """What a plan says; of every n-th block, the n-th part."""
+        if recomputation.kind == "none":
+            return cls(0.0)
+        share = recomputation.share
+        return cls(1.0 / recomputation.every) if share is None else cls(share, recomputation.by_stage)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the shares are those that fit."""
+        return self.share == "auto"
+
+    def of_stages(
+        self, live: Sequence[int], kept: float = 0.0, *, keeps_last: bool = False
+    ) -> tuple[float, ...]:
+        """The share of each stage; 1 for all while they are to be chosen.
+
+        Args:
+            live: the micro-batches whose activations a stage holds at one time, by stage.
+            kept: what recomputation keeps of a block, as a share of all that its backward pass needs.
+            keeps_last: whether the schedule lets the last stage recompute nothing.
+        """
+        num = len(live)
+        if self.share == "auto":
+            shares = [1.0] * num
+        elif not isinstance(self.share, (int, float)):
+            shares = [self.share[min(stage, len(self.share) - 1)] for stage in range(num)]
+        elif self.by_stage == "level":
+            shares = [level_share(self.share, live[0] / each, kept) for each in live]
+        elif self.by_stage == "merak":
+            shares = [merak_share(self.share, stage, num) for stage in range(num)]
+        else:
+            shares = [self.share] * num
+        if keeps_last and num > 1:
+            shares[-1] = 0.0
+        return tuple(shares)
+
+
+def level_share(first: float, fewer: float, kept: float) -> float:
+    """The share of a stage that holds ``1 / fewer`` times the first one's micro-batches, and as many bytes.
+
+    With c and c' the shares that are not recomputed, bytes are equal where (c' + (1 - c') kept) = fewer (c + (1 - c) kept).
+
+    Example:
+        >>> level_share(0.75, 2.0, 0.0)
+        0.5
+    """
+    bytes_kept = fewer * (1.0 - first * (1.0 - kept))
+    return max(0.0, min(1.0, (1.0 - bytes_kept) / (1.0 - kept))) if kept < 1.0 else 0.0
+
+
+def merak_share(first: float, stage: int, num_stages: int) -> float:
+    """Merak's stage-aware share: what is not recomputed grows with (S - 1) / (S - 1 - stage), and the last stage recomputes
+    nothing (``activation_checkpoint_ratio`` of its pipeline module).
+
+    Example:
+        >>> [merak_share(0.75, stage, 4) for stage in range(4)]
+        [0.75, 0.625, 0.25, 0.0]
+    """
+    if stage == num_stages - 1 and num_stages > 1:
+        return 0.0
+    whole = num_stages - 1
+    return max(0.0, 1.0 - (1.0 - first) * whole / (whole - stage)) if whole else first
