@@ -26,6 +26,8 @@ from atorch_ns.torch_compat import (
     FlashAttention,
     TorchDispatchMode,
     after_backward,
+    backward_for_inputs,
+    backward_for_weights,
     checkpoint_wrapper,
     compile_records,
     count_operators,
@@ -49,6 +51,7 @@ from atorch_ns.torch_compat import (
     persistent_buffers,
     pipeline_orders,
     quiet_fake_kernels,
+    reduce_after_backward,
     reduced_parameters,
     registered_children,
     tensor_without_storage,
@@ -323,6 +326,39 @@ def test_a_view_is_told_from_its_base_and_from_a_copy() -> None:
     assert is_view(base[1:])
     assert not is_view(base)
     assert not is_view(base[1:].clone())
+
+
+def test_a_backward_pass_in_two_parts_gives_the_gradients_of_the_whole() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(3, 4, requires_grad=True)
+    gradient = torch.randn(3, 4)
+    module(x).backward(gradient)
+    expected = [x.grad, *(parameter.grad for parameter in module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    groups = backward_for_inputs((module(x),), (gradient,), (x,), module.parameters())
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in module.parameters())
+    backward_for_weights(module.parameters(), groups)
+    for found, wanted in zip([x.grad, *(p.grad for p in module.parameters())], expected, strict=True):
+        assert wanted is not None
+        torch.testing.assert_close(found, wanted)
+
+
+def _reduced_at_the_end() -> bool:
+    module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(False)
+    module.set_is_last_backward(False)
+    x = torch.full((2, 4), float(dist.get_rank() + 1))
+    module(x).sum().backward()
+    reduce_after_backward(module)
+    return torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 3.0))  # 2 × the mean of 1 and 2
+
+
+def test_gradients_kept_by_each_rank_are_reduced_at_the_end() -> None:
+    assert run_ranks(_reduced_at_the_end, 2) == [True] * 2
 
 
 def _store() -> list[bytes]:

@@ -23,7 +23,9 @@ from atorch_ns.strategy import AxisUse, Plan
 from atorch_ns.testing.models import get_case
 
 CLUSTER = cluster_from_spec("8xH100-80GB")
-NAMES = [info.name for info in SCHEDULES if not info.recomputes]  # those stand in for each by checkpoint's own choice
+NAMES = [
+    info.name for info in SCHEDULES if not info.recomputes
+]  # those stand in for each by checkpoint's own choice
 OFFERED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 
 
