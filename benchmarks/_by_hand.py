@@ -117,6 +117,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         name="bf16 autocast, 1 process", strategy=[BF16], by_hand=_plain, num_ranks=1, bf16=True, batch_size=4
     ),
     Scenario(name="DDP", strategy=["ddp"], by_hand=_replicated),
+    Scenario(name="DDP, buckets of our own", strategy=[("ddp", {"reducer": "own"})], by_hand=_replicated),
     Scenario(name="DDP, bf16 autocast", strategy=["ddp", BF16], by_hand=_replicated, bf16=True, batch_size=4),
     Scenario(name="FSDP2", strategy=["fsdp"], by_hand=_sharded),
     Scenario(name="FSDP2, checkpoint", strategy=["fsdp", "checkpoint"], by_hand=_sharded_recomputed),

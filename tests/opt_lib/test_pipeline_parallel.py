@@ -32,6 +32,7 @@ from atorch_ns.testing.parity import (
     whole_parameters,
 )
 from atorch_ns.testing.workers import catch_ranks, run_ranks
+from atorch_ns.torch_compat import plain_name
 from opt_lib.pipeline_parallel import PipelineParallel
 from tests.pipeline.odd_models import Dropouts, LooksAtValues, build, mean_loss
 
@@ -294,6 +295,67 @@ def test_a_recomputation_begins_before_the_gradient_has_come() -> None:
     _, again, _ = rows["R", 3]
     due, arrived, _ = rows["B", 3]
     assert again < due < arrived - 0.1
+
+
+def _sent_outputs() -> list[list[bool]]:
+    """Before each forward pass of the first stage: which outputs of earlier ones have their memory still."""
+    model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    kept: list[StorageWeakRef] = []
+    seen: list[list[bool]] = []
+    model[0].register_forward_pre_hook(lambda *_: seen.append([not one.expired() for one in kept]))
+    model[1].register_forward_hook(lambda *given: kept.append(StorageWeakRef(given[2].untyped_storage())))
+    result = accelerate_case(
+        get_case("mlp"),
+        _with("1F1B", num_micro_batches=6, split_points=["2"]),
+        model=model,
+        dataset=[(torch.rand(4), torch.rand(1)) for _ in range(6)],
+        loss_func=lambda batch, out: (out - batch[1]).square().mean(),
+        model_input_format="first",
+        global_batch=6,
+    )
+    kept.clear()
+    seen.clear()
+    for batch in result.dataloader:
+        result.train_step(batch)
+    return seen
+
+
+def test_an_output_that_was_sent_is_let_go() -> None:
+    """A linear layer's output is not needed for its gradient. Two are alive while the next stage works on the first."""
+    seen, _ = run_ranks(_sent_outputs, 2, timeout_s=60)
+    assert len(seen) == 6
+    for number, alive in enumerate(seen):
+        assert not any(alive[: max(0, number - 1)]), seen
+
+
+SHARES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"share": [0.5, 0.0]}, ["layers.0"]),
+    ({"share": 1.0, "by_stage": "merak"}, ["layers.0", "layers.1"]),
+    ({"share": 0.5, "by_stage": "level"}, ["layers.0"]),
+    ({"share": "auto"}, []),
+]
+
+
+def _shares() -> list[tuple[list[str], list[float]]]:
+    found = []
+    for config, _ in SHARES:
+        result = accelerate_case(
+            get_case("tied_llama"),
+            _with("1F1B", ("checkpoint", config), num_micro_batches=4, split_points=["layers.2"]),
+        )
+        losses = [float(result.train_step(batch)) for batch in result.dataloader]
+        wrapped = [
+            name for name, m in result.job.module.named_modules() if type(m).__name__ == "CheckpointWrapper"
+        ]
+        found.append(([plain_name(name) for name in wrapped], losses))
+    return found
+
+
+def test_stages_recompute_the_share_that_they_are_given() -> None:
+    first, second = run_ranks(_shares, 2, timeout_s=60)
+    for (_, expected), (blocks, losses), (others, _) in zip(SHARES, first, second, strict=True):
+        assert blocks + others == expected
+        assert losses == first[0][1]
 
 
 def _refused(attempts: Sequence[tuple[str, Strategy, dict[str, Any]]]) -> list[str]:
