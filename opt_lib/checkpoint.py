@@ -134,11 +134,13 @@ class Checkpoint(Method[CheckpointConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[CheckpointConfig]:
-        """All repeated blocks, or every second."""
+        """All repeated blocks, every second, or of each stage of a pipeline the least that fits."""
         if profile.blocks:
             yield CheckpointConfig()
         if len(profile.blocks) > 1:
             yield CheckpointConfig(every_n=2)
+        if len(profile.blocks) > 1 and cluster.world_size > 1:
+            yield CheckpointConfig(share="auto")
 
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""
@@ -161,6 +163,8 @@ class Checkpoint(Method[CheckpointConfig]):
             )
         kept = f", results of {', '.join(config.save_operators)} kept" if config.save_operators else ""
         where = ", from inputs in host memory" if config.offload and job.device.type != "cpu" else ""
+        if job.step.recomputed_shares and config.share is not None:
+            kept = f", of the blocks of the stages {', '.join(f'{one:.2g}' for one in job.step.recomputed_shares)}"
         kinds = ", ".join(f"{count} × {kind}" for kind, count in wrapped.items())
         job.explain(
             self.name,

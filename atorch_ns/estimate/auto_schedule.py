@@ -14,7 +14,8 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.estimate.estimate import Workload
 from atorch_ns.estimate.memory.activations import Activations, SegmentBytes
-from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, cost_of
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, cost_of, is_recomputed
+from atorch_ns.estimate.stages import known_stages
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import segments_of
@@ -23,7 +24,6 @@ from atorch_ns.pipeline import (
     BlockCosts,
     RecomputeShare,
     choose_for_device,
-    get_schedule,
     split_backward,
 )
 from atorch_ns.profile import Trace
@@ -48,19 +48,71 @@ def with_chosen_schedules(
     use, known = table.use.copy(), {one: place for place, one in enumerate(table.uses)}
     for index in range(len(table.templates)):
         rows, sizes = table.sizes(index, workload, memo)
-        wanted = automatic[use[rows]] | (by_share[index] & (sizes.pipeline > 1))
-        for place in np.flatnonzero(wanted).tolist():
+        plan, is_auto = table.templates[index], automatic[use[rows]]
+        for place in np.flatnonzero(is_auto).tolist():
             one = table.uses[use[rows[place]]]
             chosen = _Chosen("1F1B", 0, ())
             if sizes.pipeline[place] > 1:
                 only = sizes.take(np.asarray([place]))
-                context = PricingContext.of(table.templates[index], only, trace, cluster, workload, Memo())
+                context = PricingContext.of(plan, only, trace, cluster, workload, Memo())
                 chosen = _chosen(context, one.pipeline, memo)
             if not by_share[index]:
                 chosen = chosen._replace(recomputed=())
             new = one._replace(pipeline=replace(one.pipeline, **chosen._asdict()))
             use[rows[place]] = known.setdefault(new, len(known))
+        named = np.flatnonzero(by_share[index] & (sizes.pipeline > 1) & ~is_auto)
+        if len(named):
+            context = PricingContext.of(plan, sizes.take(named), trace, cluster, workload, Memo())
+            for place, shares in zip(named.tolist(), _shares(context, memo), strict=True):
+                one = table.uses[use[rows[place]]]
+                new = one._replace(pipeline=replace(one.pipeline, recomputed=shares))
+                use[rows[place]] = known.setdefault(new, len(known))
     return replace(table, use=use, uses=tuple(known))
+
+
+def _shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
+    """The share of its blocks that each stage recomputes, for every row of a context, as of ranks: the stages of one are
+    alike. Cuts are those that the row is priced with."""
+    recompute, sizes = RecomputeShare.of(context.plan.recomputation), context.sizes
+    every, kept = _kept_bytes(context)
+    states = np.stack([_state_bytes(context, s) for s in range(len(every))])  # [S, R]
+    able = np.asarray([is_recomputed(context.plan, segment) for segment in context.trace.segments])
+    found: list[tuple[float, ...]] = [()] * len(sizes)
+    keys = np.column_stack([sizes.pipeline, sizes.micro_batches, sizes.pipelined])
+    for key in np.unique(keys, axis=0):
+        rows = np.flatnonzero((keys == key).all(axis=1))
+        stages = known_stages(sizes.pipelines[key[2]], context.trace, int(key[0]), memo)
+        live = stages.live(int(key[1]))[:, None]
+        whole, freed = stages.on_rank @ every[:, rows], stages.on_rank @ (every - kept)[:, rows]  # [p, R']
+        if recompute.is_chosen:
+            over = stages.on_rank @ states[:, rows] + live * whole - context.hardware.device.memory_bytes
+            share = over / np.maximum(1.0, live * freed)
+            blocks = np.maximum(1, stages.on_rank @ able)[:, None]
+            of_rank = np.clip(np.ceil(np.round(share * blocks, 6)) / blocks, 0.0, 1.0)
+        else:
+            ratio = float((1.0 - freed / np.maximum(1.0, whole)).mean())
+            given = recompute.of_stages(live[:, 0].tolist(), ratio, keeps_last=stages.info.keeps_last)
+            of_rank = np.tile(np.asarray(given)[:, None], (1, len(rows)))
+        if stages.info.keeps_last:
+            of_rank[-1] = 0.0
+        of_stage = np.empty((stages.numbers.size, len(rows)))
+        of_stage[stages.numbers.reshape(-1)] = np.repeat(of_rank, stages.numbers.shape[1], axis=0)
+        for place, row in enumerate(rows.tolist()):
+            found[row] = tuple(np.round(of_stage[:, place], 3).tolist())
+    return found
+
+
+def _kept_bytes(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
+    """[S, R] what a block of each segment keeps of a micro-batch, and what it keeps where it is recomputed."""
+    costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
+    of_segments = SegmentBytes(costs, context.parts, np.ceil(context.num_samples), context.num_tokens)
+    again = replace(context.plan.recomputation, every=1, share=None)
+    found = []
+    for recomputation in (Recomputation(), again):
+        plan = replace(context.plan, recomputation=recomputation)
+        kept = Activations(plan, context.trace, of_segments)
+        found.append(np.stack([kept.before(s, 1) - kept.before(s, 0) for s in range(len(costs))]))
+    return found[0], found[1]
 
 
 class _Chosen(NamedTuple):
@@ -75,7 +127,6 @@ def _chosen(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) 
     """What is chosen for the one row of a context."""
     numbers = (_costs(context), int(context.sizes.pipeline[0]), int(context.micro_batches[0]))
     options: dict[str, Any] = {
-        "schedule": None if pipeline.schedule == "auto" else get_schedule(pipeline.schedule),
         "stages_per_rank": pipeline.stages_per_rank or None,
         "whole_backward": context.plan.whole_backward,
         "memory_bytes": context.hardware.device.memory_bytes,
@@ -86,25 +137,17 @@ def _chosen(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) 
         try:
             best = choose_for_device(*numbers, **options).best
         except InputError:
-            if pipeline.schedule == "auto":
-                return _Chosen("1F1B", 0, ())
-            return _Chosen(pipeline.schedule, pipeline.stages_per_rank, ())
+            return _Chosen("1F1B", 0, ())
         return _Chosen(best.schedule.name, best.stages_per_rank, best.shares)
 
-    key = ("auto", pipeline.schedule, *numbers, *(v for k, v in options.items() if k != "schedule"))
-    return memo.get(key, choose)
+    return memo.get(("auto", *numbers, *options.values()), choose)
 
 
 def _costs(context: PricingContext) -> BlockCosts:
     """The costs of every piece of the model, for the one plan of a context."""
     segments, exchanges = segments_of(context), exchanges_of(context)
-    samples = np.ceil(context.num_samples)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
-    of_segments = SegmentBytes(costs, context.parts, samples, context.num_tokens)
-    whole = replace(context.plan, recomputation=Recomputation())
-    every = Activations(whole, context.trace, of_segments)
-    again = replace(whole, recomputation=replace(context.plan.recomputation, every=1, share=None))
-    kept = Activations(again, context.trace, of_segments)
+    every, kept = _kept_bytes(context)
     send = context.hardware.within_node.rate_of("send")
     columns = []
     for s, (one, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
@@ -114,9 +157,9 @@ def _costs(context: PricingContext) -> BlockCosts:
             _first(one.forward) + moved,
             _first(one.backward) + 2 * moved,
             _first(one.recompute) * context.plan.recomputation.every,
-            _state_bytes(context, s),
-            float((every.before(s, 1) - every.before(s, 0))[0]),
-            float((kept.before(s, 1) - kept.before(s, 0))[0]),
+            _first(_state_bytes(context, s)),
+            float(every[s, 0]),
+            float(kept[s, 0]),
             output,
             send.latency_s + output / send.bytes_per_s,
         )
@@ -137,8 +180,8 @@ def _costs(context: PricingContext) -> BlockCosts:
     )
 
 
-def _state_bytes(context: PricingContext, s: int) -> float:
-    """A parameter, its gradient and two moments as of Adam, as they are divided."""
+def _state_bytes(context: PricingContext, s: int) -> np.ndarray:
+    """[R] a parameter, its gradient and two moments as of Adam, as they are divided."""
     plan, segment = context.plan, context.trace.segments[s]
     own = sum(p.num_elements * DTYPE_BYTES.get(p.dtype, 4) for p in segment.parameters if p.tied_to is None)
     over = (
@@ -147,8 +190,8 @@ def _state_bytes(context: PricingContext, s: int) -> float:
         plan.sharding.optimizer_over,
         plan.sharding.optimizer_over,
     )
-    copies = sum(1.0 / float(context.shards(axes)[0]) for axes in over)
-    return own * copies * _first(context.parts.of_parameters(s))
+    copies = sum(1.0 / np.asarray(context.shards(axes), dtype=float) for axes in over)
+    return np.broadcast_to(own * copies * context.parts.of_parameters(s), context.num_samples.shape)
 
 
 def _first(value: np.ndarray | float) -> float:

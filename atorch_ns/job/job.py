@@ -76,6 +76,7 @@ class StepOptions:
             ``(module, *args, **kwargs)``; ``None`` for torch's.
         recomputed_blocks: paths of the blocks that are recomputed, where a pipeline has chosen them by stage; ``None``
             elsewhere.
+        recomputed_shares: the share of its blocks that each stage recomputes then.
         kept_activations: forward passes inside recompute nothing afterwards.
         randomness: the random states that forward passes begin from, where ranks must share them.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
@@ -88,6 +89,7 @@ class StepOptions:
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None
     recomputed_blocks: frozenset[str] | None = None
+    recomputed_shares: tuple[float, ...] = ()
     kept_activations: KeptActivations = field(default_factory=KeptActivations)
     randomness: SharedRandomness | None = None
     shares_batch_norms: bool = False

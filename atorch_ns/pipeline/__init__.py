@@ -17,6 +17,7 @@ from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, s
 from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.pipeline.schedule.actions import Action, Orders, live_bytes, live_micro_batches
 from atorch_ns.pipeline.schedule.choose import (
+    BUFFERS,
     BlockCosts,
     ScheduleChoice,
     choose_for_device,
@@ -29,6 +30,7 @@ from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule, tr
 from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, checked_orders, simulate
 
 __all__ = [
+    "BUFFERS",
     "Action",
     "BlockCosts",
     "CallGraph",

@@ -125,7 +125,7 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
     job.parts.stages = stages
     job.parts.pipeline = plan.step
     if job.plan.recomputation.share is not None:
-        job.step.recomputed_blocks = plan.recomputed
+        job.step.recomputed_blocks, job.step.recomputed_shares = plan.recomputed, plan.shares
     job.step.num_micro_batches = plan.num_micro_batches
     job.step.split = splitter(plan, num_ranks)
     job.plan = job.plan.changed(

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from atorch_ns.estimate.model_shard import ModelShard, is_recomputed, saved_share
+from atorch_ns.pipeline import BUFFERS
 from atorch_ns.profile import Growth, PhaseCost, SegmentCost, Trace
 from atorch_ns.strategy import Plan
 
@@ -140,7 +141,7 @@ class Activations:
         return self._before_segment[-1]
 
     def received(self, micro_batches: np.ndarray) -> np.ndarray:
-        """[R] buffers that a stage of a pipeline receives into: one for each micro-batch and direction."""
+        """[R] buffers of what a stage of a pipeline receives, in both directions."""
         if not self.parts.is_cut:
             return self._zeros
         first = last = self._zeros
@@ -153,7 +154,8 @@ class Activations:
             )
         for s in range(len(self.costs)):
             last = np.where(self.parts.has(s), self.bytes.outputs[s], last)
-        return np.asarray(micro_batches * (first * self.parts.receives + last * self.parts.sends))
+        buffers = np.minimum(micro_batches, BUFFERS)
+        return np.asarray(buffers * (first * self.parts.receives + last * self.parts.sends))
 
     def forward(self, s: int, j: Place) -> np.ndarray:
         """[R] at the worst moment of a forward pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ from atorch_ns.pipeline.schedule.recompute import RecomputeShare
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES, ScheduleInfo
 from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simulate
 from atorch_ns.text import bytes_text
+
+BUFFERS: Final = 2
+"""Buffers of a micro-batch's tensors on each side of a cut, in each direction: one that is used, and one on its way."""
 
 _INPUT_SHARE, _WEIGHT_SHARE = 0.58, 0.48
 """Durations of the passes for the input and for the weights, as shares of a whole backward pass.
@@ -41,8 +45,7 @@ class BlockCosts:
         state_bytes: parameters, gradients and optimizer state, by block; empty where memory does not matter.
         activation_bytes: kept of one micro-batch between forward and backward, by block; empty as above.
         recomputed_bytes: the same of blocks that are recomputed, by block; empty as above.
-        boundary_bytes: what a cut sends of one micro-batch, indexed like ``send``; empty as above. torch holds
-            a buffer of this size on both sides for every micro-batch.
+        boundary_bytes: what a cut sends of one micro-batch, indexed like ``send``; empty as above.
         allowed_cuts: positions that may be cut; ``None`` for all.
     """
 
@@ -127,7 +130,7 @@ class BlockCosts:
                 for share in shares
             ],
             live=live,
-            edges=tuple(num_micro_batches * size for size in self.boundary_bytes),
+            edges=tuple(min(num_micro_batches, BUFFERS) * size for size in self.boundary_bytes),
         )
 
 
@@ -311,7 +314,7 @@ class _Pipeline:
         recomputes nothing."""
         costs, spans = self.costs, stage_ranges(cuts, self.costs.num_blocks)
         edges = {
-            cut: self.num_micro_batches * costs.boundary_bytes[cut - 1]
+            cut: min(self.num_micro_batches, BUFFERS) * costs.boundary_bytes[cut - 1]
             for cut in cuts
             if costs.boundary_bytes
         }
@@ -328,11 +331,12 @@ class _Pipeline:
             kept.append(sum(of_block.values()))
         return held, kept, every
 
-    def peaks(self, cuts: Sequence[int]) -> tuple[float, ...]:
-        """The most bytes that each rank holds."""
+    def peaks(self, cuts: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[float, ...]:
+        """The most bytes that each rank holds, or each of some."""
+        chosen = range(self.num_ranks) if ranks is None else ranks
         held, kept, every = self.stage_bytes(cuts)
-        moving = live_bytes(self.orders, kept, every)
-        return tuple(moving[rank] + self.of_rank(held, rank) for rank in range(self.num_ranks))
+        moving = live_bytes([self.orders[rank] for rank in chosen], kept, every)
+        return tuple(more + self.of_rank(held, rank) for more, rank in zip(moving, chosen, strict=True))
 
     def slowest(self, cuts: Sequence[int]) -> float:
         """Seconds of the slowest stage."""
@@ -440,12 +444,14 @@ def _fitted(
     shares = list(pipeline.shares)
     for rank in range(pipeline.num_ranks):
         stages = pipeline.info.stages_of(rank, pipeline.num_ranks, on_rank)
-        for count in range(able + 1):
-            for stage in stages:
+
+        def fits(count: int) -> bool:
+            for stage in stages:  # noqa: B023 the function does not outlive its round
                 shares[stage] = min(most[stage], count / able if able else 0.0)
-            if replace(pipeline, shares=tuple(shares)).peaks(cuts)[rank] <= limit_bytes:
-                break
-        else:
+            return replace(pipeline, shares=tuple(shares)).peaks(cuts, [rank])[0] <= limit_bytes  # noqa: B023
+
+        least = bisect_left(range(able + 1), True, key=fits)
+        if not fits(min(least, able)):
             return None
     return replace(pipeline, shares=tuple(shares))
 

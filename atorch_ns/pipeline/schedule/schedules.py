@@ -267,7 +267,10 @@ _ALIASES: dict[str, tuple[str, str]] = {
     "dualpipe": ("DualPipeV", "DualPipe keeps two copies of the parameters; DualPipeV needs one"),
     # nnScaler's `pipeline_scheduler`.
     "chimeradirect": ("DualPipeV", "Chimera keeps two copies of the parameters; DualPipeV needs one"),
-    "inferpipe": ("GPipe", "result.infer_step runs the forward passes of any schedule, one micro-batch after another"),
+    "inferpipe": (
+        "GPipe",
+        "result.infer_step runs the forward passes of any schedule, one micro-batch after another",
+    ),
     # Merak's `train_schedule`.
     "dsdefault": ("1F1B", "DeepSpeed's default order is 1F1B"),
     "earlyrecompute1f1b": ("PreRecompute1F1B", ""),

@@ -33,6 +33,8 @@ def canonical(plan: Plan) -> Plan:
         "sharding": {**over, **_idle(sharding, conditions)},
         "recomputation": _idle(plan.recomputation, conditions),
     }
+    if plan.size("pipeline") == 1 and plan.recomputation.share == "auto":  # of one stage, all blocks
+        changes["recomputation"] |= {"share": None, "every": 1}
     if plan.rank_order == tuple(sorted(plan.rank_order or ())):
         changes["rank_order"] = None
     if plan.num_data_ranks == 1:

@@ -144,7 +144,7 @@ def test_micro_batches_and_meshes_can_be_asked_for() -> None:
 def test_an_excluded_config_leaves_the_method_its_others() -> None:
     found = space(excluded=[("checkpoint", {"every_n": 2})])
     configs = {str(dict(one.steps).get("checkpoint", "absent")) for one in free(found)}
-    assert configs == {"None", "absent"}
+    assert configs == {"None", "absent", "{'share': 'auto'}"}
     assert not any("checkpoint" in note for note in found.notes)
 
 
