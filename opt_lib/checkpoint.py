@@ -24,6 +24,7 @@ from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper, plain_name
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._recompute import BufferSafeRecompute, offloaded
+from opt_lib._recompute_chunks import Chunk
 
 
 class CheckpointConfig(MethodConfig):
@@ -49,6 +50,12 @@ class CheckpointConfig(MethodConfig):
         default="same",
         description="How one share, then that of a pipeline's first stage, gives those of the others: the same; level, so "
         "that all stages keep as many bytes; merak, the formula of Merak's activation_checkpoint_ratio.",
+    )
+    chunk: int = Field(
+        default=1,
+        ge=1,
+        description="Recompute so many neighbouring blocks as one, which keeps the input of the first alone (Merak's "
+        "checkpoint_num_layers). The model must call them one after the other, with the same other arguments.",
     )
     save_operators: tuple[str, ...] = Field(
         default=(),
@@ -80,6 +87,12 @@ class CheckpointConfig(MethodConfig):
                 "share is of the repeated blocks; leave out wrap_class, every_n and save_operators"
             )
         RecomputeShare(self.share, self.by_stage)
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_fit(self) -> CheckpointConfig:
+        if self.chunk > 1 and (self.every_n != 1 or self.save_operators):
+            raise ValueError("chunk joins neighbouring blocks; leave out every_n and save_operators")
         return self
 
     @field_validator("save_operators")
@@ -127,6 +140,7 @@ class Checkpoint(Method[CheckpointConfig]):
                 "every": config.every_n,
                 "share": config.share,
                 "by_stage": config.by_stage,
+                "chunk": config.chunk,
                 "selectors": config.wrap_class,
                 "saved_operators": config.save_operators,
                 "offload_activations": config.offload,
@@ -151,11 +165,17 @@ class Checkpoint(Method[CheckpointConfig]):
         if config.offload:
             function = offloaded(function, job.device)
         targets = _targets(job.module, config)
-        for block in _chosen(targets, job, config):
-            recomputed = _unless_kept(job.step.kept_activations, BufferSafeRecompute(function))
-            wrapper = checkpoint_wrapper(block.module, recomputed)
-            job.module.set_submodule(block.name, wrapper)
-            wrapped[type(block.module).__name__] += 1
+        if config.chunk > 1:
+            _refuse_chunks(job, config)
+        for blocks in _chunks(_chosen(targets, job, config), config.chunk):
+            chunk = Chunk(BufferSafeRecompute(function))
+            for block in blocks:
+                recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
+                wrapper = checkpoint_wrapper(
+                    block.module, _unless_kept(job.step.kept_activations, recomputed)
+                )
+                job.module.set_submodule(block.name, wrapper)
+                wrapped[type(block.module).__name__] += 1
         if not targets and not job.parts.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
@@ -180,6 +200,36 @@ def _chosen(targets: list[NamedModule], job: Job, config: CheckpointConfig) -> l
         return targets[:: config.every_n]
     (share,) = RecomputeShare(config.share, config.by_stage).of_stages([1])
     return targets[: num_recomputed(len(targets), share)]
+
+
+def _refuse_chunks(job: Job, config: CheckpointConfig) -> None:
+    """Where blocks must be called one by one."""
+    stages = len(job.parts.stages)
+    why = (
+        "the parameters of a block are gathered when it is called"
+        if job.plan.gradient_sync == "reduce_scatter"
+        else "blocks are compiled one by one"
+        if job.plan.compiled
+        else f"a rank has {stages} stages"
+        if stages > 1
+        else ""
+    )
+    if why:
+        raise InputError(
+            f"checkpoint: chunk={config.chunk} cannot be used here, since {why}: leave it out, or use ddp or zero1."
+        )
+
+
+def _chunks(blocks: list[NamedModule], size: int) -> list[list[NamedModule]]:
+    """Neighbours of one container, so many together."""
+    found: list[list[NamedModule]] = []
+    for block in blocks:
+        container = plain_name(block.name).rpartition(".")[0]
+        if found and len(found[-1]) < size and plain_name(found[-1][0].name).rpartition(".")[0] == container:
+            found[-1].append(block)
+        else:
+            found.append([block])
+    return found
 
 
 def _unless_kept(kept: KeptActivations, recomputed: Callable[..., Any]) -> Callable[..., Any]:

@@ -128,6 +128,7 @@ class Recomputation:
         share: of the blocks, which is recomputed: of all, of each stage of a pipeline, or ``"auto"``; ``None`` for every
             n-th of them. :class:`~atorch_ns.pipeline.RecomputeShare` says what they mean.
         by_stage: how the share of the first stage gives those of the others.
+        chunk: neighbouring blocks that are recomputed as one.
         selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
         saved_operators: operators whose results are kept.
         offload_activations: whether what recomputation begins from stays in host memory.
@@ -137,6 +138,7 @@ class Recomputation:
     every: int = _only_where("recomputes", 1)
     share: float | tuple[float, ...] | Literal["auto"] | None = _only_where("recomputes", None)
     by_stage: Literal["same", "level", "merak"] = _only_where("recomputes", "same")
+    chunk: int = _only_where("recomputes", 1)
     selectors: tuple[str, ...] | None = _only_where("recomputes", None)
     saved_operators: tuple[str, ...] = _only_where("recomputes", ())
     offload_activations: bool = False

@@ -186,7 +186,9 @@ class Activations:
         again = self.bytes.saved[s] - kept
         # Recomputation stops as soon as everything saved is there again, so its output is not made.
         running = self.bytes.forward_peaks[s] - kept
-        worst = np.maximum(np.maximum(running, again), again + peak)
+        # Of blocks that are recomputed as one, those before this one keep all that they have saved again.
+        more = (self._position[s] + j) % self.plan.recomputation.chunk * self.bytes.saved[s]
+        worst = np.maximum(np.maximum(running, again), again + peak) + more
         return np.asarray(
             alive + np.where(recomputes, RNG_STATE_BYTES + worst + self._brought_back(s, j), peak)
         )
@@ -239,7 +241,8 @@ class Activations:
         kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
         if np.any(again):
             output = 0.0 if self.offloads else self.bytes.outputs[s]
-            kept = kept + again * (output + RNG_STATE_BYTES + self._kept_inside(s))
+            chunks = np.ceil(again / self.plan.recomputation.chunk)
+            kept = kept + chunks * (output + RNG_STATE_BYTES) + again * self._kept_inside(s)
         return np.asarray(kept)
 
     def _share_saved(self, s: int) -> float:

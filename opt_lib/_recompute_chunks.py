@@ -1,0 +1,109 @@
+"""Recomputation of neighbouring blocks as one: what is kept of them is the input of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import StepError
+from atorch_ns.text import with_article
+
+
+class _Together(nn.Module):
+    """Blocks one after the other, each with the result of the one before, and otherwise the arguments of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self.blocks
+        value = first(*args, **kwargs)
+        for block in others:
+            handed = value[0] if isinstance(value, tuple) else value
+            given, named = _with_first(handed, args, kwargs)
+            value = block(*given, **named)
+        return value
+
+
+@final
+class Chunk:
+    """Blocks that a model calls one after the other, each with the result of the one before it.
+
+    The first is called for all of them; the others give on what has been computed. What the model sees between them is
+    a placeholder of NaNs without memory, so that code that uses it is noticed: by an error, or in the loss.
+
+    Args:
+        function: ``function(module, *args, **kwargs)``, a recomputation.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._together = _Together()
+        self._result: Any = None
+        self._between: Any = None
+        self._expected: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
+        self._num_called = 0
+
+    def __len__(self) -> int:
+        return len(self._together.blocks)
+
+    def part(self, block: nn.Module) -> Callable[..., Any]:
+        """What is called as ``call(block, *args, **kwargs)`` in the place of one more block."""
+        self._together.blocks.append(block)
+        return self._begin if len(self) == 1 else self._go_on
+
+    def _begin(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._together.training = self._together.blocks[0].training
+        self._result = self._function(self._together, *args, **kwargs)
+        self._num_called = 1
+        if len(self) == 1:
+            return self._handed_on()
+        self._between = between = _placeholder(self._result)
+        self._expected = _with_first(between[0] if isinstance(between, tuple) else between, args, kwargs)
+        return between
+
+    def _go_on(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        expected, named = self._expected
+        alike = len(args) == len(expected) and kwargs.keys() == named.keys()
+        if (
+            self._together.blocks[self._num_called % len(self)] is not block
+            or not alike
+            or any(one is not other for one, other in zip(args, expected, strict=True))
+            or any(value is not named[name] for name, value in kwargs.items())
+        ):
+            raise StepError(
+                f"checkpoint: chunk={len(self)} recomputes neighbouring blocks as one, which needs each to be called with the "
+                f"result of the one before it, and otherwise with the same arguments; {with_article(block)} is not. Leave "
+                "chunk out."
+            )
+        self._num_called += 1
+        return self._handed_on() if self._num_called == len(self) else self._between
+
+    def _handed_on(self) -> Any:
+        result, self._result, self._between, self._expected = self._result, None, None, ((), {})
+        return result
+
+
+def _with_first(
+    value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """A call's arguments with another first one."""
+    if args:
+        return (value, *args[1:]), kwargs
+    return (), {**kwargs, next(iter(kwargs)): value}
+
+
+def _placeholder(result: Any) -> Any:
+    """NaNs in the shape of a block's result: a tensor, or a tuple of one and of nothing else."""
+    if isinstance(result, tuple) and all(other is None for other in result[1:]):
+        return (_placeholder(result[0]), *result[1:])
+    if not isinstance(result, torch.Tensor):
+        raise StepError(
+            f"checkpoint: chunk recomputes neighbouring blocks as one, which needs them to return a tensor, and they return "
+            f"{with_article(result)}. Leave chunk out."
+        )
+    return torch.full((), float("nan"), dtype=result.dtype, device=result.device).expand(result.shape)
