@@ -96,12 +96,7 @@ class TrainLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        global_batch_size: int | None,
-        batch_size: int | None = 1,
-        **arguments: Any,
+        self, dataset: Any, *, global_batch_size: int | None, batch_size: int | None = 1, **arguments: Any
     ) -> None:
         super().__init__(dataset, batch_size=batch_size, **arguments)
         self.global_batch_size = global_batch_size

@@ -63,12 +63,7 @@ class LoaderArgs:
 
 
 def read_loader_args(
-    args: Mapping[str, Any] | None,
-    *,
-    is_stream: bool,
-    has_sampler_cls: bool,
-    rank: int,
-    num_ranks: int,
+    args: Mapping[str, Any] | None, *, is_stream: bool, has_sampler_cls: bool, rank: int, num_ranks: int
 ) -> LoaderArgs:
     """Checks the arguments for a map-style dataset, or for an iterable one (``is_stream``).
 

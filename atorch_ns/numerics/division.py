@@ -29,7 +29,7 @@ from atorch_ns.numerics.run import judged_job, train_step
 from atorch_ns.numerics.setup import Prepared
 from atorch_ns.sharding.compare import largest
 from atorch_ns.strategy import MODEL_AXES, Strategy
-from atorch_ns.text import error_text, first_few
+from atorch_ns.text import error_line, error_text, first_few
 from atorch_ns.torch_compat import pipeline_unit, plain_name
 
 _DIFFERS: Final = 1e-4
@@ -47,7 +47,7 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
 
     Raises:
         StrategyError: on every rank, if a loss or a parameter is not that of one process; it names the first module whose
-            result differs. Also if code reads parameters by a closure, where ranks hold or compute different parts.
+            result differs. Also if the model fails where it is divided, and if code reads parameters by a closure, where ranks hold or compute different parts.
     """
     axes = [axis for axis in MODEL_AXES if resolved.plan.size(axis) > 1]
     strategy = _dividing(resolved, registry)
@@ -84,8 +84,8 @@ def _dividing(resolved: Resolved, registry: Registry) -> Strategy:
 def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry) -> ProbeResult | str:
     """The comparison, or why there is none; the same on every rank.
 
-    What the model itself raises on one rank passes through, as it would from the first step: the ranks are not at one
-    point then, so that they could not agree about it.
+    The model has run in one process before. What it raises divided passes through, as it would from the first step: the
+    ranks are not at one point then, so that they could not agree about it.
     """
     prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
     if isinstance(prepared, str):
@@ -104,6 +104,13 @@ def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Reg
         run = run_small(prepared, cluster)
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
         return error_text(error)
+    except Exception as error:
+        axes = " and ".join(axis for axis in MODEL_AXES if prepared.resolved.plan.size(axis) > 1)
+        raise StrategyError(
+            f"divided over {axes}, the model fails, which runs in one process: {error_line(error)}. Its blocks passed their "
+            "tests one by one, so what they hand to each other depends on the division. Train it over other axes, or leave "
+            "the modules in the traceback whole."
+        ) from error
     return judge_run(prepared, inputs, cluster, run)
 
 

@@ -79,12 +79,7 @@ class ProbeResult:
 
 
 def probe(
-    inputs: Inputs,
-    cluster: Cluster,
-    strategy: Strategy,
-    registry: Registry,
-    *,
-    shallow: bool = True,
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool = True
 ) -> ProbeResult:
     """Trains a small model under ``strategy`` and in one process, and compares; collective.
 
@@ -106,12 +101,7 @@ def probe(
 
 
 def _probe(
-    inputs: Inputs,
-    cluster: Cluster,
-    strategy: Strategy,
-    registry: Registry,
-    *,
-    shallow: bool,
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool
 ) -> ProbeResult:
     prepared = prepare_small(inputs, cluster, strategy, registry, shallow=shallow)
     if isinstance(prepared, str):

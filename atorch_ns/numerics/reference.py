@@ -135,11 +135,7 @@ def run_reference(
             group["lr"] = rate
         optimizer.step()
     return Reference(
-        initial=initial,
-        final=_snapshot(model),
-        losses=tuple(losses),
-        learning_rate=rate,
-        training=training,
+        initial=initial, final=_snapshot(model), losses=tuple(losses), learning_rate=rate, training=training
     )
 
 

@@ -208,13 +208,7 @@ class _ClosedOver(TorchFunctionMode):
 
 
 def prepare(
-    inputs: Inputs,
-    cluster: Cluster,
-    strategy: Strategy,
-    registry: Registry,
-    *,
-    shallow: bool,
-    rows: int,
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool, rows: int
 ) -> Prepared:
     """Builds the small model on every rank, and trains it in one process on rank 0 with ``rows`` samples in each
     micro-batch; collective.
@@ -333,12 +327,7 @@ def is_reduced(resolved: Resolved) -> bool:
 
 
 def draw_batches(
-    inputs: Inputs,
-    num_parts: int,
-    num_rows: int,
-    *,
-    num_steps: int = _NUM_STEPS,
-    alike: bool = False,
+    inputs: Inputs, num_parts: int, num_rows: int, *, num_steps: int = _NUM_STEPS, alike: bool = False
 ) -> list[list[Any]]:
     """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few; without a dataset,
     ``sample_batch`` everywhere.

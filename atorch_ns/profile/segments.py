@@ -16,14 +16,7 @@ from atorch_ns.capture.structure import Container
 from atorch_ns.profile.analysis import Divisible, Measured, costs_of, kinds_of
 from atorch_ns.profile.record.recorder import Occurrence
 from atorch_ns.profile.record.steps import RecordedStep, Subject
-from atorch_ns.profile.trace import (
-    Growth,
-    ParameterSpec,
-    Segment,
-    by_divisor,
-    by_lengths,
-    by_samples,
-)
+from atorch_ns.profile.trace import Growth, ParameterSpec, Segment, by_divisor, by_lengths, by_samples
 
 
 class Stretch(NamedTuple):

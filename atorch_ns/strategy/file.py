@@ -71,11 +71,7 @@ class Requires:
 
     def as_json(self) -> dict[str, JSON]:
         """Only what is known."""
-        fields: dict[str, JSON] = {
-            "world_size": self.world_size,
-            "device": self.device,
-            "torch": self.torch,
-        }
+        fields: dict[str, JSON] = {"world_size": self.world_size, "device": self.device, "torch": self.torch}
         return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -72,11 +72,13 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def after_backward(action: Callable[[], None]) -> None:
-    """Calls ``action`` when the backward pass that calls this is through, after what others have called like this
-    (``Variable._execution_engine.queue_callback``)."""
+def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None:
+    """Calls ``action`` when the backward pass that calls this is through (``Variable._execution_engine.queue_callback``).
+
+    That is after what others have called like this, before and after it; or in its turn among them.
+    """
     engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(action))
+    engine.queue_callback(action if in_turn else lambda: engine.queue_callback(action))
 
 
 def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:

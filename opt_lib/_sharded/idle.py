@@ -33,7 +33,7 @@ def reduce_idle_parameters(job: Job, method: str, ignored: Collection[nn.Paramet
 
 
 class IdleParameters:
-    """Gives the parameters of modules that a pass has not called a gradient that adds nothing.
+    """Gives parameters that a pass has not used a gradient that adds nothing.
 
     ``fully_shard`` reduces what a rank has gradients of, so that ranks which use different parameters would exchange
     buffers of different sizes. A parameter that no rank has used has no gradient afterwards, as in one process. A rank
@@ -47,26 +47,57 @@ class IdleParameters:
         self._ignored = ignored
         self._names: dict[nn.Module, str] = {}
         self._idle: dict[nn.Module, None] = {}
+        self._late: dict[nn.Module, list[nn.Module]] = {}
         self._seen: dict[str, None] = {}
 
     def attach(self, root: nn.Module) -> None:
         """Watches the passes of the units in ``root``."""
         self._names |= {module: plain_name(name) for name, module in root.named_modules()}
-        root.register_forward_pre_hook(lambda *_: self._idle.clear())  # of a backward pass that has failed
+        root.register_forward_pre_hook(self._begin)
+        root.register_forward_hook(self._returned, prepend=True)  # before what reduces the last gradients
         for unit in root.modules():
+            if not isinstance(unit, FSDPModule):
+                continue
             parts = [
-                part for part in _gathered_by(unit) if any(p not in self._ignored for p in _trainable(part))
+                part
+                for part in (unit, *_gathered_by(unit))
+                if any(p not in self._ignored for p in _trainable(part))
             ]
-            if isinstance(unit, FSDPModule) and parts:
-                _watch(unit, parts, self._left_out)
+            _watch(unit, [part for part in parts if part is not unit], self._left_out)
+            unit.register_forward_pre_hook(partial(self._enter, parts), with_kwargs=True)
 
     def text(self) -> str:
         """What is known by now, for the report."""
-        what = "modules that some pass has not called on this rank, where their gradients count as none: "
+        what = "modules that some pass has not used on this rank, where their gradients count as none: "
         return what + first_few(list(self._seen)) if self._seen else ""
 
+    def _begin(self, *_: Any) -> None:
+        self._idle.clear()  # of a backward pass that has failed
+        self._late.clear()
+
+    def _enter(self, parts: list[nn.Module], unit: nn.Module, args: Any, kwargs: Any) -> None:
+        """Looks for unused parameters where a backward pass reaches the unit's input, behind which they are reduced; at
+        the end of it, where the input has no gradient."""
+        if torch.is_grad_enabled():
+            given = next((one for one in unique_tensors_of((args, kwargs)) if one.requires_grad), None)
+            if given is None:
+                self._late[unit] = parts
+            else:
+                given.register_hook(lambda _: self._unused(parts))
+
+    def _returned(self, root: nn.Module, inputs: Any, output: Any) -> None:
+        if self._late and torch.is_grad_enabled():
+            begin = _once(lambda: after_backward(self._reduce_late, in_turn=True))
+            for tensor in unique_tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(begin)
+
+    def _reduce_late(self) -> None:
+        for parts in self._late.values():
+            self._unused(parts)
+
     def _left_out(self, parts: list[nn.Module]) -> None:
-        """Begins the backward pass of a unit that has left out ``parts``, and whose parameters are whole now."""
+        """Gives the unused parameters of ``parts``, which are whole now, a gradient that adds nothing."""
         if not self._idle:
             after_backward(self._end)
         self._idle.update(dict.fromkeys(parts))
@@ -76,6 +107,14 @@ class IdleParameters:
                 if parameter.grad is None and parameter not in self._ignored:
                     # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
+
+    def _unused(self, parts: list[nn.Module]) -> None:
+        """Ends the backward pass of a unit that has called ``parts``, some of whose parameters it may not have used."""
+        idle = [
+            part for part in parts if any(p.grad is None and p not in self._ignored for p in _trainable(part))
+        ]
+        if idle:
+            self._left_out(idle)
 
     def _end(self) -> None:
         parts = list(self._idle)

@@ -39,6 +39,8 @@ class WrongDivision(Method[FaultConfig]):
         mlp = job.module.get_submodule("layers.1.mlp")
         if config.kind == "forward":
             mlp.register_forward_hook(lambda *given: 1.01 * given[2])
+        elif config.kind == "fails":
+            mlp.register_forward_hook(lambda *given: given[2] @ torch.ones(3))
         else:
             next(mlp.parameters()).register_hook(lambda gradient: 2 * gradient)
 
@@ -77,6 +79,14 @@ def test_the_first_module_whose_result_differs_is_named() -> None:
         assert (
             "the first module whose result differs is layers.1.mlp (off by 0.01 of its largest value)" in text
         )
+
+
+def test_a_model_that_fails_divided_is_refused_with_its_error() -> None:
+    for text in run_ranks(_refused, 2, args=("fails",)):
+        assert text.startswith(
+            "divided over sequence, the model fails, which runs in one process: RuntimeError: "
+        )
+        assert "size mismatch" in text
 
 
 def test_a_wrong_gradient_names_its_parameter() -> None:

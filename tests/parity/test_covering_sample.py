@@ -74,7 +74,6 @@ REFUSED: Final[dict[tuple[str, str], str]] = {
             "transformers/mamba",
             "transformers/prophetnet",
             "transformers/swin",
-            "transformers/xlnet",
         )
     },
 }

@@ -273,6 +273,35 @@ class Skips(nn.Module):
         return out
 
 
+class _Gated(nn.Module):
+    """Is always called, and uses one of its parameters only for some samples, as fused experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 1)
+        self.expert = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        x = x * self.gate(x).sigmoid()
+        return x + wanted[:, None] * (x @ self.expert) if wanted.any() else x
+
+
+class UsesSome(nn.Module):
+    """Blocks that some ranks use in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Gated() for _ in range(4))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wanted = (x > 0.8).float()
+        for place, block in enumerate(self.blocks):
+            x = block(x, wanted[:, place])
+        out: Tensor = self.last(x)
+        return out
+
+
 class SharedInside(nn.Module):
     """Blocks that hold one layer together."""
 
@@ -344,7 +373,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         return (*STRATEGIES, ["fsdp", "checkpoint"], [("parallel_mode", ([("pipeline", 2)], None))])
     if kind is KeepsLists:
         return (*STRATEGIES, [("parallel_mode", ([("pipeline", 2)], None))])
-    if kind is Skips:
+    if kind in (Skips, UsesSome):
         return (*STRATEGIES, ["fsdp", "checkpoint"])
     return STRATEGIES[:2] if kind is Reversible else STRATEGIES
 
@@ -367,6 +396,7 @@ def _strategies(kind: Callable[[], nn.Module]) -> tuple[list[Any], ...]:
         KeepsLists,
         ChangesViews,
         Skips,
+        UsesSome,
     ],
     ids=lambda k: k.__name__,
 )

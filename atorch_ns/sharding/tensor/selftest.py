@@ -102,6 +102,7 @@ class SelfTest:
         self._degree = degree
         self._device = torch.device(device)
         self._run_numerics = run_numerics
+        self._shapes: dict[str, list[torch.Size]] = {}
 
     def unit(
         self,
@@ -132,7 +133,11 @@ class SelfTest:
             for spec in regions
             if is_inside(spec.rows[0], unit.path)
         ]
-        shapes = _run_without_memory(unit, local, specs, self._degree, stream, training=training)
+        shapes = _run_without_memory(
+            unit, local, specs, self._degree, stream, training=training, wanted=self._shapes.get(unit.path)
+        )
+        if shapes.whole_runs:
+            self._shapes[unit.path] = shapes.wanted
         reads = frozenset(".".join(filter(None, (unit.path, name))) for name in shapes.reads)
         if shapes.reason and (shapes.whole_runs or not may_read_values):
             return Verdict(shapes.reason, runs=False, whole_runs=shapes.whole_runs, reads=reads)
@@ -200,11 +205,13 @@ class _Shapes:
     Attributes:
         reason: why the divided unit does not run or gives other shapes; empty if it is right.
         whole_runs: whether the undivided one runs.
+        wanted: shapes of the undivided one's results.
         reads: names of the numbers that the divided one has read.
     """
 
     reason: str = ""
     whole_runs: bool = False
+    wanted: list[torch.Size] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
 
 
@@ -216,12 +223,15 @@ def _run_without_memory(
     stream: StreamSpec | None,
     *,
     training: bool,
+    wanted: list[torch.Size] | None,
 ) -> _Shapes:
+    """Runs the divided unit, and before it the undivided one, where its results are not known."""
     shapes = _Shapes()
     try:
         with unit.without_memory() as (module, args, kwargs):
-            wanted = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
-            shapes.whole_runs = True
+            if wanted is None:
+                wanted = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
+            shapes.whole_runs, shapes.wanted = True, wanted
             divide(module, layout, TensorGroup(degree), regions, stream)
             _note_reads(module, shapes.reads)
             found = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]

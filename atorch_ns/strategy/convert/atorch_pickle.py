@@ -85,10 +85,7 @@ def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) 
     except StrategyFileError:
         raise
     except Exception as error:  # a damaged pickle may raise anything; nothing of it has been executed
-        raise StrategyFileError(
-            f"not converted: {error}",
-            source=str(place),
-        ) from error
+        raise StrategyFileError(f"not converted: {error}", source=str(place)) from error
     return Strategy(entries, provenance={"converted_from": "atorch pickle"})
 
 
