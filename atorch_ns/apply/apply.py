@@ -32,6 +32,7 @@ def dry_run(result: Result) -> torch.Tensor:
     with random_states_kept(result.job.device):
         batch = next(iter(result.dataloader))
         loss = result.train_step.forward_backward(batch)
+        result.train_step.reduce()
     result.optim.zero_grad()
     result.dataloader.load_state_dict(position)
     with torch.no_grad():

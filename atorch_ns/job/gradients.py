@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.torch_compat import plain_name
@@ -51,11 +51,7 @@ def gradient_norm(
     everything = list(parameters)
     left_out = {id(parameter) for parameter in uncounted}
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
-    norms = []
-    for group in groups:
-        grads = [parameter.grad for parameter in group if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = [_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
     if norms:
         total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
     else:
@@ -84,6 +80,35 @@ def clip_gradients(
     for group in _by_mesh(everything):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of gradients of one mesh and of the same placements; collective where they are divided."""
+    first = grads[0]
+    if not isinstance(first, DTensor):
+        return torch.nn.utils.get_total_norm([piece for grad in grads for piece in _pieces(grad)], norm_type)
+    if not all(
+        isinstance(one, (Shard, Replicate)) for one in first.placements
+    ):  # summands, or in another order
+        norm = torch.nn.utils.get_total_norm(grads, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = _norm([_local(grad) for grad in grads], norm_type).float()
+    for dim, placement in enumerate(first.placements):
+        if isinstance(placement, Shard):
+            norm = norm_over(norm, norm_type, first.device_mesh.get_group(dim))
+    return norm
+
+
+_PIECE = 2**15
+"""Elements of which torch's norm on CPUs is right to 1e-7 (2.13, fp32; of 4 million it is 8e-5 off, of 20 million 1e-3)."""
+
+
+def _pieces(grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Parts of a gradient whose norms, taken one by one and together, are exact to rounding."""
+    if grad.device.type != "cpu" or grad.numel() <= _PIECE or not grad.is_contiguous():
+        return (grad,)
+    pieces: tuple[torch.Tensor, ...] = grad.reshape(-1).split(_PIECE)
+    return pieces
 
 
 def _by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -199,9 +199,7 @@ class TrainStep:
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
-        found = self._forward_backward(self._mean_of(batch))
-        self.reduce()
-        return found.loss
+        return self._forward_backward(self._mean_of(batch)).loss
 
     def reduce(self) -> None:
         """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""

@@ -95,8 +95,10 @@ def _accumulated_twice(axes: dict[str, int]) -> list[dict[str, torch.Tensor]]:
     result = make(axes)
     batch = next(iter(result.dataloader))
     result.train_step.forward_backward(batch)
+    result.train_step.reduce()
     once = _whole_gradients(result)
     result.train_step.forward_backward(batch)
+    result.train_step.reduce()
     return [once, _whole_gradients(result)]
 
 

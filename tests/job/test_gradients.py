@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from atorch_ns.job.gradients import GradientSums
+from atorch_ns.job.gradients import GradientSums, gradient_norm
 from atorch_ns.testing import run_ranks
 
 
@@ -45,3 +47,58 @@ def _gradients(mean: bool) -> dict[str, list[float] | None]:
 )
 def test_both_ranks_have_the_same(mean: bool, expected: dict[str, list[float] | None]) -> None:
     assert run_ranks(_gradients, 2, args=(mean,), timeout_s=30) == [expected, expected]
+
+
+def _large() -> nn.Module:
+    """Millions of elements in one parameter, a tied one, and one that is not contiguous."""
+    model = nn.Sequential(nn.Embedding(5000, 600), nn.Linear(600, 600), nn.Linear(600, 5000, bias=False))
+    model[2].weight = model[0].weight
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    weight = model[1].weight
+    assert weight.grad is not None
+    weight.grad = weight.grad.t()
+    return model
+
+
+def _exact(model: nn.Module, norm_type: float) -> float:
+    grads = [
+        parameter.grad.double().reshape(-1) for parameter in model.parameters() if parameter.grad is not None
+    ]
+    return float(torch.linalg.vector_norm(torch.cat(grads), norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_of_millions_of_elements_is_exact_to_rounding(norm_type: float) -> None:
+    model = _large()
+    assert float(gradient_norm(model.parameters(), norm_type)) == pytest.approx(
+        _exact(model, norm_type), rel=1e-6
+    )
+
+
+def _sharded_norms() -> list[float]:
+    """Divided over ranks, divided over both axes of a mesh, and each rank with parameters of its own."""
+    found = []
+    for mesh in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))):
+        model = _large()
+        parameters = []
+        for parameter in model.parameters():
+            placements = (
+                [Shard(0), Shard(0)]
+                if mesh.ndim == 2 and parameter.ndim == 2
+                else [Shard(0), Replicate()][: mesh.ndim]
+            )
+            parameters.append(nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
+            assert parameter.grad is not None
+            parameters[-1].grad = distribute_tensor(parameter.grad.contiguous(), mesh, placements)
+        found.append(float(gradient_norm(parameters)))
+    own = list(_large().parameters())[dist.get_rank() :: 4]
+    found.append(float(gradient_norm(own, stages=dist.group.WORLD)))
+    return found
+
+
+def test_the_norm_of_divided_gradients_is_exact_to_rounding() -> None:
+    expected = _exact(_large(), 2.0)
+    for norms in run_ranks(_sharded_norms, 4, timeout_s=60):
+        assert norms == pytest.approx([expected] * 3, rel=1e-6)
