@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -171,9 +172,7 @@ class Checkpoint(Method[CheckpointConfig]):
             chunk = Chunk(BufferSafeRecompute(function))
             for block in blocks:
                 recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
-                wrapper = checkpoint_wrapper(
-                    block.module, _unless_kept(job.step.kept_activations, recomputed)
-                )
+                wrapper = checkpoint_wrapper(block.module, _UnlessKept(job.step.kept_activations, recomputed))
                 job.module.set_submodule(block.name, wrapper)
                 wrapped[type(block.module).__name__] += 1
         if not targets and not job.parts.stages:  # a stage may hold none of them
@@ -187,8 +186,7 @@ class Checkpoint(Method[CheckpointConfig]):
             kept = f", of the blocks of the stages {', '.join(f'{one:.2g}' for one in job.step.recomputed_shares)}"
         kinds = ", ".join(f"{count} × {kind}" for kind, count in wrapped.items())
         job.explain(
-            self.name,
-            f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}",
+            self.name, f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}"
         )
 
 
@@ -232,11 +230,15 @@ def _chunks(blocks: list[NamedModule], size: int) -> list[list[NamedModule]]:
     return found
 
 
-def _unless_kept(kept: KeptActivations, recomputed: Callable[..., Any]) -> Callable[..., Any]:
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs) if kept.on else recomputed(module, *args, **kwargs)
+@dataclass(frozen=True)
+class _UnlessKept:
+    """Calls a module, whose activations are recomputed unless they are kept; a copied model has copies of it."""
 
-    return call
+    kept: KeptActivations
+    recomputed: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs) if self.kept.on else self.recomputed(module, *args, **kwargs)
 
 
 def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:

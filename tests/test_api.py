@@ -712,7 +712,7 @@ def test_importing_the_package_imports_little_and_patches_nothing() -> None:
 
 
 def test_public_names() -> None:
-    assert atorch_ns.__all__ == ["Result", "Strategy", "__version__", "auto_accelerate"]
+    assert atorch_ns.__all__ == ["Result", "Strategy", "__version__", "attach_optimizer", "auto_accelerate"]
     from atorch_ns.checkpoint import load, save
     from atorch_ns.cluster import layout
     from opt_lib.module_replace import register_replace_pair

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from atorch_ns.cluster.agreement import (
     agree,
-    broadcast_nest,
     from_first,
     gathered,
     or_refusal,
+    receive_nest,
     same_everywhere,
+    send_nest,
     sharing_failures,
 )
 from atorch_ns.cluster.calibrate import calibrate
@@ -38,7 +39,6 @@ __all__ = [
     "Mesh",
     "Rate",
     "agree",
-    "broadcast_nest",
     "calibrate",
     "check_axes",
     "cluster_from_spec",
@@ -50,7 +50,9 @@ __all__ = [
     "layout",
     "mesh_ranks",
     "or_refusal",
+    "receive_nest",
     "same_everywhere",
+    "send_nest",
     "sharing_failures",
 ]
 

@@ -202,32 +202,35 @@ def _reaching(group: dist.ProcessGroup | None, value: object) -> Iterator[None]:
         ) from error
 
 
-def broadcast_nest(nest: Any, *, group: Any, source: int, device: Any) -> Any:
-    """A nest of tensors and plain values that one rank of a group has, on all of them; collective.
+def send_nest(nest: Any, *, group: Any, target: int, device: Any) -> None:
+    """Sends a nest of tensors and plain values to a rank of a group, which calls :func:`receive_nest`."""
+    import torch.distributed as dist
 
-    Args:
-        nest: the nest; looked at on the source alone.
-        group: the ranks.
-        source: the rank of the source in the group.
-        device: where the tensors of the others are made.
-    """
+    from atorch_ns.capture.nests import map_tensors, tensors_of
+
+    sent = [tensor.contiguous() for tensor in tensors_of(nest)]
+    places = iter(range(len(sent)))
+    # Each place in the nest holds its number among the tensors, in a form that no value of the user's has.
+    structure = map_tensors(lambda _: _Place(next(places)), nest)
+    told = [(structure, [(tensor.shape, tensor.dtype) for tensor in sent])]
+    dist.send_object_list(told, group=group, group_dst=target, device=device)
+    for tensor in sent:
+        dist.send(tensor, group=group, group_dst=target)
+
+
+def receive_nest(*, group: Any, source: int, device: Any) -> Any:
+    """What a rank of a group sends with :func:`send_nest`, on ``device``."""
     import torch
     import torch.distributed as dist
 
-    from atorch_ns.capture.nests import map_instances, map_tensors, tensors_of
+    from atorch_ns.capture.nests import map_instances
 
-    is_source = dist.get_rank(group) == source
-    sent = [tensor.contiguous() for tensor in tensors_of(nest)] if is_source else []
-    places = iter(range(len(sent)))
-    # Each place in the nest holds its number among the tensors, in a form that no value of the user's has.
     told: list[Any] = [None]
-    if is_source:
-        told = [(map_tensors(lambda _: _Place(next(places)), nest), [(t.shape, t.dtype) for t in sent])]
-    dist.broadcast_object_list(told, group=group, group_src=source, device=device)
+    dist.recv_object_list(told, group=group, group_src=source, device=device)
     structure, specs = told[0]
-    tensors = sent or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
     for tensor in tensors:
-        dist.broadcast(tensor, group=group, group_src=source)
+        dist.recv(tensor, group=group, group_src=source)
     return map_instances(_Place, lambda place: tensors[place.number], structure)
 
 

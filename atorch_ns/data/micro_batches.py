@@ -32,7 +32,8 @@ class StepWork:
         counts: w_i as a share of the step's loss, over all data ranks: that loss is the sum of ``counts[i] * l_i``.
         dummies: numbers of micro-batches that count nothing, and only keep this rank in step with others.
         scale_fn: changes a loss before it is multiplied.
-        wants_outputs: whether the model's outputs are kept.
+        wants_outputs: whether this rank wants the model's outputs.
+        askers: the ranks of the job that do.
     """
 
     micro_batches: Sequence[Any]
@@ -41,6 +42,7 @@ class StepWork:
     dummies: frozenset[int] = frozenset()
     scale_fn: LossScale | None = None
     wants_outputs: bool = False
+    askers: frozenset[int] = frozenset()
 
     @classmethod
     def mean(cls, micro_batches: Sequence[Any], num_data_ranks: int) -> StepWork:
@@ -93,10 +95,11 @@ def weigh(
     losses: Literal["means", "sums"],
     reduction: Reduction,
     dummies: Sequence[bool] | None,
-    group: dist.ProcessGroup | None,
+    outputs: bool,
+    data_ranks: tuple[int, int] | None,
     device: torch.device,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Micro-batches with their shares, as many as the data rank with the most has; collective over the data ranks.
+    """Micro-batches with their shares, as many as the data rank with the most has; collective over all ranks.
 
     Args:
         samples: micro-batches of this rank.
@@ -104,16 +107,17 @@ def weigh(
         losses: whether l_i is a mean over what w_i counts, or a sum.
         reduction: whether the step's loss is a mean over what the weights count on all ranks, or a sum.
         dummies: which micro-batches count nothing; ``None`` for none.
-        group: the data ranks; ``None`` for one.
+        outputs: whether this rank wants the model's outputs.
+        data_ranks: this rank's place among the data ranks, and how many they are; ``None`` for a rank by itself.
 
     Returns:
         The micro-batches, and the other fields of :class:`StepWork`.
 
     Raises:
-        InputError: on all ranks, if weights do not fit the samples, are negative, or sum to nothing, or a rank has no
-            micro-batch.
+        InputError: on all ranks, if weights do not fit the samples, are negative, or sum to nothing, a rank has no
+            micro-batch, or ranks that work on the same data were given different numbers or weights.
     """
-    num, n = len(samples), 1 if group is None else group.size()
+    num, (place, n) = len(samples), data_ranks or (0, 1)
     given = [1.0] * num if weights is None else [float(weight) for weight in weights]
     idle = [False] * num if dummies is None else [bool(one) for one in dummies]
     problem = ""
@@ -124,16 +128,23 @@ def weigh(
     elif not num:
         problem = "a rank has no micro-batch, not even one to be a dummy"
     own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
-    told = torch.tensor([float(num), sum(own), float(bool(problem))], dtype=torch.float64, device=device)
-    most, total, failed = float(num), sum(own), bool(problem)
-    if group is not None and n > 1:
-        every = [torch.empty_like(told) for _ in range(n)]
-        dist.all_gather(every, told, group=group)
-        rows = torch.stack(every).tolist()
-        most = max(row[0] for row in rows)
-        total, failed = sum(row[1] for row in rows), any(row[2] for row in rows)
-    if failed:
-        raise InputError(f"{problem or 'another data rank was given micro-batches that do not fit'}.")
+    told = torch.tensor([place, num, sum(own), bool(problem), outputs], dtype=torch.float64, device=device)
+    every = [told]
+    if data_ranks is not None:
+        every = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, told)
+    rows = torch.stack(every).tolist()
+    by_place = {row[0]: row for row in rows}
+    if any(row[3] for row in rows):
+        raise InputError(f"{problem or 'another rank was given micro-batches that do not fit'}.")
+    for rank, row in enumerate(rows):
+        if row[1:3] != by_place[row[0]][1:3]:
+            raise InputError(
+                f"ranks {rank} and {rows.index(by_place[row[0]])} work on the same data and must be given the same "
+                f"micro-batches, but have {row[1]:.0f} that weigh {row[2]:g} and {by_place[row[0]][1]:.0f} that weigh "
+                f"{by_place[row[0]][2]:g}."
+            )
+    most, total = max(row[1] for row in rows), sum(row[2] for row in by_place.values())
     if reduction == "mean" and total <= 0.0:
         raise InputError(
             "the weights of all micro-batches sum to nothing, so that their losses have no mean."
@@ -147,6 +158,8 @@ def weigh(
         "shares": [n * count for count in counts],
         "counts": counts,
         "dummies": frozenset(number for number, one in enumerate(idle) if one),
+        "wants_outputs": outputs,
+        "askers": frozenset(rank for rank, row in enumerate(rows) if row[4]),
     }
 
 

@@ -20,12 +20,7 @@ from atorch_ns.estimate.table import PlanTable
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import segments_of
 from atorch_ns.estimate.time.traffic import exchanges_of
-from atorch_ns.pipeline import (
-    BlockCosts,
-    RecomputeShare,
-    choose_for_device,
-    split_backward,
-)
+from atorch_ns.pipeline import BlockCosts, RecomputeShare, choose_for_device, split_backward
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import PipelineParallelism, Recomputation
 

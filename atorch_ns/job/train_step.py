@@ -12,16 +12,7 @@ import torch.distributed as dist
 
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.capture.random_states import buffers_lent
-from atorch_ns.data import (
-    BatchRunner,
-    LossScale,
-    Passed,
-    Reduction,
-    StepOutput,
-    StepWork,
-    call_model,
-    weigh,
-)
+from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput, StepWork, call_model, weigh
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction, first_loss
@@ -155,13 +146,14 @@ class TrainStep:
             scale_fn: changes a loss, 0-d, before its backward pass.
             divisor: what the gradients are divided by besides, from what the step gave on this rank; summed over the data
                 ranks, and 0 on ranks that have nothing to count. For numbers that only the outputs tell.
-            outputs: whether the model's outputs are kept, and in a pipeline sent to all of its ranks.
+            outputs: whether this rank wants the model's outputs, which a pipeline's last stage sends to those that do.
 
         Raises:
             InputError: on all ranks, if weights, dummies or the number of samples do not fit.
             StepError: if the job has no optimizer or no loss function.
         """
-        weighed = lambda: self._weighed(  # noqa: E731
+        work = partial(
+            self._weighed,
             samples,
             weights=weights,
             losses=losses,
@@ -170,7 +162,7 @@ class TrainStep:
             scale_fn=scale_fn,
             outputs=outputs,
         )
-        return self._step(weighed, divisor)
+        return self._step(work, divisor)
 
     def _step(
         self, work: Callable[[], StepWork], divisor: Callable[[StepOutput], float] | None = None
@@ -369,14 +361,12 @@ class TrainStep:
         micro_batches = self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
         return StepWork.mean(micro_batches, self._job.num_data_ranks)
 
-    def _weighed(
-        self, samples: Sequence[Any], *, scale_fn: LossScale | None, outputs: bool, **weights: Any
-    ) -> StepWork:
+    def _weighed(self, samples: Sequence[Any], *, scale_fn: LossScale | None, **weights: Any) -> StepWork:
         job = self._job
-        group = job.mesh.data_group if job.mesh is not None and job.num_data_ranks > 1 else None
-        given, fields = weigh(list(samples), group=group, device=job.device, **weights)
+        data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
+        given, fields = weigh(list(samples), data_ranks=data_ranks, device=job.device, **weights)
         prepared = [self._prepare_input(sample, job.device) for sample in given]
-        return StepWork(micro_batches=prepared, scale_fn=scale_fn, wants_outputs=outputs, **fields)
+        return StepWork(micro_batches=prepared, scale_fn=scale_fn, **fields)
 
     def _parameters(self) -> list[torch.Tensor]:
         assert self.optimizer is not None

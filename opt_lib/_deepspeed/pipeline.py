@@ -305,7 +305,7 @@ class DsPipelineRunner:
 
         engine = self.engine
         p2p.init_process_groups(engine.grid)  # where the last engine of the process was another one
-        if work.wants_outputs:
+        if work.askers:
             raise StepError(f"{_BACKEND} gives no outputs. Use outputs=False, or pipeline_parallel.")
         micro_batches, num = work.micro_batches, len(work.micro_batches)
         losses = torch.zeros(num, device=self.job.device)

@@ -116,11 +116,7 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
         plan.units,
         assignment,
         job.mesh.axis("pipeline").get_local_rank(),
-        StageSettings(
-            device=job.device,
-            model_input_format=job.inputs.model_input_format,
-            method=method,
-        ),
+        StageSettings(device=job.device, model_input_format=job.inputs.model_input_format, method=method),
     )
     job.parts.stages = stages
     job.parts.pipeline = plan.step

@@ -282,7 +282,14 @@ def test_an_observer_that_raises_on_one_rank_ends_all() -> None:
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {"samples": _samples()[:2], "weights": None, "dummies": None, **fields}
     with pytest.raises(InputError, match=words):
-        weigh(**given, losses="means", reduction="mean", group=None, device=torch.device("cpu"))
+        weigh(
+            **given,
+            losses="means",
+            reduction="mean",
+            outputs=False,
+            data_ranks=None,
+            device=torch.device("cpu"),
+        )
 
 
 def _refused(strategy: list[Any]) -> list[str]:
@@ -298,5 +305,35 @@ def _refused(strategy: list[Any]) -> list[str]:
 
 def test_bad_weights_on_one_rank_are_refused_on_all() -> None:
     first, second = run_ranks(_refused, 2, args=(["ddp"],), timeout_s=60)
-    assert "another data rank" in first[0]
+    assert "another rank" in first[0]
     assert "2 samples, 1 weight" in second[0]
+
+
+def _asked(strategy: list[Any]) -> tuple[list[Tensor], list[str]]:
+    """Outputs that one rank wants; and errors after which the next step trains as if there had been none."""
+    result = _accelerated(strategy, mean_loss)
+    is_asking = dist.get_rank() == 0
+    asked = result.train_step.infer(_samples(), outputs=is_asking).outputs
+    assert len(result.train_step.micro_steps(_samples(), outputs=not is_asking).outputs) == 4 * (
+        not is_asking
+    )
+    texts = []
+    for samples in (_samples()[: 3 + dist.get_rank()], _samples()[:3]):
+        with pytest.raises(InputError) as caught:
+            result.train_step.micro_steps(samples)
+        texts.append(str(caught.value))
+    result.train_step.micro_steps(_samples())
+    return list(asked), texts
+
+
+def test_ranks_of_a_pipeline_that_ask_get_outputs_and_lists_that_do_not_fit_end_no_pipeline() -> None:
+    strategy = [PIPELINE[0], ("pipeline_parallel", {"schedule": "DualPipeV"})]
+    (outputs, texts), (nothing, other) = run_ranks(_asked, 2, args=(strategy,), timeout_s=60)
+    model = _model().eval()
+    for output, (x, _) in zip(outputs, _samples(), strict=True):
+        torch.testing.assert_close(output, model(x).detach(), rtol=1e-5, atol=1e-6)
+    assert not nothing
+    assert texts == other
+    assert "work on the same data" in texts[0]
+    assert "have 3 that weigh 3 and 4 that weigh 4" in texts[0]
+    assert "3 micro-batches and 4 stages" in texts[1]

@@ -158,7 +158,7 @@ def test_a_damaged_pipeline_in_a_file_is_refused() -> None:
     document["pipeline"]["schedule"] = "2F2B"
     with pytest.raises(InputError, match=r"damaged report.*no pipeline schedule '2F2B'"):
         TrainingReport.from_json(json.dumps(document))
-    document["pipeline"]["schedule"] = "1F1B"
+    document["pipeline"]["schedule"] = "PreRecompute1F1B"
     document["pipeline"]["num_micro_batches"] = 1
     with pytest.raises(InputError, match=r"damaged report.*1 micro-batch and 2 stages"):
         TrainingReport.from_json(json.dumps(document))

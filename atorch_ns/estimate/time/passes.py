@@ -16,14 +16,7 @@ import numpy as np
 
 from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_share
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.profile import (
-    Growth,
-    OperatorCost,
-    ParameterSpec,
-    PhaseCost,
-    Segment,
-    precision_key,
-)
+from atorch_ns.profile import Growth, OperatorCost, ParameterSpec, PhaseCost, Segment, precision_key
 from atorch_ns.strategy import NarrowProducts, Plan
 
 _PRODUCTS = ("aten.mm", "aten.addmm")

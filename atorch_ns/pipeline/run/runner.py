@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
-from atorch_ns.cluster import broadcast_nest
+from atorch_ns.cluster import receive_nest, send_nest
 from atorch_ns.data import Passed, StepWork
 from atorch_ns.errors import AtorchError, StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
@@ -177,13 +177,15 @@ class PipelineRunner:
 
     def _execute(self, work: StepWork, orders: Orders) -> Passed:
         losses = torch.zeros(len(work.micro_batches), device=self._device)
+        ranks = dist.get_process_group_ranks(self._links.up)
+        askers = [place for place, rank in enumerate(ranks) if rank in work.askers]
         outputs: dict[int, Any] = {}
 
         def share_of(number: int, micro_batch: Any, output: Any) -> torch.Tensor:
             loss = self._loss_of(micro_batch, output)
             if number not in work.dummies:
                 losses[number] = loss.detach()
-                if work.wants_outputs:
+                if askers:
                     outputs[number] = map_tensors(torch.Tensor.detach, output)
             return work.share(number, loss)
 
@@ -205,12 +207,21 @@ class PipelineRunner:
             execution.run()
         finally:
             self._set.finish()
-        last = self._set.rank_of[-1]
-        dist.broadcast(losses, group=self._links.up, group_src=last)
-        found = tuple(outputs[number] for number in sorted(outputs))
-        if work.wants_outputs:
-            found = broadcast_nest(found, group=self._links.up, source=last, device=self._device)
-        return Passed(losses=losses, outputs=found)
+        dist.broadcast(losses, group=self._links.up, group_src=self._set.rank_of[-1])
+        found = self._exchanged(tuple(outputs[number] for number in sorted(outputs)), askers)
+        return Passed(losses=losses, outputs=found if work.wants_outputs else ())
+
+    def _exchanged(self, outputs: tuple[Any, ...], askers: Collection[int]) -> tuple[Any, ...]:
+        """The outputs, which the last stage's rank has, on the ranks of the pipeline that want them."""
+        links, last = self._links, self._set.rank_of[-1]
+        if links.rank == last:
+            for target in askers:
+                if target != last:
+                    send_nest(outputs, group=links.between(last, target), target=target, device=self._device)
+        elif links.rank in askers:
+            group = links.between(last, links.rank)
+            outputs = receive_nest(group=group, source=last, device=self._device)
+        return outputs
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
