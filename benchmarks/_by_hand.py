@@ -35,6 +35,7 @@ class Scenario:
         num_ranks: processes; 1 for a plain script without a process group.
         bf16: whether forward pass and loss run under autocast.
         batch_size: of one rank.
+        fused: whether AdamW by hand is fused, as it is by the strategy: nothing else differs then but what is looked at.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Scenario:
     num_ranks: int = 2
     bf16: bool = False
     batch_size: int = 2
+    fused: bool | None = None
 
 
 def step_by_hand(
@@ -117,7 +119,12 @@ SCENARIOS: tuple[Scenario, ...] = (
         name="bf16 autocast, 1 process", strategy=[BF16], by_hand=_plain, num_ranks=1, bf16=True, batch_size=4
     ),
     Scenario(name="DDP", strategy=["ddp"], by_hand=_replicated),
-    Scenario(name="DDP, buckets of our own", strategy=[("ddp", {"reducer": "own"})], by_hand=_replicated),
+    Scenario(
+        name="DDP, buckets of our own, AdamW by hand fused too",
+        strategy=[("ddp", {"reducer": "own"})],
+        by_hand=_replicated,
+        fused=True,
+    ),
     Scenario(name="DDP, bf16 autocast", strategy=["ddp", BF16], by_hand=_replicated, bf16=True, batch_size=4),
     Scenario(name="FSDP2", strategy=["fsdp"], by_hand=_sharded),
     Scenario(name="FSDP2, checkpoint", strategy=["fsdp", "checkpoint"], by_hand=_sharded_recomputed),

@@ -105,7 +105,7 @@ def _measure(scenario: Scenario, model: Llama, rounds: int, launch: int) -> list
 
 def _by_hand(scenario: Scenario, model: Llama, batch: dict[str, torch.Tensor]) -> Callable[[], object]:
     wrapped = scenario.by_hand(model.build())
-    optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIM_ARGS)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), **OPTIM_ARGS, fused=scenario.fused)
     return lambda: step_by_hand(wrapped, optimizer, batch, bf16=scenario.bf16)
 
 

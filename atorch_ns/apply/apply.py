@@ -57,7 +57,8 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
 
 
 def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
-    seed = cluster.from_first(torch.initial_seed())  # for values that all ranks draw alike
+    # For values that all ranks draw alike; torch's own of a script that sets none is any number of 64 bits.
+    seed = cluster.from_first(torch.initial_seed() % 2**63)
     job = cluster.agree(
         lambda: Job.start(inputs, cluster, resolved.plan, seed=seed), what="grouping the parameters"
     )

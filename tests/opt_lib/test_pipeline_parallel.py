@@ -249,7 +249,8 @@ def _dropouts(user_seed: int) -> list[tuple[list[float], dict[str, torch.Tensor]
 
 
 def test_dropout_masks_agree_on_all_stages_and_schedules() -> None:
-    by_rank = run_ranks(_dropouts, 2, args=(3,), timeout_s=60)
+    # A seed beyond 2**63, as torch gives half of all scripts that set none.
+    by_rank = run_ranks(_dropouts, 2, args=(-3,), timeout_s=60)
     (losses, parameters), in_four, *recomputed = by_rank[0]
     assert [own for own, _ in by_rank[0]] == [other for other, _ in by_rank[1]]
     assert len(set(losses)) == len(losses)

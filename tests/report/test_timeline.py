@@ -28,7 +28,11 @@ def _step(name: str, num_ranks: int, num_micro_batches: int) -> PipelineStep:
         num_micro_batches=num_micro_batches,
         stages_per_rank=info.usual_stages,
         costs=StageCosts.equal(
-            num_ranks * info.usual_stages, forward=1e-3, backward_input=1e-3, backward_weight=1e-3
+            num_ranks * info.usual_stages,
+            forward=1e-3,
+            backward_input=1e-3,
+            backward_weight=1e-3,
+            recompute=1e-3 if info.recomputes else 0.0,
         ),
     )
 
@@ -55,6 +59,18 @@ def test_later_stages_of_a_rank_are_told_apart() -> None:
     info = timeline_info(_step("zbv", 2, 4))
     assert [row.stages for row in info.rows] == [(0, 3), (1, 2)]
     assert {(block.stage, block.lap) for block in info.rows[0].blocks} == {(0, 0), (3, 1)}
+
+
+def test_recomputations_are_passes_of_their_own() -> None:
+    report = TrainingReport().with_pipeline(_step("shifted_critical_path", 4, 8))
+    assert TrainingReport.from_json(report.to_json()) == report
+    info = report.timeline_info
+    assert info is not None
+    assert info.kinds == ("F", "R", "B")
+    assert "F forward, R recomputation, B backward, · idle" in str(report)
+    picture = timeline_picture(info)
+    assert "recomputation" in picture
+    assert picture.count('class="p2"') == 1 + 3  # the legend, and all ranks but the last
 
 
 def test_of_many_ranks_some_are_shown_the_ends_among_them() -> None:

@@ -178,7 +178,7 @@ MOST_ROWS = 16
 _THIN = 2.0  # narrower blocks are drawn as one with their neighbours
 _LAP = 4  # height of the mark under a later stage's passes
 
-_STYLES = {"F": "p0", "B": "p1", "I": "p6", "W": "p4", "mixed": "p5"}
+_STYLES = {"F": "p0", "R": "p2", "B": "p1", "I": "p6", "W": "p4", "mixed": "p5"}
 _LATER = "a later stage of the rank"
 _MIXED = "several passes"
 

@@ -132,7 +132,7 @@ class TimelineBlock(NamedTuple):
     """One pass of a micro-batch through a stage.
 
     Attributes:
-        kind: F (forward), B (backward), I (backward for the input) or W (backward for the weights).
+        kind: F (forward), R (recomputation), B (backward), I (backward for the input) or W (backward for the weights).
         stage: index of the stage.
         micro_batch: index of the micro-batch.
         start, end: seconds from the step's beginning.
@@ -188,7 +188,7 @@ class TimelineInfo(NamedTuple):
     def kinds(self) -> tuple[PassKind, ...]:
         """The kinds of passes that there are, in a fixed order."""
         found = {block.kind for row in self.rows for block in row.blocks}
-        every: tuple[PassKind, ...] = ("F", "B", "I", "W")
+        every: tuple[PassKind, ...] = ("F", "R", "B", "I", "W")
         return tuple(kind for kind in every if kind in found)
 
     @property

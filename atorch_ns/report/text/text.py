@@ -35,7 +35,13 @@ from atorch_ns.report.text.tables import (
 from atorch_ns.search import SearchOutcome
 from atorch_ns.text import bytes_text, change_text, counted, percent_text, seconds_text
 
-KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+KIND_NAMES = {
+    "F": "forward",
+    "R": "recomputation",
+    "B": "backward",
+    "I": "backward for inputs",
+    "W": "backward for weights",
+}
 
 _ROWS = 16
 _IDLE = "·"
