@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.errors import InputError
-from atorch_ns.text import counted
+from atorch_ns.text import counted, with_article
 
 LossScale = Callable[[torch.Tensor], torch.Tensor]
 """Changes a loss, 0-d, before its backward pass."""
@@ -114,14 +114,19 @@ def weigh(
         The micro-batches, and the other fields of :class:`StepWork`.
 
     Raises:
-        InputError: on all ranks, if weights do not fit the samples, are negative, or sum to nothing, a rank has no
-            micro-batch, or ranks that work on the same data were given different numbers or weights.
+        InputError: on all ranks, if samples are no list, weights do not fit them, are negative, or sum to nothing, a rank
+            has no micro-batch, or ranks that work on the same data were given different numbers or weights.
     """
-    num, (place, n) = len(samples), data_ranks or (0, 1)
+    is_list = isinstance(samples, (list, tuple))
+    num, (place, n) = len(samples) if is_list else 0, data_ranks or (0, 1)
     given = [1.0] * num if weights is None else [float(weight) for weight in weights]
     idle = [False] * num if dummies is None else [bool(one) for one in dummies]
     problem = ""
-    if len(given) != num or len(idle) != num:
+    if not is_list:
+        problem = f"samples is a list of micro-batches, and not {with_article(samples)}"
+    elif losses not in ("means", "sums") or reduction not in ("mean", "sum"):
+        problem = f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
+    elif len(given) != num or len(idle) != num:
         problem = f"there are {counted(num, 'sample')}, {counted(len(given), 'weight')} and {counted(len(idle), 'dummy flag')}"
     elif not all(0.0 <= weight < float("inf") for weight in given):
         problem = f"weights must be numbers from 0 on, and are {given}"
@@ -135,8 +140,9 @@ def weigh(
         dist.all_gather(every, told)
     rows = torch.stack(every).tolist()
     by_place = {row[0]: row for row in rows}
-    if any(row[3] for row in rows):
-        raise InputError(f"{problem or 'another rank was given micro-batches that do not fit'}.")
+    failed = [rank for rank, row in enumerate(rows) if row[3]]
+    if failed:
+        raise InputError(f"{problem or f'rank {failed[0]} was given micro-batches that do not fit'}.")
     for rank, row in enumerate(rows):
         if row[1:3] != by_place[row[0]][1:3]:
             raise InputError(

@@ -364,7 +364,7 @@ class TrainStep:
     def _weighed(self, samples: Sequence[Any], *, scale_fn: LossScale | None, **weights: Any) -> StepWork:
         job = self._job
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
-        given, fields = weigh(list(samples), data_ranks=data_ranks, device=job.device, **weights)
+        given, fields = weigh(samples, data_ranks=data_ranks, device=job.device, **weights)
         prepared = [self._prepare_input(sample, job.device) for sample in given]
         return StepWork(micro_batches=prepared, scale_fn=scale_fn, **fields)
 

@@ -104,3 +104,6 @@ def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int, ran
 
 _WHOLE: Final = ("FB", "FIW", "FRB", "FRIW")
 """What a stage does with a micro-batch."""
+
+MOST_PASSES: Final = max(map(len, _WHOLE))
+"""The most passes of a stage with a micro-batch."""

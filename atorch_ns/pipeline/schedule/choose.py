@@ -375,10 +375,10 @@ def _evaluated(
         chosen = _cut(pipeline, limit_bytes) if cuts is None else tuple(cuts)
         if recompute.is_chosen:
             pipeline, chosen = _least_recomputing(pipeline, chosen, limit_bytes, look=cuts is None)
+        step = pipeline.step(chosen)
+        timeline = simulate(orders, step.costs)
     except InputError as error:
         return ScheduleCandidate(schedule=info, stages_per_rank=on_rank, problem=str(error))
-    step = pipeline.step(chosen)
-    timeline = simulate(orders, step.costs)
     peaks = pipeline.peaks(chosen)
     return ScheduleCandidate(
         schedule=info,

@@ -9,9 +9,9 @@ from typing import Literal
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule import orders
-from atorch_ns.pipeline.schedule.actions import Orders
+from atorch_ns.pipeline.schedule.actions import MOST_PASSES, Action, Orders, check_orders
 from atorch_ns.pipeline.schedule.orders import Order, PipelineSize
-from atorch_ns.text import counted, near_matches, with_article
+from atorch_ns.text import counted, error_text, near_matches, with_article
 
 
 def train_step_only(method: str) -> str:
@@ -71,12 +71,36 @@ class ScheduleInfo:
             stages_per_rank: the number of stages on a rank; ``None`` for the usual number.
 
         Raises:
-            InputError: if the schedule cannot run so many micro-batches or stages.
+            InputError: if the schedule cannot run so many micro-batches or stages, or a user's order fails or is not whole.
         """
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         self.check(num_ranks, num_micro_batches, on_rank)
         size = PipelineSize(num_ranks, on_rank, num_micro_batches)
-        return tuple(tuple(self.order(rank, size)) for rank in range(num_ranks))
+        if ":" not in self.name:
+            return tuple(tuple(self.order(rank, size)) for rank in range(num_ranks))
+        found = tuple(self._users_order(rank, size) for rank in range(num_ranks))
+        places = [self.rank_of(stage, num_ranks) for stage in range(size.num_stages)]
+        problem = check_orders(found, num_micro_batches, places)
+        if problem:
+            raise self.refusal(size, problem)
+        return found
+
+    def refusal(self, size: PipelineSize, problem: str) -> InputError:
+        """The error of an order that cannot be run, for a reason."""
+        return InputError(
+            f"the order of the schedule {self.name} cannot be run on {counted(size.num_ranks, 'rank')} with "
+            f"{counted(size.num_micro_batches, 'micro-batch', 'micro-batches')}: {problem}."
+        )
+
+    def _users_order(self, rank: int, size: PipelineSize) -> tuple[Action, ...]:
+        most = MOST_PASSES * size.stages_per_rank * size.num_micro_batches
+        try:
+            found = tuple(Action(*one) for one in islice(self.order(rank, size), most + 1))
+        except Exception as error:
+            raise self.refusal(size, f"on rank {rank} it fails with {error_text(error)}") from error
+        if len(found) > most:
+            raise self.refusal(size, f"on rank {rank} it has more than the {most} passes that there can be")
+        return found
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
         """The rank of a pipeline that holds ``stage``."""

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline.schedule.actions import Action, Orders, check_orders, live_micro_batches
+from atorch_ns.pipeline.schedule.actions import Action, Orders, live_micro_batches
+from atorch_ns.pipeline.schedule.orders import PipelineSize
 from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule
 
 
@@ -251,25 +252,18 @@ def _name(action: Action) -> str:
 def checked_orders(
     info: ScheduleInfo, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> Orders:
-    """The orders of a schedule, once it is known that every pass is in them and that they come to an end.
+    """The orders of a schedule, once it is known that they come to an end.
 
     Raises:
         InputError: if not, or if the schedule cannot run such a pipeline.
     """
     orders = info.orders(num_ranks, num_micro_batches, stages_per_rank)
     on_rank = stages_per_rank or info.usual_stages
-    places = tuple(info.rank_of(stage, num_ranks) for stage in range(num_ranks * on_rank))
-    problem = check_orders(orders, num_micro_batches, places)
-    if not problem:
-        try:
-            simulate(orders, StageCosts.equal(len(places)))
-        except InputError as error:
-            problem = str(error).rstrip(".")
-    if problem:
-        raise InputError(
-            f"the order of the schedule {info.name} cannot be run on {num_ranks} ranks with {num_micro_batches} "
-            f"micro-batches: {problem}."
-        )
+    try:
+        simulate(orders, StageCosts.equal(num_ranks * on_rank))
+    except InputError as error:
+        size = PipelineSize(num_ranks, on_rank, num_micro_batches)
+        raise info.refusal(size, str(error).rstrip(".")) from error
     return orders
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 from atorch_ns.pipeline import Action, PipelineSize, ScheduleInfo
 
@@ -28,9 +29,29 @@ def _forgetful(rank: int, size: PipelineSize) -> Iterator[Action]:
     return (Action("F", rank, index) for index in range(size.num_micro_batches))
 
 
+def _endless(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """Never ends."""
+    return (Action("F", rank, index) for index in count())
+
+
+def _raising(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """Fails after its first pass."""
+    yield Action("F", rank, 0)
+    raise KeyError("of the user")
+
+
+def _backwards(rank: int, size: PipelineSize) -> Iterator[Action]:
+    """Backward before forward passes."""
+    for index in range(size.num_micro_batches):
+        yield Action("B", rank, index)
+        yield Action("F", rank, index)
+
+
 def _schedule(order: object) -> ScheduleInfo:
     return ScheduleInfo(name="", order=order, most_stages=1, usual_stages=1, summary="")  # type: ignore[arg-type]
 
 
 PAIRS, CROSSED, FORGETFUL = map(_schedule, (_pairs, _crossed, _forgetful))
+ENDLESS, RAISING, BACKWARDS = map(_schedule, (_endless, _raising, _backwards))
+NO_ORDER = _schedule(lambda rank, size: 3)
 OTHER = "no schedule"
