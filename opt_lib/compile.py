@@ -292,10 +292,6 @@ def _backend_problem(method: str, backend: str) -> list[Problem]:
         return []
     return [
         Problem(
-            message="no such backend",
-            method=method,
-            key="backend",
-            value=backend,
-            accepted=", ".join(known),
+            message="no such backend", method=method, key="backend", value=backend, accepted=", ".join(known)
         )
     ]

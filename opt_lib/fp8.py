@@ -143,7 +143,7 @@ class Fp8(Method[Fp8Config]):
         if selection.heads and selection.replaced:
             job.warn(
                 f"fp8: {folded(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
-                "include to have it in fp8, or in exclude to have no word of it",
+                "include to have it in fp8, or in exclude to have no word of it"
             )
         for part, reason in selection.refused(config.include or ()).items() if selection.replaced else ():
             job.warn(f"fp8: {part!r}, which include names, stays as it is: {reason}")

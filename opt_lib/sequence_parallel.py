@@ -128,10 +128,7 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) ->
     try:
         batch = default_prepare_input(sample, job.device)
         join_blocks(
-            job.module,
-            runs,
-            settings,
-            lambda: call_model(job.module, batch, job.inputs.model_input_format),
+            job.module, runs, settings, lambda: call_model(job.module, batch, job.inputs.model_input_format)
         )
     except AtorchError:
         raise

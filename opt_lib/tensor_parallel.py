@@ -153,14 +153,7 @@ def _planned(
         device=job.device,
     )
     loss = loss_on_parts(
-        job,
-        model,
-        batch,
-        chosen,
-        graph,
-        degree,
-        wanted=config.parallel_loss,
-        run_numerics=config.self_test,
+        job, model, batch, chosen, graph, degree, wanted=config.parallel_loss, run_numerics=config.self_test
     )
     return chosen, loss
 

@@ -14,14 +14,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import BackendError, InputError, Problem
-from atorch_ns.job import (
-    OPTIMIZER,
-    Job,
-    StateSpec,
-    keeps_blocks,
-    make_user_optimizer,
-    parameter_names,
-)
+from atorch_ns.job import OPTIMIZER, Job, StateSpec, keeps_blocks, make_user_optimizer, parameter_names
 from atorch_ns.job.states import groups_of_all_stages
 from atorch_ns.method import Conflict
 from atorch_ns.strategy import Plan
@@ -212,10 +205,7 @@ def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
     broadcast_from_first(job, job.module.buffers())  # DeepSpeed sends parameters only
     num_elements = sum(parameter.numel() for parameter in job.module.parameters())
     engine, *_ = deepspeed.initialize(
-        model=job.module,
-        optimizer=optimizer,
-        config=_config(stage, num_elements),
-        dist_init_required=False,
+        model=job.module, optimizer=optimizer, config=_config(stage, num_elements), dist_init_required=False
     )
     return engine
 

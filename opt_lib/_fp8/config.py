@@ -33,8 +33,7 @@ class Fp8Config(MethodConfig):
     margin: int = Field(default=0, description="Powers of two that a scale stays below the largest; te.")
     interval: int = Field(default=1, ge=1, description="Steps between new scales; te before 2.0.")
     fp8_format: Literal["HYBRID", "E4M3"] = Field(
-        default="HYBRID",
-        description="e4m3 forward and e5m2 backward, or e4m3 for both; te.",
+        default="HYBRID", description="e4m3 forward and e5m2 backward, or e4m3 for both; te."
     )
     amax_history_len: int = Field(default=1024, ge=1, description="Steps that a scale is found from; te.")
     amax_compute_algo: Literal["max", "most_recent"] = Field(

@@ -30,12 +30,7 @@ from atorch_ns.strategy import Plan
 
 
 def price_memory(
-    table: PlanTable,
-    trace: Trace,
-    workload: Workload,
-    *,
-    device_type: str = "cpu",
-    memo: Memo | None = None,
+    table: PlanTable, trace: Trace, workload: Workload, *, device_type: str = "cpu", memo: Memo | None = None
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """The peak of every plan, in bytes of tensors on the rank that holds most, in parts.
 
