@@ -34,7 +34,8 @@ class Chunk:
     """Blocks that a model calls one after the other, each with the result of the one before it.
 
     The first is called for all of them; the others give on what has been computed. What the model sees between them is
-    a placeholder of NaNs without memory, so that code that uses it is noticed: by an error, or in the loss.
+    a placeholder of NaNs without memory, whose gradient is an error, so that code that uses it is noticed. Without
+    gradients blocks are called one by one.
 
     Args:
         function: ``function(module, *args, **kwargs)``, a recomputation.
@@ -56,17 +57,21 @@ class Chunk:
         self._together.blocks.append(block)
         return self._begin if len(self) == 1 else self._go_on
 
-    def _begin(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _begin(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return block(*args, **kwargs)
         self._together.training = self._together.blocks[0].training
         self._result = self._function(self._together, *args, **kwargs)
         self._num_called = 1
         if len(self) == 1:
             return self._handed_on()
-        self._between = between = _placeholder(self._result)
+        self._between = between = _placeholder(self._result, self._refuse_gradient)
         self._expected = _with_first(between[0] if isinstance(between, tuple) else between, args, kwargs)
         return between
 
     def _go_on(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return block(*args, **kwargs)
         expected, named = self._expected
         alike = len(args) == len(expected) and kwargs.keys() == named.keys()
         if (
@@ -75,13 +80,19 @@ class Chunk:
             or any(one is not other for one, other in zip(args, expected, strict=True))
             or any(value is not named[name] for name, value in kwargs.items())
         ):
-            raise StepError(
-                f"checkpoint: chunk={len(self)} recomputes neighbouring blocks as one, which needs each to be called with the "
-                f"result of the one before it, and otherwise with the same arguments; {with_article(block)} is not. Leave "
-                "chunk out."
-            )
+            raise self._refusal(block)
         self._num_called += 1
         return self._handed_on() if self._num_called == len(self) else self._between
+
+    def _refusal(self, block: nn.Module) -> StepError:
+        return StepError(
+            f"checkpoint: chunk={len(self)} recomputes neighbouring blocks as one, which needs each to be called with the "
+            f"result of the one before it, and otherwise with the same arguments; {with_article(block)} is not. Leave "
+            "chunk out."
+        )
+
+    def _refuse_gradient(self, _: torch.Tensor) -> None:
+        raise self._refusal(self._together.blocks[self._num_called % len(self)])
 
     def _handed_on(self) -> Any:
         result, self._result, self._between, self._expected = self._result, None, None, ((), {})
@@ -97,13 +108,17 @@ def _with_first(
     return (), {**kwargs, next(iter(kwargs)): value}
 
 
-def _placeholder(result: Any) -> Any:
+def _placeholder(result: Any, refuse: Callable[[torch.Tensor], None]) -> Any:
     """NaNs in the shape of a block's result: a tensor, or a tuple of one and of nothing else."""
     if isinstance(result, tuple) and all(other is None for other in result[1:]):
-        return (_placeholder(result[0]), *result[1:])
+        return (_placeholder(result[0], refuse), *result[1:])
     if not isinstance(result, torch.Tensor):
         raise StepError(
             f"checkpoint: chunk recomputes neighbouring blocks as one, which needs them to return a tensor, and they return "
             f"{with_article(result)}. Leave chunk out."
         )
-    return torch.full((), float("nan"), dtype=result.dtype, device=result.device).expand(result.shape)
+    nan = torch.full((), float("nan"), dtype=result.dtype, device=result.device)
+    placeholder = nan.requires_grad_(result.requires_grad).expand(result.shape)
+    if result.requires_grad:
+        placeholder.register_hook(refuse)
+    return placeholder

@@ -196,7 +196,9 @@ def _chosen(targets: list[NamedModule], job: Job, config: CheckpointConfig) -> l
         return [block for block in targets if plain_name(block.name) in job.step.recomputed_blocks]
     if config.share is None:
         return targets[:: config.every_n]
-    (share,) = RecomputeShare(config.share, config.by_stage).of_stages([1])
+    recompute = RecomputeShare(config.share, config.by_stage)
+    recompute.check(1)
+    (share,) = recompute.of_stages([1])
     return targets[: num_recomputed(len(targets), share)]
 
 

@@ -46,7 +46,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = torch.full((8,), 1.1)
         between = []
-        for place, block in enumerate(self.blocks):
+        for place, block in enumerate(self.blocks[: -1 if self.how == "last skipped" else None]):
             if self.how == "tuples":
                 x = block(x)[0]
             elif self.how == "residual outside":
@@ -123,8 +123,13 @@ def test_blocks_that_are_no_chain_are_refused(how: str) -> None:
         _job(how, {"chunk": 2}).train_step(torch.randn(6, 8))
 
 
-def test_code_that_uses_a_result_between_is_noticed() -> None:
-    assert torch.isnan(_job("all results", {"chunk": 2}).train_step(torch.randn(6, 8)))
+@pytest.mark.parametrize(("how", "size"), [("all results", 2), ("last skipped", 5)])
+def test_code_that_uses_a_result_between_is_noticed_where_it_has_a_gradient(how: str, size: int) -> None:
+    x, job = torch.randn(6, 8), _job(how, {"chunk": size})
+    plain = _job(how, None).train_step.evaluate(x)
+    torch.testing.assert_close(job.train_step.evaluate(x), plain)
+    with pytest.raises(StepError, match=f"chunk={size} recomputes neighbouring blocks as one"):
+        job.train_step(x)
 
 
 PIPELINE = [("parallel_mode", ([("pipeline", 2)], None)), ("checkpoint", {"chunk": 2})]

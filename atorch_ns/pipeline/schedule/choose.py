@@ -368,6 +368,7 @@ def _evaluated(
     try:
         orders = info.orders(num_ranks, num_micro_batches, on_rank)
         live = live_micro_batches(orders)
+        recompute.check(num_stages)
         shares = recompute.of_stages(live, costs.kept_share, keeps_last=info.keeps_last)
         pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches, shares)
         if cuts is not None and len(cuts) + 1 != num_stages:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from atorch_ns.errors import InputError
 from atorch_ns.strategy import Recomputation
+from atorch_ns.text import counted
 
 ByStage = Literal["same", "level", "merak"]
 
@@ -43,6 +44,14 @@ class RecomputeShare:
             return cls(0.0)
         share = recomputation.share
         return cls(1.0 / recomputation.every) if share is None else cls(share, recomputation.by_stage)
+
+    def check(self, num_stages: int) -> None:
+        """Raises an :class:`InputError` if there are more numbers than stages."""
+        if isinstance(self.share, tuple) and len(self.share) > num_stages:
+            raise InputError(
+                f"share of recomputed blocks has {len(self.share)} numbers, {list(self.share)}, for "
+                f"{counted(num_stages, 'stage')}. Give one for each."
+            )
 
     @property
     def is_chosen(self) -> bool:

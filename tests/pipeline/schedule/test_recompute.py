@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -130,3 +131,10 @@ def test_costs_of_stages_hold_the_share() -> None:
 def test_shares_that_mean_nothing_are_refused(share: object, by_stage: object, words: str) -> None:
     with pytest.raises(InputError, match=words):
         RecomputeShare(share, by_stage)  # type: ignore[arg-type]
+
+
+def test_more_shares_than_stages_are_refused() -> None:
+    options: dict[str, Any] = {"schedule": get_schedule("1F1B"), "memory_bytes": 1e9}
+    with pytest.raises(InputError, match=r"has 3 numbers, \[1.0, 0.5, 0.2\], for 2 stages"):
+        choose_for_device(COSTS, 2, 8, recompute=RecomputeShare((1.0, 0.5, 0.2)), **options)
+    RecomputeShare((1.0, 0.5)).check(2)
