@@ -28,6 +28,7 @@ from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.units import (
     average_ignored,
     broadcast_from_first,
+    broadcast_together,
     expert_parameters,
     parameters_kept_whole,
     replicate_experts,
@@ -195,7 +196,8 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
     model = job.model
     broadcast_from_first(job, [*model.parameters(), *model.buffers()])
     if config.broadcast_buffers and any(True for _ in model.buffers()):
-        model.register_forward_pre_hook(lambda *_: broadcast_from_first(job, model.buffers()))
+        group = job.mesh.data_group
+        model.register_forward_pre_hook(lambda *_: broadcast_together(model.buffers(), group))
     reducer = GradientReducer(
         model, job.mesh.data_group, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
     )

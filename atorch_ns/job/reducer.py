@@ -80,15 +80,19 @@ class GradientReducer:
         self._before, self._after = 1.0 / first, first / group.size()
         self._hooks: dict[str, list[BucketHook]] = {"before": [], "after": []}
         self._buckets = _buckets(chosen, bucket_bytes)
-        self._place = {p: (bucket, n) for bucket in self._buckets for n, p in enumerate(bucket.parameters)}
-        self._number = {parameter: number for number, parameter in enumerate(self._place)}
+        ordered = (parameter for bucket in self._buckets for parameter in bucket.parameters)
+        self._number = {parameter: number for number, parameter in enumerate(ordered)}
         self._unused: list[nn.Parameter] = []
         self._next = 0
         self._sync = True
         self._expected = False
         self._queued = False
         self.synchronised = False
-        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in chosen]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._arrived, bucket, place))
+            for bucket in self._buckets
+            for place, p in enumerate(bucket.parameters)
+        ]
         self._handles.append(module.register_forward_pre_hook(self._announced))
 
     @property
@@ -171,8 +175,7 @@ class GradientReducer:
             bucket.ready.clear()
 
     @torch.no_grad()
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        bucket, place = self._place[parameter]
+    def _arrived(self, bucket: _Bucket, place: int, _: torch.Tensor) -> None:
         if not self._sync:
             self._move(bucket, place, 1.0)
             return

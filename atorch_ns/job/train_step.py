@@ -27,6 +27,9 @@ PHASES: Final[tuple[Phase, ...]] = ("zero", "forward_backward", "reduce", "scale
 StepObserver = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 """Called after a training step with the steps so far, the loss, and the norm of the gradients if they were clipped."""
 
+_Arriving = tuple[StepOutput, Callable[[], object]]
+"""What a step gave, and what waits until its loss is that of all ranks."""
+
 PhaseObserver = Callable[[], object]
 """Called before or after a phase; what it raises ends the step on all ranks."""
 
@@ -172,11 +175,16 @@ class TrainStep:
         with self._job.cluster.sharing_failures("a training step", turn=self._num_calls):
             self.times.start()
             self.zero()
-            found = self._forward_backward(work())
+            found, loss_arrives = self._forward_backward(work())
             self.reduce()
-            self.scale(None if divisor is None else self._one_over(divisor(found)))
+            if divisor is None:
+                self.scale()
+            else:
+                loss_arrives()
+                self.scale(self._one_over(divisor(found)))
             self.clip()
             self.update()
+            loss_arrives()
             self.times.stop()
         self.num_steps += 1
         for observer in tuple(self.observers):  # one may take itself out
@@ -191,7 +199,7 @@ class TrainStep:
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
-        return self._forward_backward(self._mean_of(batch)).loss
+        return _arrived(self._forward_backward(self._mean_of(batch))).loss
 
     def reduce(self) -> None:
         """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
@@ -274,7 +282,7 @@ class TrainStep:
         for observer in tuple(self._watching.get(("after", phase), ())):
             observer()
 
-    def _forward_backward(self, work: StepWork) -> StepOutput:
+    def _forward_backward(self, work: StepWork) -> _Arriving:
         with self._phase("forward_backward"), self._job.step.context():
             if self._runner is None:
                 return self._output(work, self._accumulate(work))
@@ -315,9 +323,8 @@ class TrainStep:
             root.eval()
         try:
             with job.step.context():
-                return self._output(
-                    work, self._inferred(work) if self._runner is None else self._runner.forward(work)
-                )
+                passed = self._inferred(work) if self._runner is None else self._runner.forward(work)
+                return _arrived(self._output(work, passed))
         finally:
             for root in roots:
                 root.train(modes[root])
@@ -335,16 +342,16 @@ class TrainStep:
             return output, torch.zeros((), device=self._job.device)
         return output, first_loss(self._loss_func(micro_batch, output))
 
-    def _output(self, work: StepWork, passed: Passed) -> StepOutput:
-        """With the loss of the step, over all data ranks."""
+    def _output(self, work: StepWork, passed: Passed) -> _Arriving:
+        """With the loss of the step, on its way to the sum over all data ranks."""
         job = self._job
         counts = torch.tensor(work.counts, dtype=torch.float32, device=passed.losses.device)
-        loss = (passed.losses * counts).sum()
+        loss, arrives = (passed.losses * counts).sum(), _nothing
         if job.mesh is not None and job.num_data_ranks > 1:
-            dist.all_reduce(loss, group=job.mesh.data_group)
+            arrives = dist.all_reduce(loss, group=job.mesh.data_group, async_op=True).wait
         real = [number for number in range(len(work.counts)) if number not in work.dummies]
         losses = passed.losses if len(real) == len(work.counts) else passed.losses[real]
-        return StepOutput(loss=loss, losses=losses, outputs=passed.outputs)
+        return StepOutput(loss=loss, losses=losses, outputs=passed.outputs), arrives
 
     def _one_over(self, divisor: float) -> float:
         """The factor that makes a sum of gradients a mean over what all data ranks count."""
@@ -388,3 +395,13 @@ def _passed(losses: Sequence[torch.Tensor], outputs: Sequence[Any], work: StepWo
     if work.dummies:  # whose losses may be anything
         rows[sorted(work.dummies)] = 0.0
     return Passed(losses=rows, outputs=tuple(outputs))
+
+
+def _arrived(arriving: _Arriving) -> StepOutput:
+    found, arrives = arriving
+    arrives()
+    return found
+
+
+def _nothing() -> None:
+    """A loss of one data rank is there at once."""

@@ -146,9 +146,27 @@ def broadcast_from_first(
             continue
         sent = data.to(job.device).contiguous()
         dist.broadcast(sent, group=group or job.mesh.data_group, group_src=0)
-        is_expanded = any(s == 0 and n > 1 for s, n in zip(data.stride(), data.shape, strict=True))
-        if sent is not data and not is_expanded:
-            data.copy_(sent)
+        if sent is not data:
+            _fill(data, sent)
+
+
+@torch.no_grad()
+def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Gives small tensors the values of a group's first rank, in one collective for those of a dtype; collective."""
+    of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        of_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in of_dtype.values():
+        sent = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.broadcast(sent, group=group, group_src=0)
+        for tensor, part in zip(alike, sent.split([tensor.numel() for tensor in alike]), strict=True):
+            _fill(tensor.data, part.view_as(tensor))
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """An expanded tensor, whose elements share memory, cannot be filled and is alike on all ranks."""
+    if not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        tensor.copy_(values)
 
 
 # Experts that are divided over the expert axis. The ranks along ``data`` and ``zero`` hold copies of a rank's experts;
