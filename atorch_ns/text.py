@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
+import os
 import signal
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 _MOST_MATCHES: Final = 3
@@ -218,3 +223,18 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     whole = name == "B" or (not name and value == int(value))
     digits = 0 if whole else max(0, 3 - len(str(int(abs(scaled) + 1e-9))))
     return f"{scaled:.{digits}f} {name}"
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of an exception outside this package, its methods, torch and the standard library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if not is_library(frame.filename)), None)
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file belongs to this package, its methods, torch or the standard library."""
+    in_stdlib = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
+    ours = Path(__file__).parent
+    torch = importlib.util.find_spec("torch")
+    folders = [str(ours), str(ours.parent / "opt_lib"), *(torch.submodule_search_locations or () if torch else ())]
+    return in_stdlib or file.startswith(("<", *(f"{folder}{os.sep}" for folder in folders)))

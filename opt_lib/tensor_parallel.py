@@ -28,7 +28,7 @@ from atorch_ns.sharding import (
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_text, first_few
 from atorch_ns.torch_compat import plain_name
-from opt_lib._model_axes.sample_batch import sample_batch
+from opt_lib._model_axes.sample_batch import common_sample
 from opt_lib._model_axes.tensor import (
     LossOnParts,
     TensorParallelConfig,
@@ -78,7 +78,7 @@ class TensorParallel(Method[TensorParallelConfig]):
         model = job.in_full_precision(
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
-        batch = _sampled(job)
+        batch = common_sample(job, self.name)
         # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
         planned = job.cluster.on_first(
             lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size)),
@@ -118,22 +118,6 @@ class TensorParallel(Method[TensorParallelConfig]):
 
 def _ends(chain: Sequence[str]) -> str:
     return chain[0] if len(chain) == 1 else f"{chain[0]} to {chain[-1]}"
-
-
-def _sampled(job: Job) -> Any:
-    """The sample batch of the first rank; collective.
-
-    Raises:
-        InputError: if there is none.
-    """
-    sampled = job.cluster.agree(lambda: sample_batch(job.inputs), what="taking a sample batch")
-    batch = job.cluster.from_first(sampled)
-    if batch is None:
-        raise InputError(
-            "tensor_parallel looks at one forward pass to see how layers are connected, and there is no batch to "
-            "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
-        )
-    return batch
 
 
 def _planned(

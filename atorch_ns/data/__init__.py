@@ -2,6 +2,7 @@
 
 from atorch_ns.data.batch import (
     batch_sizes,
+    call_arguments,
     call_model,
     check_model_input_format,
     default_prepare_input,
@@ -30,6 +31,7 @@ __all__ = [
     "TrainLoader",
     "batch_sizes",
     "build_dataloader",
+    "call_arguments",
     "call_model",
     "check_model_input_format",
     "default_prepare_input",

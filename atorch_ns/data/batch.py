@@ -189,6 +189,23 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
     return model(**taken_items(model, data))
 
 
+def call_arguments(
+    model: nn.Module, data: Any, model_input_format: str | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keywords with which :func:`call_model` calls the model.
+
+    Raises:
+        InputError: as :func:`call_model` does.
+    """
+
+    @functools.wraps(model.forward)
+    def arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = call_model(arguments, data, model_input_format)
+    return found
+
+
 def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
     """``data`` as that many equal parts, in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -41,12 +39,7 @@ from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
 from atorch_ns.numerics.verdict import Verification, judge, judge_parts
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
-from atorch_ns.text import error_text
-
-_OURS: Final = str(Path(__file__).parents[1])
-_TORCH: Final = str(Path(torch.__file__).parent)
-_METHODS: Final = str(Path(__file__).parents[2] / "opt_lib")
-_STDLIB: Final = sysconfig.get_paths()["stdlib"]
+from atorch_ns.text import error_text, user_frame
 
 
 @contextmanager
@@ -89,17 +82,6 @@ def _where(error: Exception) -> str:
         f"No line of your own is in it; it comes from {last.filename}, line {last.lineno}, in {last.name}, "
         "called with your model and batch."
     )
-
-
-def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of an exception outside this package, its methods, torch and the standard library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame for frame in reversed(frames) if not _is_library(frame.filename)), None)
-
-
-def _is_library(file: str) -> bool:
-    in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
-    return file.startswith(("<", _OURS, _TORCH, _METHODS)) or in_stdlib
 
 
 @dataclass(frozen=True, kw_only=True)

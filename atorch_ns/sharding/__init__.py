@@ -9,7 +9,7 @@ from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.sequence.block_chains import join_at_first_call, join_blocks
 from atorch_ns.sharding.sequence.chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings
-from atorch_ns.sharding.tensor.apply import divide
+from atorch_ns.sharding.tensor.apply import divide, divide_parameters
 from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan
 from atorch_ns.sharding.tensor.divisibility import parameter_dims
 from atorch_ns.sharding.tensor.plan import Layout, Packing, TensorPlan, kind_of, style_named
@@ -48,6 +48,7 @@ __all__ = [
     "divide",
     "divide_expert_list",
     "divide_experts",
+    "divide_parameters",
     "explain_divided_weights",
     "find_experts",
     "join_at_first_call",

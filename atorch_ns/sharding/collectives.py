@@ -14,6 +14,8 @@ gather_from        all-gather along ``dim``      this rank's piece             w
                                                                                every rank does the same
                                                                                with them afterwards
 scatter_to         this rank's piece             all-gather along ``dim``      its inverse
+summand_of         as it is on the first rank,   as it is                      a replicated tensor joins
+                   zeros on the others                                         partial results
 all_gather         all-gather along ``dim``      reduce-scatter (sum)          a divided tensor enters a
                                                                                layer divided otherwise
 reduce_scatter     reduce-scatter (sum)          all-gather along ``dim``      its inverse
@@ -148,6 +150,11 @@ def scatter_to(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return _paired(x, group, _piece, _gathered, dim % x.dim())
 
 
+def summand_of(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's summand of ``x``, which is equal on all ranks: all of it on the first, zeros on the others."""
+    return _paired(x, group, _summand, _same)
+
+
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The pieces of all ranks along ``dim``; gradients of all ranks are summed."""
     return _paired(x, group, _gathered, _sum_piece, dim % x.dim())
@@ -251,6 +258,10 @@ def _applied(x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
 
 def _same(x: torch.Tensor, _: Group | None = None) -> torch.Tensor:
     return x.view_as(x)
+
+
+def _summand(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
 
 
 def _gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

@@ -34,8 +34,10 @@ from atorch_ns.torch_compat.distributed import (
     replicate,
     unreached_parameters,
 )
+from atorch_ns.torch_compat.dtensor_rules import dtensor_rules
 from atorch_ns.torch_compat.fake import (
     count_operators,
+    exporting_fake_mode,
     fake_tensor_mode,
     fake_tensor_type,
     is_view,
@@ -68,6 +70,8 @@ __all__ = [
     "compile_records",
     "count_operators",
     "default_store",
+    "dtensor_rules",
+    "exporting_fake_mode",
     "fake_tensor_mode",
     "fake_tensor_type",
     "flatten_mesh",

@@ -22,6 +22,14 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def exporting_fake_mode() -> AbstractContextManager[Any]:
+    """A fake mode with sizes that may vary, whose tensors ``torch.export`` takes for a model's parameters and inputs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
 def fake_tensor_type() -> type[torch.Tensor]:
     """The class of fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -28,6 +28,22 @@ def sample_batch(inputs: Inputs) -> Any:
     return batch
 
 
+def common_sample(job: Job, method: str) -> Any:
+    """The sample batch of the first rank, on all ranks; collective.
+
+    Raises:
+        InputError: if there is none.
+    """
+    sampled = job.cluster.agree(lambda: sample_batch(job.inputs), what="taking a sample batch")
+    batch = job.cluster.from_first(sampled)
+    if batch is None:
+        raise InputError(
+            f"{method} looks at one forward pass to see how the parts of the model are connected, and there is no batch to "
+            "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
+        )
+    return batch
+
+
 def local_batch_size(job: Job) -> int | None:
     """Samples that a data rank sees in a step; ``None`` where the loader's arguments do not say."""
     args = dict(job.inputs.dataloader_args or {})

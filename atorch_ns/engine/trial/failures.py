@@ -9,9 +9,8 @@ from typing import Final
 from atorch_ns.cluster.cluster import cgroup_files
 from atorch_ns.errors import AtorchError, RankError, StepError
 from atorch_ns.job import is_out_of_memory
-from atorch_ns.numerics.verify import user_frame
 from atorch_ns.search import TrialStatus
-from atorch_ns.text import error_text
+from atorch_ns.text import error_text, user_frame
 
 
 def oom_kills() -> tuple[int, ...]:

@@ -81,6 +81,20 @@ def divide(
     return done
 
 
+def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGroup) -> None:
+    """Divides parameters of ``model`` in place, by name, and leaves its layers as they are; collective.
+
+    Tied parameters stay tied; one that is divided already is left alone.
+    """
+    names = names_of(model)
+    modules = {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
+    for name, dim in dims.items():
+        holder, _, own = name.rpartition(".")
+        parameter = modules[holder]._parameters[own]
+        if parameter is not None and not isinstance(parameter, DTensor):
+            _put(modules, names[id(parameter)], _part(parameter, dim, None, group), dim, None, Divided())
+
+
 def _put(
     modules: Mapping[str, nn.Module],
     names: Sequence[str],

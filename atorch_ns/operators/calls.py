@@ -1,0 +1,96 @@
+"""Calls of operators on one rank's pieces: kernels, random numbers of each rank's own, and the modes that they run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from atorch_ns.operators import kernels
+from atorch_ns.operators.graph import Operator
+from atorch_ns.operators.rule import Rule
+from atorch_ns.operators.rules import RUN_AS
+from atorch_ns.sharding.rank_context import RankRandomness
+
+Target = Callable[..., Any]
+
+
+def runnable(one: Operator, rule: Rule) -> tuple[Target, bool]:
+    """What runs an operator under a rule, and whether it takes the group before the other arguments."""
+    target: Target = one.call.operator
+    needs_group = False
+    like: tuple[Any, ...] = (target,)
+    if rule.divides:
+        target = RUN_AS.get(target, target)
+        if rule.kernel:
+            target, needs_group = _kernel(rule, target), True
+        elif is_random(one):
+            target, needs_group = _own_randomness(target, rule), True
+        like = (target if not needs_group else one.call.operator, str(rule), rule.kernel)
+    if one.modes:
+        target = _in_modes(target, one.modes)
+        like = (*like, one.modes)
+    if target is not one.call.operator and target not in RUN_AS.values():
+        target.__name__ = one.name
+        target.__module__ = __name__
+        target.like = like  # type: ignore[attr-defined]
+    return target, needs_group
+
+
+def is_random(one: Operator) -> bool:
+    """Whether a call draws random numbers."""
+    tags = getattr(one.call.operator, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    names = {declared.name for declared in one.call.operator._schema.arguments}  # type: ignore[attr-defined]
+    if "dropout_p" in names:
+        return bool(one.call.argument("dropout_p"))
+    if names >= {"p", "train"}:
+        return bool(one.call.argument("p")) and bool(one.call.argument("train"))
+    return True
+
+
+def _kernel(rule: Rule, target: Target) -> Target:
+    kernel = getattr(kernels, rule.kernel)
+
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(group, rule, target, *args, **kwargs)
+
+    return call
+
+
+def _own_randomness(target: Target, rule: Rule) -> Target:
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_own_randomness(target, rule, group, *args, **kwargs)
+
+    return call
+
+
+def with_own_randomness(target: Target, rule: Rule, group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operator, divided by ``rule``, on random numbers of this rank's own.
+
+    Afterwards all ranks go on from those that they share, one number later.
+    """
+    device = next((value.device for value in args if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    randomness = RankRandomness(group.rank(), device)
+    randomness.enter()
+    try:
+        return target(*args, **kwargs)
+    finally:
+        randomness.leave()
+
+
+def _in_modes(target: Target, modes: tuple[tuple[Any, ...], ...]) -> Target:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for kind, *settings in modes:
+                if kind == "grad":
+                    stack.enter_context(torch.set_grad_enabled(settings[0] and torch.is_grad_enabled()))
+                else:
+                    device, dtype, enabled, cache = settings
+                    stack.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache))
+            return target(*args, **kwargs)
+
+    return call

@@ -1,0 +1,303 @@
+"""Check of a division: the divided graph on simulated ranks against the whole one, operator by operator.
+
+Both run on the same values: integers of the sample, random floats for parameters (ones and zeros make wrong rules look
+right). Random operators pass their input on. The first operator whose results differ is named, or, where all results are
+equal, the last whose gradients do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import Partial, Shard
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.errors import InputError
+from atorch_ns.operators.calls import is_random
+from atorch_ns.operators.conversions import Need, converted
+from atorch_ns.operators.divide import Division, Piece, pieces
+from atorch_ns.operators.graph import Operator
+from atorch_ns.operators.rule import WHOLE, Placement
+from atorch_ns.sharding.collectives import simulate, total
+
+TOLERANCE = 1e-4
+"""Of a tensor's largest value, in fp32; of gradients, of the largest at most a hundred times larger: those that are zero by
+mathematics, as of a key's bias, are noise by themselves."""
+
+_NOISE = 1e-2
+
+
+def check_division(
+    division: Division,
+    model: nn.Module,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    run: Sequence[Piece] | None = None,
+) -> None:
+    """Compares a divided graph with the whole one, forward and backward.
+
+    Args:
+        division: the division; of the whole model or of a shallow copy.
+        model: the captured model, whose buffers are read; its parameters are not.
+        tensors: the inputs, with any number of samples that the ranks divide.
+        run: the pieces to run, where they are not those that follow from the division.
+
+    Raises:
+        InputError: naming the operator that is the first to differ, by its result or its gradient.
+    """
+    with random_states_kept(device):
+        torch.manual_seed(0)
+        states = _states(division, model, device)
+        inputs = [tensor.to(device) for tensor in tensors]
+        whole = _run_whole(division, states, inputs)
+        made = pieces(division) if run is None else run
+        ranks = simulate(
+            division.degree,
+            lambda group: _run_rank(division, made, states, inputs, whole.cotangents, group),
+            device,
+        )
+    _compare(division, whole, ranks)
+
+
+@dataclass
+class _Record:
+    """The values of a run by the whole graph's nodes, and the gradients of parameters by name."""
+
+    values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    cotangents: list[torch.Tensor | None] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                value.retain_grad()
+            self.values[node] = value
+
+
+def _states(division: Division, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Values for parameters, buffers and constants, by the names of their placeholders."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found = {}
+    for node, origin in division.graph.origins.items():
+        shape = node.meta["val"].shape
+        if origin.kind == "parameter":
+            value = (
+                torch.rand(shape, device=device) + 0.5
+                if len(shape) < 2
+                else torch.randn(shape, device=device)
+            )
+            found[node.name] = value / shape[-1] ** 0.5 if len(shape) > 1 else value
+        elif origin.kind == "buffer":
+            found[node.name] = buffers[origin.name].detach().to(device)
+        elif origin.kind == "constant":
+            found[node.name] = division.graph.captured.constants[origin.name].to(device)
+    return found
+
+
+class _Quiet(fx.Interpreter):
+    """Runs a graph; random operators draw nothing, and values are recorded."""
+
+    def __init__(
+        self, graph: fx.Graph, calls: Mapping[int, Operator], values: Mapping[int, fx.Node], record: _Record
+    ) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self._numbers = {node: number for number, node in enumerate(graph.nodes)}
+        self._calls, self._values, self._record = calls, values, record
+
+    def run_node(self, n: fx.Node) -> Any:
+        one = self._calls.get(self._numbers[n])
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if one is not None and is_random(one):
+            result = _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
+        else:
+            result = getattr(self, n.op)(n.target, args, kwargs)
+        value = self._values.get(self._numbers[n])
+        if value is not None:
+            self._record.keep(value, result)
+        return result
+
+
+def _is_group(value: Any) -> bool:
+    return hasattr(value, "rank") and not isinstance(value, torch.Tensor)
+
+
+def _without_chance(one: Operator, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    declared = [argument.name for argument in one.call.operator._schema.arguments]  # type: ignore[attr-defined]
+    for name in ("dropout_p", "p"):
+        if name in declared:
+            named = dict(zip(declared, args, strict=False)) | dict(kwargs) | {name: 0.0}
+            return one.call.operator(**{key: value for key, value in named.items() if key in declared})
+    return one.call.operator(*args, **kwargs).zero_()
+
+
+def _run_whole(
+    division: Division, states: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> _Record:
+    graph, record = division.graph, _Record()
+    nodes = list(graph.captured.graph.nodes)
+    calls = {
+        number: producer[0] for number, node in enumerate(nodes) if (producer := graph.producers.get(node))
+    }
+    calls |= {nodes.index(one.node): one for one in graph.operators if len(one.results) > 1}
+    known = {number: node for number, node in enumerate(nodes) if node in graph.producers}
+    given, parameters = [], {}
+    for node, origin in graph.origins.items():
+        if origin.kind == "input":
+            given.append(inputs[int(origin.name)])
+            continue
+        value = states[node.name]
+        if origin.kind == "parameter":
+            value = parameters[origin.name] = value.clone().requires_grad_()
+        given.append(value.clone() if origin.kind == "buffer" else value)
+    results = _Quiet(graph.captured.graph, calls, known, record).run(*given)
+    record.cotangents = _backward(results, None)
+    record.parameters = {name: value.grad for name, value in parameters.items() if value.grad is not None}
+    return record
+
+
+def _backward(
+    results: Sequence[Any], cotangents: Sequence[torch.Tensor | None] | None
+) -> list[torch.Tensor | None]:
+    """Runs the backward pass from all results that have one; returns the gradients that it began from."""
+    if cotangents is None:
+        cotangents = [
+            torch.randn_like(one) if isinstance(one, torch.Tensor) and one.requires_grad else None
+            for one in results
+        ]
+    pairs = [(one, given) for one, given in zip(results, cotangents, strict=True) if given is not None]
+    if pairs:
+        torch.autograd.backward([one for one, _ in pairs], [given for _, given in pairs])
+    return list(cotangents)
+
+
+def _run_rank(
+    division: Division,
+    made: Sequence[Piece],
+    states: Mapping[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+    group: Any,
+) -> _Record:
+    record = _Record()
+    values: dict[str, Any] = {}
+    named: dict[str, torch.Tensor] = {}
+    for node, origin in division.graph.origins.items():
+        if origin.kind == "input":
+            values[node.name] = inputs[int(origin.name)]
+            continue
+        value = states[node.name].clone()
+        if origin.kind == "parameter":
+            placement = division.parameters.get(origin.name, WHOLE)
+            if isinstance(placement, Shard):
+                value = value.chunk(group.size(), placement.dim)[group.rank()].clone()
+            value.requires_grad_()
+        values[node.name] = named[origin.name] = value
+    for piece in made:
+        under = f"{piece.path}." if piece.path else ""
+        given = [
+            group,
+            *(named[under + name] for name in piece.states),
+            *(values[name] for name in piece.takes),
+        ]
+        results = _Quiet(piece.body.graph, piece.calls, piece.values, record).run(*given)
+        values.update(zip(piece.gives, results, strict=True))
+    need = Need(WHOLE, False)
+    outputs = [
+        converted(values[node.name], division.placement(node), need, group) for node in division.graph.outputs
+    ]
+    _backward(outputs, cotangents)
+    for name, value in named.items():
+        if value.grad is not None:
+            record.parameters[name] = total(value.grad, group) if name in division.summed else value.grad
+    return record
+
+
+def _compare(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
+    for one, node, placement in _results(division):
+        if node not in whole.values:
+            continue
+        parts = [rank.values.get(node) for rank in ranks]
+        _judge(one, "result", whole.values[node].detach(), parts, placement, 0.0)
+    gradients = [
+        value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
+    ]
+    floor = _NOISE * max(
+        (float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0
+    )
+    for one, node, placement in reversed(list(_results(division))):
+        value = whole.values.get(node)
+        if value is not None and value.requires_grad and value.grad is not None:
+            parts = [_gradient(rank.values.get(node)) for rank in ranks]
+            place = WHOLE if isinstance(placement, Partial) else placement
+            _judge(one, "gradient of the result", value.grad, parts, place, floor)
+    _compare_parameters(division, whole, ranks, floor)
+
+
+def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Record], floor: float) -> None:
+    users: dict[str, Operator] = {}
+    for value, one, _ in division.uses():
+        origin = division.graph.origins.get(value)
+        if origin is not None:
+            users.setdefault(origin.name, one)
+    for name, gradient in whole.parameters.items():
+        placement = division.parameters.get(name, WHOLE)
+        parts = [rank.parameters.get(name) for rank in ranks]
+        _judge(users[name], f"gradient of {name}", gradient, parts, placement, floor)
+
+
+def _results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
+    for one in division.graph.operators:
+        for number, node in enumerate(one.results):
+            if node is not None and not one.name.startswith(("empty", "new_empty")):  # whose values are those of old memory
+                yield one, node, division.rules[one].outputs[number]
+
+
+def _gradient(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None or not value.requires_grad else value.grad
+
+
+def _judge(
+    one: Operator,
+    what: str,
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor | None],
+    placement: Placement,
+    floor: float,
+) -> None:
+    known = [part.detach() for part in parts if part is not None]
+    if not known:
+        return  # of a value that the divided graph does not compute
+    if len(known) < len(parts):
+        raise InputError(f"{one} is divided wrongly: some ranks have no {what}.")
+    joined = [torch.cat(known, placement.dim)] if isinstance(placement, Shard) else known
+    joined = [torch.stack(known).sum(0)] if isinstance(placement, Partial) else joined
+    for found in joined:
+        if found.shape != whole.shape:
+            raise InputError(
+                f"{one} is divided wrongly: its {what} has shape {tuple(found.shape)} in place of {tuple(whole.shape)}."
+            )
+        apart = _apart(found, whole, floor)
+        if apart > TOLERANCE:
+            raise InputError(
+                f"{one} is divided wrongly: its {what} differs by {apart:.1e} of its largest value."
+            )
+
+
+def _apart(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
+    """The largest difference, relative to the largest value; 1 where integers or infinities differ."""
+    if not whole.is_floating_point():
+        return float(not torch.equal(found, whole))
+    if not whole.numel():
+        return 0.0
+    finite = torch.isfinite(whole)
+    if not torch.equal(finite, torch.isfinite(found)):
+        return 1.0
+    mine, theirs = found[finite].double(), whole[finite].double()
+    if not theirs.numel():
+        return 0.0
+    scale = max(float(theirs.abs().max()), floor, 1e-30)
+    return float((mine - theirs).abs().max()) / scale

@@ -1,0 +1,119 @@
+"""Conversions of a tensor from one placement to another, with their adjoints.
+
+A value's gradient is placed as the value is, but for partial sums, whose gradient is whole on every rank. What a call takes
+replicated it may use for a part of its work (:attr:`Need.divides`): then each rank has a part of the gradient, and the
+conversion sums it. A conversion is a chain of collectives, each of which knows its adjoint.
+
+=============  =======================  =================================  ==============================
+from           to a part of the work    to the same work on every rank     to another placement
+=============  =======================  =================================  ==============================
+R              ``copy_to``              nothing                            ``scatter_to``, ``summand_of``
+S(d)           ``all_gather``           ``gather_from``                    ``all_to_all``
+P              ``reduce_from``,         ``reduce_from``                    ``reduce_scatter``
+               ``copy_to``
+=============  =======================  =================================  ==============================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from atorch_ns.operators.rule import Placement, Rule, placement_text
+from atorch_ns.sharding.collectives import (
+    all_gather,
+    all_to_all,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter,
+    scatter_to,
+    summand_of,
+)
+
+Collective = Callable[..., torch.Tensor]
+
+
+class Need(NamedTuple):
+    """How a call needs an argument.
+
+    Attributes:
+        placement: where it takes it.
+        divides: whether its work is divided; counts for replicated arguments alone.
+    """
+
+    placement: Placement
+    divides: bool
+
+    def __str__(self) -> str:
+        mark = "*" if self.divides and isinstance(self.placement, Replicate) else ""
+        return placement_text(self.placement) + mark
+
+
+def need_of(rule: Rule, number: int) -> Need:
+    """How a call under ``rule`` needs its tensor argument of that number."""
+    placement = rule.inputs[number]
+    return Need(placement, rule.divides and isinstance(placement, Replicate))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective of a conversion: called as ``collective(x, *dims, group)``.
+
+    Attributes:
+        forward, backward: what it communicates: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or
+            nothing.
+    """
+
+    collective: Collective
+    dims: tuple[int, ...] = ()
+    forward: str = ""
+    backward: str = ""
+
+
+def steps(source: Placement, need: Need) -> tuple[Step, ...]:
+    """The collectives that bring a value placed at ``source`` to where it is needed, first to last."""
+    target, divides = need
+    if isinstance(source, Replicate):
+        return _from_whole(target, divides)
+    if isinstance(source, Shard):
+        if source == target:
+            return ()
+        if isinstance(target, Shard):
+            both = (target.dim, source.dim)
+            return (Step(all_to_all, both, forward="all_to_all", backward="all_to_all"),)
+        if isinstance(target, Replicate) and divides:
+            return (Step(all_gather, (source.dim,), forward="all_gather", backward="reduce_scatter"),)
+        whole = Step(gather_from, (source.dim,), forward="all_gather")
+        return (whole, *_from_whole(target, divides))
+    if isinstance(target, Partial):
+        return ()
+    if isinstance(target, Shard):
+        return (Step(reduce_scatter, (target.dim,), forward="reduce_scatter", backward="all_gather"),)
+    return (Step(reduce_from, forward="all_reduce"), *_from_whole(target, divides))
+
+
+def _from_whole(target: Placement, divides: bool) -> tuple[Step, ...]:
+    if isinstance(target, Shard):
+        return (Step(scatter_to, (target.dim,), backward="all_gather"),)
+    if isinstance(target, Partial):
+        return (Step(summand_of),)
+    return (Step(copy_to, backward="all_reduce"),) if divides else ()
+
+
+def local_spec(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
+    """The shape of one rank's piece of a tensor."""
+    if not isinstance(placement, Shard):
+        return shape
+    return tuple(size // degree if dim == placement.dim else size for dim, size in enumerate(shape))
+
+
+def converted(x: Any, source: Placement, need: Need, group: Any) -> Any:
+    """``x``, placed at ``source``, brought to where it is needed."""
+    for step in steps(source, need):
+        x = step.collective(x, *step.dims, group)
+    return x

@@ -1,0 +1,294 @@
+"""Dividing a captured forward pass: each segment becomes a graph on one rank's pieces, with collectives inserted.
+
+Numbers keep their whole value: a size that is read off a divided tensor is multiplied, and where a result's sizes are an
+argument, the divided one is divided again. Blocks whose graphs are equal share one module.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.calls import runnable
+from atorch_ns.operators.conversions import Need, need_of, steps
+from atorch_ns.operators.graph import Operator, OperatorGraph, Segment
+from atorch_ns.operators.rule import WHOLE, Placement, Rule
+from atorch_ns.operators.views import size_argument
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The rules of all operators of a graph, and the placements of its parameters.
+
+    Attributes:
+        degree: the number of ranks.
+        rules: the rule of each operator.
+        parameters: the placement of each parameter, by name; others are whole.
+        summed: names of whole parameters whose gradients are summed after the backward pass: every rank has a part of them.
+    """
+
+    graph: OperatorGraph
+    degree: int
+    rules: Mapping[Operator, Rule]
+    parameters: Mapping[str, Placement]
+    summed: frozenset[str] = frozenset()
+
+    def placement(self, value: fx.Node) -> Placement:
+        """Where a value is when its producer has run."""
+        produced = self.graph.producers.get(value)
+        if produced is not None:
+            one, number = produced
+            return self.rules[one].outputs[number]
+        origin = self.graph.origins.get(value)
+        if origin is not None and origin.kind == "parameter":
+            return self.parameters.get(origin.name, WHOLE)
+        return WHOLE
+
+    def uses(self) -> Iterator[tuple[fx.Node, Operator, Need]]:
+        """Each value that an operator takes, and how it is needed."""
+        for one, rule in self.rules.items():
+            for number, value in enumerate(one.inputs):
+                yield value, one, need_of(rule, number)
+
+    def partly_used(self) -> frozenset[str]:
+        """Names of whole parameters of which every use is divided: no rank has more than a part of their gradients."""
+        needs: dict[str, list[Need]] = {}
+        for value, _, need in self.uses():
+            origin = self.graph.origins.get(value)
+            if origin is not None and origin.kind == "parameter" and origin.name not in self.parameters:
+                needs.setdefault(origin.name, []).append(need)
+        whole = Need(WHOLE, True)
+        return frozenset(name for name, found in needs.items() if all(need == whole for need in found))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One segment on one rank.
+
+    Attributes:
+        path: the block that it is the forward pass of; empty between blocks.
+        body: called as ``body(group, *states, *values)``; returns a tuple. Shared by equal pieces.
+        states: names of the parameters and buffers that it takes, below its block.
+        takes: the values that it takes besides, by name.
+        gives: the values that it gives, by name.
+        calls: the operators that it runs, by the number of the body's node.
+        values: the whole graph's values that it computes, by the number of the body's node.
+    """
+
+    path: str
+    body: fx.GraphModule
+    states: tuple[str, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    calls: Mapping[int, Operator]
+    values: Mapping[int, fx.Node]
+
+    @property
+    def code(self) -> str:
+        """The body as Python, each operator under the line of the user's code that calls it."""
+        return self.body.graph.python_code("self", verbose=True).src
+
+
+def pieces(division: Division) -> tuple[Piece, ...]:
+    """The segments of a divided graph, in the order in which they run.
+
+    Raises:
+        InputError: if a size that a rule divides is not divisible.
+    """
+    shared: dict[Any, fx.GraphModule] = {}
+    needed = _needed_outside(division.graph)
+    return tuple(
+        _Builder(division, segment).piece(needed[number], shared)
+        for number, segment in enumerate(division.graph.segments)
+    )
+
+
+def _needed_outside(graph: OperatorGraph) -> list[list[fx.Node]]:
+    """For each segment the values, numbers included, that later segments or the model's results need."""
+    outputs = set(graph.outputs)
+    return [
+        [
+            node
+            for node in segment.nodes
+            if node in outputs or any(user not in inside for user in node.users if user.op != "output")
+        ]
+        for segment in graph.segments
+        for inside in [set(segment.nodes)]
+    ]
+
+
+class _Builder:
+    """Builds the graph of one segment."""
+
+    def __init__(self, division: Division, segment: Segment) -> None:
+        self._division = division
+        self._segment = segment
+        self._graph = fx.Graph()
+        self._group = self._graph.placeholder("group")
+        self._raw: dict[fx.Node, fx.Node] = {}
+        self._converted: dict[tuple[fx.Node, Need], fx.Node] = {}
+        self._divided_numbers: dict[fx.Node, fx.Node] = {}
+        self._calls: dict[fx.Node, Operator] = {}
+        inside = set(segment.nodes)
+        self._outer = dict.fromkeys(
+            value for node in segment.nodes for value in node.all_input_nodes if value not in inside
+        )
+        self._operators = {
+            one.node: (one, rule)
+            for one, rule in division.rules.items()
+            if division.graph.segments[one.segment] is segment
+        }
+
+    def piece(self, gives: Sequence[fx.Node], shared: dict[Any, fx.GraphModule]) -> Piece:
+        states, takes = self._placeholders()
+        for node in self._segment.nodes:
+            if node in self._operators:
+                self._operator(*self._operators[node])
+            elif node not in self._raw and node.target is not operator.getitem:
+                self._number(node)
+        gives = [value for value in gives if value in self._raw]
+        self._graph.output(tuple(self._raw[value] for value in gives))
+        self._graph.eliminate_dead_code()
+        key = (states, _likeness(self._graph))
+        if key not in shared:
+            shared[key] = fx.GraphModule(torch.nn.Module(), self._graph)
+        numbers = {node: number for number, node in enumerate(self._graph.nodes)}
+        ran = {numbers[node]: one for node, one in self._calls.items() if node in numbers}
+        computed = {
+            numbers[node]: old
+            for old, node in self._raw.items()
+            if node in numbers and old not in self._outer
+        }
+        names = (tuple(value.name for value in values) for values in (takes, gives))
+        return Piece(self._segment.path, shared[key], states, *names, ran, computed)
+
+    def _placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
+        states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
+        for value, name in states.items():
+            self._raw[value] = self._graph.placeholder(name.replace(".", "_"))
+        takes = [value for value in self._outer if value not in states]
+        for number, value in enumerate(takes):
+            self._raw[value] = self._graph.placeholder(f"value_{number}")
+        return tuple(states.values()), takes
+
+    def _own_state(self, value: fx.Node) -> str | None:
+        """The name of a parameter or buffer below the segment's block; ``None`` for other values."""
+        origin = self._division.graph.origins.get(value)
+        if origin is None or origin.kind not in ("parameter", "buffer"):
+            return None
+        path = self._segment.path
+        if not path:
+            return origin.name
+        return origin.name.removeprefix(f"{path}.") if origin.name.startswith(f"{path}.") else None
+
+    def _operator(self, one: Operator, rule: Rule) -> None:
+        inputs = iter([self._convert(v, need_of(rule, number), one) for number, v in enumerate(one.inputs)])
+
+        def put(value: fx.Node) -> Any:
+            return next(inputs) if isinstance(value.meta["val"], torch.Tensor) else self._raw[value]
+
+        args = fx.node.map_arg(one.node.args, put)
+        kwargs = fx.node.map_arg(one.node.kwargs, put)
+        if rule.divides:
+            args, kwargs = self._local_sizes(one, rule, list(args), dict(kwargs))
+        target, needs_group = runnable(one, rule)
+        if needs_group:
+            args = (self._group, *args)
+        made = self._graph.call_function(target, tuple(args), dict(kwargs))
+        made.meta = {key: one.node.meta[key] for key in ("stack_trace",) if key in one.node.meta}
+        self._calls[made] = one
+        if isinstance(one.node.meta["val"], torch.Tensor):
+            self._raw[one.node] = made
+            return
+        for number, result in enumerate(one.results):
+            if result is not None:
+                self._raw[result] = self._graph.call_function(operator.getitem, (made, number))
+
+    def _convert(self, value: fx.Node, need: Need, user: Operator) -> fx.Node:
+        raw = self._raw[value]
+        source = self._division.placement(value)
+        origin = self._division.graph.origins.get(value)
+        if origin is not None and origin.name in self._division.summed and origin.kind == "parameter":
+            need = Need(need.placement, False)
+        if (value, need) not in self._converted:
+            made = raw
+            for step in steps(source, need):
+                made = self._graph.call_function(step.collective, (made, *step.dims, self._group))
+            if made is raw or user.pinned:  # what is written to later is not what it was
+                return made
+            self._converted[value, need] = made
+        return self._converted[value, need]
+
+    def _number(self, node: fx.Node) -> None:
+        """A number that is computed from sizes; sizes of divided tensors are made whole."""
+        made = self._graph.node_copy(node, lambda value: self._raw[value])
+        made.meta = {}
+        if node.target is torch.ops.aten.sym_size.int:
+            value, dim = node.args
+            placement = self._division.placement(value)  # type: ignore[arg-type]
+            if isinstance(placement, Shard) and placement.dim == dim:
+                made = self._graph.call_function(operator.mul, (made, self._division.degree))
+        self._raw[node] = made
+
+    def _local_sizes(
+        self, one: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Divides the size, among the arguments, of a result's divided dimension."""
+        placement = rule.outputs[0]
+        found = size_argument(one.call) if isinstance(placement, Shard) else None
+        if found is None:
+            return args, kwargs
+        name, position, offset = found
+        assert isinstance(placement, Shard)
+        holder: Any = kwargs if name in kwargs else args
+        where = name if name in kwargs else position
+        sizes = list(holder[where])
+        sizes[placement.dim - offset] = self._part(sizes[placement.dim - offset], one)
+        holder[where] = sizes
+        return args, kwargs
+
+    def _part(self, size: Any, one: Operator) -> Any:
+        if isinstance(size, fx.Node):
+            if size not in self._divided_numbers:
+                made = self._graph.call_function(operator.floordiv, (size, self._division.degree))
+                self._divided_numbers[size] = made
+            return self._divided_numbers[size]
+        if size == -1:
+            return size
+        if size % self._division.degree:
+            raise InputError(f"{one} has size {size}, which {self._division.degree} ranks do not divide.")
+        return size // self._division.degree
+
+
+def _likeness(graph: fx.Graph) -> Any:
+    """What two graphs that compute alike have in common: all but the names of their nodes."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", numbers[value])
+        if isinstance(value, (tuple, list)):
+            return tuple(plain(item) for item in value)
+        if isinstance(value, slice):
+            return ("slice", plain(value.start), plain(value.stop), plain(value.step))
+        return (type(value), value if isinstance(value, _HASHED) else repr(value))
+
+    return tuple(
+        (
+            node.op,
+            getattr(node.target, "like", node.target) if node.op == "call_function" else "",
+            plain(node.args),
+            tuple((name, plain(value)) for name, value in node.kwargs.items()),
+        )
+        for node in graph.nodes
+    )
+
+
+_HASHED = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -1,0 +1,85 @@
+"""Kernels: what computes on pieces where the operator itself would not give a piece of the whole result.
+
+Each is called as ``kernel(group, rule, operator, *args, **kwargs)`` with one rank's pieces. A result that is whole is summed
+over the ranks inside; its gradient is the same on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from atorch_ns.operators.rule import Rule
+from atorch_ns.sharding.collectives import Group, reduce_from
+from atorch_ns.sharding.vocabulary.logits import LossCall, cross_entropy_on_parts
+
+Operator = Callable[..., Any]
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def embedding_rows(
+    group: Group,
+    rule: Rule,
+    operator: Operator,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int = -1,
+    *_: Any,
+) -> torch.Tensor:
+    """This rank's summand of […, D]: rows of its [V / n, D], zeros for ids of other ranks."""
+    first = group.rank() * weight.size(0)
+    local = ids - first
+    foreign = (local < 0) | (local >= weight.size(0))
+    padding = padding_idx - first if first <= padding_idx < first + weight.size(0) else -1
+    found: torch.Tensor = operator(weight, local.masked_fill(foreign, 0), padding)
+    return found.masked_fill(foreign.unsqueeze(-1), 0)
+
+
+def mean_of_parts(group: Group, rule: Rule, operator: Operator, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """This rank's summand of a mean over all ranks' equal parts."""
+    found: torch.Tensor = operator(*args, **kwargs) / group.size()
+    return found
+
+
+def cross_entropy_samples(
+    group: Group,
+    rule: Rule,
+    operator: Operator,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The loss over the samples of all ranks; a mean is over the targets that are not ignored, by their weights."""
+    summed = operator(scores, target, weight, 2, ignore_index, label_smoothing)
+    if _REDUCTIONS[reduction] == "sum":
+        return reduce_from(summed, group)
+    counted = target != ignore_index
+    counts = counted.to(summed.dtype) if weight is None else weight[target.where(counted, 0)] * counted
+    both = reduce_from(torch.stack([summed, counts.sum().to(summed.dtype)]), group)
+    return both[0] / both[1].detach()
+
+
+def cross_entropy_classes(
+    group: Group,
+    rule: Rule,
+    operator: Operator,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The loss on scores whose classes are divided."""
+    dim = 0 if scores.dim() == 1 else 1
+    shape = [size * group.size() if place == dim else size for place, size in enumerate(scores.shape)]
+    call = LossCall(
+        tuple(shape), dim, ignore_index, _REDUCTIONS[reduction], weight is not None, label_smoothing
+    )
+    return cross_entropy_on_parts(scores, target, weight, call, group)

@@ -1,0 +1,237 @@
+"""Operator plan: the rule of each operator and the placement of each parameter, in a file that people read and edit.
+
+An operator's key is the path of its module with numbers as ``*``, its short name and its place among the module's calls of that
+name: ``model.layers.*.mlp.down_proj/linear#0``. A parameter's key is its name, numbers alike. What a plan does not name is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from torch.distributed.tensor import Partial
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.rule import Placement, Rule, placement_text, read_placement
+from atorch_ns.system import write_whole
+from atorch_ns.text import counted, did_you_mean, first_few, with_article
+
+SCHEMA: Final = 1
+"""Version of the file's schema."""
+
+_FIELDS: Final = ("schema", "degree", "note", "operators", "parameters")
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorPlan:
+    """How the operators of a model are divided over the ranks of one axis.
+
+    Attributes:
+        operators: rule by operator key. A rule read from a file has no kernel: the equal one that is legal for the call has.
+        parameters: placement by parameter key, ``Replicate`` or ``Shard``.
+        degree: number of ranks that it was made for; ``None`` for any.
+        note: remark of whoever made it.
+    """
+
+    operators: Mapping[str, Rule] = field(default_factory=dict)
+    parameters: Mapping[str, Placement] = field(default_factory=dict)
+    degree: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("operators", "parameters"):
+            object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        return {
+            "schema": SCHEMA,
+            "degree": self.degree,
+            "note": self.note,
+            "operators": {key: str(rule) for key, rule in self.operators.items()},
+            "parameters": {key: placement_text(placement) for key, placement in self.parameters.items()},
+        }
+
+    @property
+    def text(self) -> str:
+        """The plan as JSON, one entry on a line; equal plans have equal texts."""
+        return json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n"
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Writes the plan to ``path``, whole.
+
+        Raises:
+            InputError: if the folder is missing or cannot be written.
+        """
+        try:
+            write_whole(Path(path), self.text)
+        except OSError as error:
+            raise InputError(
+                f"the operator plan cannot be written to {path}: {error.strerror or error}."
+            ) from error
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> OperatorPlan:
+        """The plan in the file at ``path``.
+
+        Raises:
+            InputError: if the file cannot be read or holds no plan; it names every problem.
+        """
+        try:
+            content = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InputError(f"the operator plan {path} cannot be read: {reason}.") from error
+        return cls.from_text(content, source=str(path))
+
+    @classmethod
+    def from_text(cls, text: str, *, source: str = "text") -> OperatorPlan:
+        """The plan that :attr:`text` gave.
+
+        Args:
+            text: JSON.
+            source: name of the file, for messages.
+
+        Raises:
+            InputError: for another text; it names every problem.
+        """
+        problems: list[str] = []
+        try:
+            document = json.loads(text, object_pairs_hook=lambda pairs: _mapping(pairs, problems))
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"the operator plan {source} is not readable as JSON: {error}.") from error
+        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+            found = (
+                f"schema {document.get('schema')!r}" if isinstance(document, dict) else with_article(document)
+            )
+            raise InputError(
+                f'the operator plan {source} holds {found}. This version reads {{"schema": {SCHEMA}, …}}.'
+            )
+        plan = _checked(document, problems)
+        if problems:
+            shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+            raise InputError(f"{counted(len(problems), 'problem')} in the operator plan {source}:\n{shown}")
+        return plan
+
+    def diff(self, other: OperatorPlan) -> str:
+        """The entries that differ, this plan's after ``-`` and the other's after ``+``; empty for equal plans."""
+        mine, theirs = (
+            {line.strip().rstrip(","): None for line in plan.text.splitlines()} for plan in (self, other)
+        )
+        changed = [(line, "-") for line in mine if line not in theirs] + [
+            (line, "+") for line in theirs if line not in mine
+        ]
+        ordered = sorted(changed, key=lambda item: (item[0].partition('": ')[0], item[1] == "+"))
+        return "\n".join(f"{sign} {line}" for line, sign in ordered)
+
+    def misfit(self, keys: Collection[str], legal: Mapping[str, Collection[Rule]]) -> str:
+        """The reasons why the plan cannot be used for a model, one on a line; empty if it can.
+
+        Args:
+            keys: keys of the model's operators and parameters.
+            legal: rules that each operator may follow, by key; the one that divides nothing goes without saying.
+        """
+        wanted = (*self.operators, *self.parameters)
+        lines = [
+            f"{key}: the model has no such key.{did_you_mean(key, keys)}" for key in wanted if key not in keys
+        ]
+        for key, rule in self.operators.items():
+            if key in keys and rule.divides and rule not in legal.get(key, ()):
+                choices = [str(one) for one in legal.get(key, ()) if one.divides]
+                instead = f"Legal are {'; '.join(choices)}." if choices else "It can only be whole."
+                lines.append(f"{key}: {rule} is no legal rule of this call. {instead}")
+        # What a plan lacks is whole, and no reason against it; it tells what the unknown keys may have become.
+        missing = sorted(set(keys) - set(wanted)) if any(key not in keys for key in wanted) else []
+        if missing:
+            lines.append(f"Not in the plan, so whole: {first_few(missing, 20)}.")
+        return "\n".join(lines)
+
+    def describe(self) -> str:
+        """A table of what is divided: operators of one name and rule in a row, then the parameters."""
+        divided = {key: rule for key, rule in self.operators.items() if rule.divides}
+        stored = {key: value for key, value in self.parameters.items() if placement_text(value) != "R"}
+        rows = [
+            *_grouped({key: (_short_name(key), str(rule)) for key, rule in divided.items()}),
+            *_grouped({key: ("parameter", placement_text(value)) for key, value in stored.items()}),
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        over = f" over {self.degree} ranks" if self.degree is not None else ""
+        head = (
+            f"{len(divided)} of {counted(len(self.operators), 'operator')} and {len(stored)} of "
+            f"{counted(len(self.parameters), 'parameter')} divided{over}"
+        )
+        table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join([head, *(f"  {line}" for line in table)])
+
+
+def _short_name(key: str) -> str:
+    return key.rpartition("/")[2].partition("#")[0]
+
+
+def _grouped(kinds: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str, str]]:
+    """Rows of name, division, number of keys and first keys, of those that are alike."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key, kind in kinds.items():
+        groups.setdefault(kind, []).append(key)
+    return [(*kind, f"{len(keys)}×", first_few(keys, 3)) for kind, keys in sorted(groups.items())]
+
+
+def _mapping(pairs: Iterable[tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            problems.append(f"{key} stands there twice.")
+        found[key] = value
+    return found
+
+
+def _checked(document: Mapping[str, Any], problems: list[str]) -> OperatorPlan:
+    """The plan, as far as it could be read; what could not is added to the problems."""
+    problems += [
+        f"unknown field {key!r}.{did_you_mean(key, _FIELDS)}" for key in document if key not in _FIELDS
+    ]
+    degree, note = document.get("degree"), document.get("note", "")
+    if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+        problems.append(
+            f"degree={degree!r} is no number of ranks. Write a whole number from 1 on, or null for any."
+        )
+    if not isinstance(note, str):
+        problems.append(f"note is {with_article(note)}. Write text.")
+    operators = _entries(document, "operators", _operator_rule, problems)
+    parameters = _entries(document, "parameters", _parameter_placement, problems)
+    return OperatorPlan(operators=operators, parameters=parameters, degree=degree, note=note)
+
+
+def _entries(
+    document: Mapping[str, Any], name: str, read: Callable[[str], V], problems: list[str]
+) -> dict[str, V]:
+    given = document.get(name, {})
+    if not isinstance(given, dict):
+        problems.append(f"{name} is {with_article(given)}. Write a mapping from keys to texts.")
+        return {}
+    found = {}
+    for key, text in given.items():
+        try:
+            found[key] = read(text)
+        except InputError as error:
+            problems.append(f"{name}, {key}: {error}")
+    return found
+
+
+def _operator_rule(text: Any) -> Rule:
+    if not isinstance(text, str):
+        raise InputError(f"{with_article(text)} is no rule. Write placements, as in '1 <- 2,1,R'.")
+    return Rule.read(text)
+
+
+def _parameter_placement(text: Any) -> Placement:
+    found = read_placement(text) if isinstance(text, str) else None
+    if found is None or isinstance(found, Partial):
+        raise InputError(f"{text!r} is no placement of a parameter. Write R or the number of a dimension.")
+    return found

@@ -1,0 +1,261 @@
+"""A division problem: the options of a model's operators, the values between them, and the price of a choice.
+
+Operators that are equal in every layer are one node, with the number of its instances. A value goes from one result of a
+node to its *uses*: one use is the readers of the value in one segment of the model, such as a layer. The readers of a use
+that need the value in the same label share one conversion. Labels are any hashable texts or objects; those of a value
+that comes from outside are fixed by a node that has one option and no inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import nlargest
+from typing import NamedTuple
+
+from atorch_ns.errors import InputError
+
+Label = Hashable
+"""A placement, by any name: such as ``"R"``, ``"P"`` or ``"0"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run a node. Costs are of all instances together, unless said otherwise.
+
+    Attributes:
+        outputs: the label of each result.
+        needs: the label in which each of :attr:`Node.inputs` is needed.
+        seconds: time of the forward and the backward pass.
+        forward_seconds: the part of it that is paid once more where the node is recomputed.
+        resident: bytes that are always held: parameters, gradients, optimizer states.
+        transient: bytes that one instance holds only while it runs, at their peak.
+    """
+
+    outputs: tuple[Label, ...] = ()
+    needs: tuple[Label, ...] = ()
+    seconds: float = 0.0
+    forward_seconds: float = 0.0
+    resident: float = 0.0
+    transient: float = 0.0
+
+
+class Input(NamedTuple):
+    """A value that a node reads: the index of its use in :attr:`Problem.uses`, and whether the backward pass reads it again."""
+
+    use: int
+    saved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A class of equal operators.
+
+    Attributes:
+        name: as messages show it.
+        options: the ways to run it; one is a fixed choice.
+        inputs: the values that it reads. An argument that comes from different values in different instances, such as
+            the embedding in the first layer and the layer before in others, is listed once for each of them, and every
+            option needs the same label of both.
+        count: the number of instances.
+        group: the recomputation group, a key of :attr:`Problem.groups`; empty for none.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    inputs: tuple[Input, ...] = ()
+    count: int = 1
+    group: str = ""
+
+
+class Conversion(NamedTuple):
+    """The cost of converting one instance of a value, as :class:`Option` counts time: forward and backward, and the part of
+    it that recomputation repeats."""
+
+    seconds: float = 0.0
+    bytes_moved: float = 0.0
+    forward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """The readers of a value in one segment of the model; all of them are in the same recomputation group, or in none.
+
+    Attributes:
+        node, result: the node that gives the value, and the position of the value among its results.
+        conversions: the cost by ``(label given, label needed)``; a pair that is absent is impossible, and equal labels
+            need one too.
+        saved: bytes of one instance by label needed, held until the backward pass if a reader saves the value.
+        count: the number of instances.
+        enters: whether the value comes from outside of the recomputed part. It is converted there once, and
+            held for recomputation, whether or not a reader saves it.
+    """
+
+    node: int
+    result: int = 0
+    conversions: Mapping[tuple[Label, Label], Conversion]
+    saved: Mapping[Label, float] = field(default_factory=dict)
+    count: int = 1
+    enters: bool = False
+
+    def label(self, option: Option) -> Label:
+        """The label that an option of the node gives to the value."""
+        return option.outputs[self.result]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Nodes that are recomputed together.
+
+    Attributes:
+        count: the number of instances.
+        recomputed: whether they are; ``None`` leaves it to the solver.
+    """
+
+    count: int = 1
+    recomputed: bool | None = None
+
+
+class Reader(NamedTuple):
+    """The node that reads a use, and the position of the use among its inputs."""
+
+    node: int
+    position: int
+
+    def label(self, option: Option) -> Label:
+        """The label in which an option of the node needs the value."""
+        return option.needs[self.position]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Nodes, the values between them, and groups of nodes that may be recomputed."""
+
+    nodes: tuple[Node, ...]
+    uses: tuple[Use, ...] = ()
+    groups: Mapping[str, Group] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.nodes:
+            assert node.options, f"{node.name} has no option"
+            assert not node.group or node.group in self.groups, f"{node.name} is of an unknown group"
+            for option in node.options:
+                assert len(option.needs) == len(node.inputs), f"{node.name}: {option} does not fit its inputs"
+        for use, readers in zip(self.uses, self.readers, strict=True):
+            source = self.nodes[use.node]
+            assert all(len(option.outputs) > use.result for option in source.options), (
+                f"{source.name}: results"
+            )
+            assert len({self.nodes[reader.node].group for reader in readers}) < 2, (
+                f"{source.name}: groups of a use"
+            )
+
+    @cached_property
+    def readers(self) -> tuple[tuple[Reader, ...], ...]:
+        """The readers of each use."""
+        found: list[list[Reader]] = [[] for _ in self.uses]
+        for index, node in enumerate(self.nodes):
+            for position, read in enumerate(node.inputs):
+                found[read.use].append(Reader(index, position))
+        return tuple(map(tuple, found))
+
+    def read(self) -> Iterator[tuple[Use, tuple[Reader, ...], str]]:
+        """The uses that have readers, with them and the name of their group."""
+        for use, readers in zip(self.uses, self.readers, strict=True):
+            if readers:
+                yield use, readers, self.nodes[readers[0].node].group
+
+    def saves(self, reader: Reader) -> bool:
+        """Whether a reader saves what it reads for the backward pass."""
+        return self.nodes[reader.node].inputs[reader.position].saved
+
+    @property
+    def always_recomputed(self) -> frozenset[str]:
+        """The groups that are recomputed in any case."""
+        return frozenset(name for name, group in self.groups.items() if group.recomputed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """The costs of a choice.
+
+    Attributes:
+        compute_seconds: time of all operators, recomputation included.
+        conversion_seconds: time of all conversions, recomputation included.
+        bytes_moved: bytes that conversions move, without recomputation.
+        resident: bytes that are always held.
+        saved: bytes held until the backward pass.
+        transient: bytes of the two largest peaks inside operators.
+        recomputing: bytes that the largest recomputed group saves while its backward pass runs.
+    """
+
+    compute_seconds: float
+    conversion_seconds: float
+    bytes_moved: float
+    resident: float
+    saved: float
+    transient: float
+    recomputing: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of operators and conversions."""
+        return self.compute_seconds + self.conversion_seconds
+
+    @property
+    def memory(self) -> float:
+        """Bytes of all parts together."""
+        return self.resident + self.saved + self.transient + self.recomputing
+
+
+def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] | None = None) -> Price:
+    """The price of one option for each node.
+
+    Args:
+        choices: the index of an option, by node.
+        recomputed: the groups that are recomputed; ``None`` for :attr:`Problem.always_recomputed`.
+
+    Raises:
+        InputError: if a value is needed in a label to which the one it has cannot be converted.
+    """
+    again = problem.always_recomputed if recomputed is None else recomputed
+    nodes = problem.nodes
+    options = [node.options[choice] for node, choice in zip(nodes, choices, strict=True)]
+    conversion_seconds = bytes_moved = saved = 0.0
+    inner = dict.fromkeys(again, 0.0)
+    for use, readers, group in problem.read():
+        label = use.label(options[use.node])
+        needed = {reader.label(options[reader.node]): reader for reader in readers}
+        for other, reader in needed.items():
+            if (label, other) not in use.conversions:
+                raise InputError(
+                    f"{nodes[use.node].name} gives {label}, but {nodes[reader.node].name} needs {other}, and there is "
+                    f"no conversion between them. Choose another option of one of the two."
+                )
+            conversion = use.conversions[label, other]
+            repeated = conversion.forward_seconds if group in again and not use.enters else 0.0
+            conversion_seconds += use.count * (conversion.seconds + repeated)
+            bytes_moved += use.count * conversion.bytes_moved
+        whole = group in again and use.enters
+        kept = {one.label(options[one.node]) for one in readers if whole or problem.saves(one)}
+        held = use.count * sum(use.saved.get(other, 0.0) for other in kept)
+        if group in again and not use.enters:
+            inner[group] += held / problem.groups[group].count
+        else:
+            saved += held
+    peaks = [
+        one.transient for one, node in zip(options, nodes, strict=True) for _ in range(min(2, node.count))
+    ]
+    return Price(
+        compute_seconds=sum(
+            one.seconds + (one.forward_seconds if node.group in again else 0.0)
+            for one, node in zip(options, nodes, strict=True)
+        ),
+        conversion_seconds=conversion_seconds,
+        bytes_moved=bytes_moved,
+        resident=sum(one.resident for one in options),
+        saved=saved,
+        transient=sum(nlargest(2, peaks)),
+        recomputing=max(inner.values(), default=0.0),
+    )

@@ -1,0 +1,232 @@
+"""Running a divided model: a forward pass by pieces, each block through its own module, captured once for each kind of call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.errors import InputError
+from atorch_ns.operators.capture import Captured, capture, filled, flat_arguments
+from atorch_ns.operators.conversions import Need, converted
+from atorch_ns.operators.divide import Division, Piece, pieces
+from atorch_ns.operators.graph import OperatorGraph
+from atorch_ns.operators.rule import WHOLE, Placement
+from atorch_ns.sharding.rank_context import local_part
+from atorch_ns.torch_compat import plain_name, unwrap_checkpoint
+
+Divide = Callable[[OperatorGraph], Division]
+"""Gives every operator of a captured graph its rule."""
+
+_OPERATORS = "_divided_operators"
+
+
+class DividedForward:
+    """The forward pass of a model whose operators are divided over a group of ranks.
+
+    Args:
+        model: the whole model: its structure is kept, its values are not.
+        blocks: paths of the blocks that stay modules, each called for its part of the forward pass.
+        divide: gives the operators of a graph their rules.
+        group: the ranks.
+        device: this rank's device.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], divide: Divide, group: Any, device: torch.device
+    ) -> None:
+        self._structure = copy_structure(model, _without_memory, {})
+        self._blocks = tuple(blocks)
+        self._divide = divide
+        self._group = group
+        self._device = device
+        self._passes: list[tuple[Any, _Pass]] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes ``model``, whose parameters have been divided, run by pieces."""
+        _replace_forward(model, _DividedModel)
+        vars(model)[_OPERATORS] = self
+        for path in self._blocks:
+            _replace_forward(model.get_submodule(path), _DividedBlock)
+
+    def __deepcopy__(self, memo: Any) -> DividedForward:
+        return self
+
+    @property
+    def code(self) -> str:
+        """The generated code of all passes that have been captured so far, equal pieces once."""
+        return "\n".join(one.code for _, one in self._passes)
+
+    def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The model's results, whole on every rank.
+
+        Raises:
+            InputError: if this kind of call cannot be captured or divided.
+        """
+        tensors, structure = flat_arguments(args, kwargs)
+        return filled(*self._pass(model, args, kwargs, tensors, structure).run(model, tensors, self._group))
+
+    def captured(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Pass:
+        """The pass for a call, captured and divided."""
+        return self._pass(model, args, kwargs, *flat_arguments(args, kwargs))
+
+    def _pass(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        structure: Any,
+    ) -> _Pass:
+        states = self._states(model)
+        for known, found in self._passes:
+            if known == states and found.captured.fits(tensors, structure):
+                return found
+        modules = {plain_name(path): module for path, module in model.named_modules()}
+        for path, module in self._structure.named_modules():
+            module.training = modules[path].training
+        dtypes = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
+        captured = capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
+        division = self._divide(OperatorGraph(captured, self._blocks))
+        made = _Pass(captured, division, pieces(division))
+        self._passes.append((states, made))
+        return made
+
+    def _states(self, model: nn.Module) -> Any:
+        """What code may read beside its arguments: training modes and autocast."""
+        kind = self._device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return tuple(module.training for module in model.modules()), casts
+
+
+def _without_memory(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """One captured and divided forward pass."""
+
+    captured: Captured
+    division: Division
+    pieces: tuple[Piece, ...]
+
+    @property
+    def code(self) -> str:
+        shown: dict[int, str] = {}
+        for piece in self.pieces:
+            where = self.division.graph.segments[self.pieces.index(piece)].kind or "between blocks"
+            shown.setdefault(id(piece.body), f"# {where}\n{piece.code}")
+        return "\n".join(shown.values())
+
+    @functools.cached_property
+    def _outputs(self) -> tuple[tuple[str, Placement], ...]:
+        return tuple((node.name, self.division.placement(node)) for node in self.division.graph.outputs)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[tuple[str, ...], ...]:
+        """For each piece the values that nothing later needs."""
+        needed = {name for name, _ in self._outputs}
+        ends: list[tuple[str, ...]] = []
+        for piece in reversed(self.pieces):
+            ends.append(tuple(name for name in (*piece.takes, *piece.gives) if name not in needed))
+            needed.update(piece.takes)
+        return tuple(reversed(ends))
+
+    def run(self, model: nn.Module, tensors: Sequence[torch.Tensor], group: Any) -> tuple[Any, list[Any]]:
+        """The nest of results, and the whole results."""
+        values = self._given(model, tensors)
+        for piece, ends in zip(self.pieces, self._ends, strict=True):
+            taken = [values[name] for name in piece.takes]
+            if piece.path:
+                given = _submodule(model, piece.path)(_Call(piece, group), *taken)
+            else:
+                given = run_piece(model, piece, group, taken)
+            values.update(zip(piece.gives, given, strict=True))
+            for name in ends:
+                values.pop(name, None)
+        whole = Need(WHOLE, False)
+        results = [converted(values[name], placement, whole, group) for name, placement in self._outputs]
+        return self.captured.outputs, results
+
+    def _given(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The inputs, constants, and the states that pieces take from outside of their blocks."""
+        wanted = {name for piece in self.pieces for name in piece.takes} | {name for name, _ in self._outputs}
+        values: dict[str, Any] = {}
+        for node, origin in self.captured.origins.items():
+            if node.name not in wanted:
+                continue
+            if origin.kind == "input":
+                values[node.name] = tensors[int(origin.name)]
+            elif origin.kind == "constant":
+                values[node.name] = self.captured.constants[origin.name]
+            else:
+                values[node.name] = _state(model, origin.name)
+        return values
+
+
+class _Call:
+    """The piece that a block is called for; a function, which recomputation takes for what no call changes."""
+
+    def __init__(self, piece: Piece, group: Any) -> None:
+        self._piece, self._group = piece, group
+
+    def __call__(self, block: nn.Module, values: Sequence[Any]) -> tuple[Any, ...]:
+        return run_piece(block, self._piece, self._group, values)
+
+
+def run_piece(module: nn.Module, piece: Piece, group: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+    """What a piece gives for its values, with the parameters and buffers of ``module``."""
+    states = [_state(module, name) for name in piece.states]
+    given: tuple[Any, ...] = piece.body(group, *states, *values)
+    return given
+
+
+def _state(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, own = name.rpartition(".")
+    return local_part(getattr(_submodule(module, path), own))
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at a path of the user's model, through wrappers that methods have put in between."""
+    for name in filter(None, path.split(".")):
+        module = getattr(unwrap_checkpoint(module), name)
+    return module
+
+
+class _DividedModel:
+    """A model that runs by pieces."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        divided: DividedForward = vars(self)[_OPERATORS]
+        return divided.run(self, args, kwargs)
+
+
+class _DividedBlock:
+    """A block that is called for its piece of a divided forward pass."""
+
+    def forward(self: Any, call: Any, *values: Any) -> Any:
+        if not isinstance(call, _Call):
+            raise InputError(
+                f"a {type(self).__name__} is called by itself, and its operators are divided as parts of the whole model. "
+                "Call the model."
+            )
+        return call(self, values)
+
+
+def _replace_forward(module: nn.Module, style: Any) -> None:
+    """Makes a module run by ``style``, in a class of its own that keeps the signature of the user's ``forward``."""
+    whole: Any = type(module)
+    module.__class__ = _subclass(style, whole)
+
+
+@functools.cache
+def _subclass(style: Any, whole: Any) -> Any:
+    forward = functools.wraps(whole.forward)(lambda *args, **kwargs: style.forward(*args, **kwargs))
+    body = {"forward": torch.compiler.disable(forward), "__doc__": f"{whole.__name__}: {style.__doc__}"}
+    return type(f"{style.__name__.removeprefix('_')}{whole.__name__}", (whole,), body)

@@ -1,0 +1,65 @@
+"""Shallow capture: the operators of a model of which blocks that are alike are left out, at a cost that depth does not change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.blocks import fingerprints, repeated_blocks
+from atorch_ns.capture.structure import Container, truncate
+from atorch_ns.operators.capture import capture
+from atorch_ns.operators.graph import OperatorGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Shallow:
+    """The graph of a shallow copy of a model.
+
+    Attributes:
+        graph: its operators; each block knows how many of the model it stands for.
+        containers: the lists of blocks that were shortened.
+    """
+
+    graph: OperatorGraph
+    containers: Mapping[str, Container]
+
+    def copy_name(self, name: str) -> str:
+        """What stands in the copy for a parameter or module of the model."""
+        for path, container in self.containers.items():
+            for block, place in zip(container.blocks, container.stands_for, strict=True):
+                if name == block or name.startswith(f"{block}."):
+                    return container.copy_path(place) + name.removeprefix(block)
+            assert not name.startswith(f"{path}.") or path == "", name
+        return name
+
+
+def capture_shallow(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    device: torch.device,
+) -> Shallow:
+    """Captures the first block, the last, and one of each kind in between of every list of blocks.
+
+    Raises:
+        InputError: as :func:`~atorch_ns.operators.capture.capture` does.
+    """
+    blocks = {block.name: block.module for block in repeated_blocks(model)}
+    containers = truncate(model, blocks, fingerprints(blocks))
+    captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
+    paths: dict[str, int] = {}
+    for path in blocks:
+        container = containers.get(path.rpartition(".")[0])
+        if container is None:
+            paths[path] = 1
+        else:
+            places = Counter(container.stands_for)
+            paths.update((container.copy_path(place), places[place]) for place in range(len(container.kept)))
+    return Shallow(OperatorGraph(captured, tuple(paths), paths), containers)

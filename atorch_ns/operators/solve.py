@@ -1,0 +1,198 @@
+"""Solver of division problems: the fastest choice of options within a memory limit, as a mixed-integer program.
+
+A plan is priced again from scratch before it is returned, and compared with the sums of the solver.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import chain, repeat
+from operator import le
+from typing import Literal
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.problem import Label, Option, Price, Problem, price
+from atorch_ns.operators.program import Options, Program
+from atorch_ns.text import bytes_text, first_few, seconds_text
+
+_TOLERANCE = 1e-5
+"""The relative error of the sums of the solver, which accepts what is 1e-6 from whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A solved problem.
+
+    Attributes:
+        choices: the index of an option, by node.
+        recomputed: the groups that are recomputed.
+        price: the costs of the choice.
+        bound: seconds that no choice is faster than.
+        gap: the part of the seconds by which the choice may be slower than the best.
+        status: ``"time limit"`` if the search was ended before the gap was as small as demanded.
+        solver_seconds: time that HiGHS took.
+        num_columns, num_rows: the size of the program.
+    """
+
+    choices: tuple[int, ...]
+    recomputed: frozenset[str]
+    price: Price
+    bound: float
+    gap: float
+    status: Literal["optimal", "time limit"]
+    solver_seconds: float
+    num_columns: int
+    num_rows: int
+
+
+def solve(
+    problem: Problem, *, memory_limit: float | None = None, gap: float = 1e-6, time_limit: float = 60.0
+) -> Outcome:
+    """The fastest choice within a memory limit.
+
+    Args:
+        memory_limit: the most bytes of :attr:`Price.memory`, kept to within 0.001 %; ``None`` for no limit.
+        gap: the relative gap between the choice and the bound at which the search ends.
+        time_limit: seconds after which the search ends with the best choice found.
+
+    Raises:
+        InputError: if no choice can be converted, none fits in the memory, or none was found in time.
+    """
+    options = _possible(problem, memory=memory_limit is not None)
+    if memory_limit is not None:
+        parts = _least_parts(problem, options)
+        least = sum(parts.values())
+        if least > memory_limit * (1 + _TOLERANCE):
+            raise _too_large(f"at least {bytes_text(least)} are needed", memory_limit, parts)
+    program = Program(problem, options, memory_limit or 1.0)
+    if memory_limit is not None:
+        program.limit_memory(memory_limit)
+    solution = program.fastest(gap, time_limit)
+    if solution.status == "infeasible":
+        raise _none_fits(problem, options, memory_limit, time_limit)
+    if not solution.values:
+        raise InputError(
+            f"no division was found within {seconds_text(time_limit)}. Allow more time, or a higher memory limit."
+        )
+    choices, recomputed = program.choices(solution)
+    cost = price(problem, choices, recomputed)
+    slack = _TOLERANCE * max(abs(solution.objective), cost.seconds)
+    assert solution.bound - slack <= cost.seconds <= solution.objective + slack, (cost, solution.objective)
+    assert memory_limit is None or cost.memory <= memory_limit * (1 + _TOLERANCE), (cost, memory_limit)
+    bound = min(solution.bound, cost.seconds)
+    return Outcome(
+        choices=choices,
+        recomputed=recomputed,
+        price=cost,
+        bound=bound,
+        gap=(cost.seconds - bound) / cost.seconds if cost.seconds else 0.0,
+        status="optimal" if solution.status == "optimal" else "time limit",
+        solver_seconds=solution.seconds,
+        num_columns=program.size[0],
+        num_rows=program.size[1],
+    )
+
+
+def _possible(problem: Problem, *, memory: bool) -> list[list[int]]:
+    """The options without those that another one dominates or that no conversion can reach.
+
+    Raises:
+        InputError: if none are left.
+    """
+    kept = [_undominated(node.options, memory=memory) for node in problem.nodes]
+    nodes, changed = problem.nodes, True
+
+    def labels(node: int, label: Callable[[Option], Label]) -> set[Label]:
+        return {label(nodes[node].options[index]) for index in kept[node]}
+
+    def restrict(node: int, label: Callable[[Option], Label], allowed: set[Label], other: int) -> bool:
+        left = [index for index in kept[node] if label(nodes[node].options[index]) in allowed]
+        if not left:
+            raise InputError(
+                f"{nodes[node].name} cannot be joined to {nodes[other].name}: no conversion leads from a placement of "
+                f"the value between them to one that is needed. Allow more options of one of the two."
+            )
+        shorter = len(left) < len(kept[node])
+        kept[node] = left
+        return shorter
+
+    while changed:
+        changed = False
+        for use, readers, _ in problem.read():
+            for reader in readers:
+                sources, targets = labels(use.node, use.label), labels(reader.node, reader.label)
+                pairs = [pair for pair in use.conversions if pair[0] in sources and pair[1] in targets]
+                changed |= restrict(use.node, use.label, {source for source, _ in pairs}, reader.node)
+                changed |= restrict(reader.node, reader.label, {target for _, target in pairs}, use.node)
+    return kept
+
+
+def _undominated(options: Sequence[Option], *, memory: bool) -> list[int]:
+    """The indices of the options without those that are nowhere better than another with the same labels."""
+
+    def costs(option: Option) -> tuple[float, ...]:
+        time = (option.seconds, option.forward_seconds)
+        return (*time, option.resident, option.transient) if memory else time
+
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index in sorted(range(len(options)), key=lambda index: costs(options[index])):
+        rivals = alike[options[index].outputs, options[index].needs]
+        own = costs(options[index])
+        if not any(all(map(le, costs(options[rival]), own)) for rival in rivals):
+            rivals.append(index)
+    return sorted(chain.from_iterable(alike.values()))
+
+
+def _least_parts(problem: Problem, options: Options) -> dict[str, float]:
+    """Bytes that any choice needs, by the name of what needs them; of one choice, all that it needs outside of groups."""
+    parts: dict[str, float] = defaultdict(float)
+    peaks: list[float] = []
+    for node, own in zip(problem.nodes, options, strict=True):
+        parts[f"states of {node.name}"] += min(node.options[index].resident for index in own)
+        peaks += repeat(min(node.options[index].transient for index in own), min(2, node.count))
+    parts["the two largest peaks inside operators"] = sum(nlargest(2, peaks))
+    for use, readers, group in problem.read():
+        again = problem.groups[group].recomputed if group else False
+        if again is not False and not use.enters:
+            continue
+        parts[f"saved results of {problem.nodes[use.node].name}"] += use.count * max(
+            (
+                min(
+                    use.saved.get(reader.label(problem.nodes[reader.node].options[index]), 0.0)
+                    for index in options[reader.node]
+                )
+                for reader in readers
+                if again or problem.saves(reader)
+            ),
+            default=0.0,
+        )
+    return parts
+
+
+def _none_fits(
+    problem: Problem, options: Options, memory_limit: float | None, time_limit: float
+) -> InputError:
+    """The error of a problem that has no solution, with the least memory as its proof."""
+    program = Program(problem, options, memory_limit or 1.0)
+    solution = program.smallest(0.0, time_limit)
+    if memory_limit is None or solution.status == "infeasible":
+        return InputError(
+            "no choice of options can be joined by conversions. Allow more options, such as the one that divides nothing."
+        )
+    if not solution.values:
+        return _too_large("the search has shown it", memory_limit, _least_parts(problem, options))
+    choices, _ = program.choices(solution)
+    proof = f"the division that needs the least needs {bytes_text(solution.objective)}"
+    return _too_large(proof, memory_limit, _least_parts(problem, [[choice] for choice in choices]))
+
+
+def _too_large(proof: str, memory_limit: float, parts: Mapping[str, float]) -> InputError:
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    texts = [f"{name} ({bytes_text(size)})" for name, size in largest if size > 0]
+    return InputError(
+        f"no division fits in {bytes_text(memory_limit)} of memory: {proof}. The largest parts are "
+        f"{first_few(texts)}. Use more devices, a smaller micro-batch, recomputation, or a higher limit."
+    )

@@ -1,0 +1,146 @@
+"""operator_parallel: divides every operator over the tensor axis by a placement of its own, as nnScaler does."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, final
+
+import torch
+from pydantic import Field
+from torch.distributed.tensor import Shard
+
+from atorch_ns.capture.blocks import repeated_blocks
+from atorch_ns.cluster import or_refusal
+from atorch_ns.data import call_arguments
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job
+from atorch_ns.method import Conflict, Method, MethodConfig, Phase
+from atorch_ns.operators import (
+    DividedForward,
+    OperatorPlan,
+    Shallow,
+    batch_plan,
+    capture_shallow,
+    division_of,
+    random_plan,
+)
+from atorch_ns.sharding import TensorGroup, divide_parameters
+from atorch_ns.torch_compat import plain_name
+from opt_lib._model_axes.sample_batch import common_sample
+from opt_lib._sharded.units import broadcast_from_first
+
+
+class OperatorParallelConfig(MethodConfig):
+    """Where a plan comes from. With none, the fastest that is found is used."""
+
+    plan: dict[str, Any] | str | None = Field(
+        default=None,
+        description="The plan: a file's path, or what it holds. Operators that it does not name are whole.",
+    )
+    policy: Literal["solve", "batch", "random"] = Field(
+        default="solve",
+        description="How a plan is made where none is given: the fastest within the memory, the samples divided "
+        "wherever they can be followed, or any legal rule for each operator, to test.",
+    )
+    seed: int = Field(default=1, description="Seed of the policy random.")
+
+
+class _Planned(NamedTuple):
+    """What one rank decides for all: the plan, and by name the dims of divided parameters and those that are summed."""
+
+    plan: OperatorPlan
+    dims: dict[str, int]
+    summed: frozenset[str]
+
+
+@final
+class OperatorParallel(Method[OperatorParallelConfig]):
+    """Divides every operator over the tensor axis by a placement of its own, as nnScaler does."""
+
+    name = "operator_parallel"
+    phase = Phase.SHARD_LAYERS
+    Config = OperatorParallelConfig
+    provides = ("axis:tensor",)
+    needs_process_group = True
+    conflicts = (
+        Conflict(
+            "pipeline_parallel", "Operators are divided in the graph of the whole model, not of a stage."
+        ),
+        Conflict(
+            "sequence_parallel", "Operators are divided in the graph of the whole model, its sequence whole."
+        ),
+        Conflict(
+            "expert_parallel", "Operators are divided in the graph of the whole model, its experts whole."
+        ),
+        Conflict(
+            "compile",
+            "A divided block is generated code with collectives, which the compiler would leave out.",
+        ),
+    )
+
+    def apply(self, job: Job, config: OperatorParallelConfig) -> None:
+        """Plans, divides the parameters in place and lets the model run by its divided graph; collective."""
+        assert job.mesh is not None
+        if job.mesh.size("tensor") == 1:
+            job.explain(self.name, "the tensor axis has one rank, so nothing is divided")
+            return
+        group = TensorGroup(job.mesh.axis("tensor"))
+        assert group.mesh is not None
+        batch = common_sample(job, self.name)
+        found = job.cluster.on_first(
+            lambda: or_refusal(lambda: _planned(job, config, batch, group.size)),
+            what="finding an operator plan",
+        )
+        if isinstance(found, InputError):  # which every rank raises
+            raise found
+        blocks = [block.name for block in repeated_blocks(job.module)]
+        divide = functools.partial(division_of, found.plan, degree=group.size, summed=found.summed)
+        forward = DividedForward(job.module, blocks, divide, group.process_group, job.device)
+        divide_parameters(job.module, found.dims, group)
+        ranks = group.mesh.get_group()
+        whole = [p for name, p in job.module.named_parameters() if plain_name(name) not in found.dims]
+        broadcast_from_first(job, (*whole, *job.module.buffers()), group=ranks)
+        job.gradients.sums.add(found.summed, ranks)
+        forward.attach(job.module)
+        job.resolved_settings[self.name] = {"plan": found.plan.as_json()}
+        job.explain(self.name, found.plan.describe())
+
+
+def _planned(job: Job, config: OperatorParallelConfig, batch: Any, degree: int) -> _Planned:
+    """The plan and what it means for each parameter of the model; nothing is communicated."""
+    shallow = _captured(job, batch)
+    plan = _given(config.plan)
+    if plan is None:
+        plan = (
+            random_plan(shallow.graph, degree, config.seed)
+            if config.policy == "random"
+            else batch_plan(shallow.graph, degree)
+        )
+    division = division_of(plan, shallow.graph, degree)
+    partly = division.partly_used()
+    names = {plain_name(name): p for name, p in job.module.named_parameters(remove_duplicate=False)}
+    placed = {name: division.parameters.get(shallow.copy_name(name)) for name in names}
+    dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
+    summed = frozenset(name for name in names if shallow.copy_name(name) in partly)
+    return _Planned(plan, dims, summed)
+
+
+def _given(plan: Mapping[str, Any] | str | None) -> OperatorPlan | None:
+    if plan is None or isinstance(plan, str):
+        return None if plan is None else OperatorPlan.read(plan)
+    return OperatorPlan.from_text(json.dumps(plan), source="in the strategy")
+
+
+def _captured(job: Job, batch: Any) -> Shallow:
+    """The operators of the model as it will run: in training, with the strategy's casts and dtypes of parameters."""
+    args, kwargs = call_arguments(job.module, batch, job.inputs.model_input_format)
+    precision = job.plan.precision
+    stored = getattr(torch, precision.parameter_dtype)
+    lowered = stored != torch.float32
+    dtypes = {name: stored for name, p in job.module.named_parameters() if lowered and p.is_floating_point()}
+    casts = precision.compute_dtype not in (None, precision.parameter_dtype)
+    compute = getattr(torch, precision.compute_dtype or "float32")
+    with torch.autocast(job.device.type, compute if casts else None, enabled=casts):
+        return capture_shallow(job.module.train(), args, kwargs, dtypes=dtypes, device=job.device)
