@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -13,22 +15,27 @@ from torch.distributed.tensor import Shard
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.cluster import or_refusal
-from atorch_ns.data import call_arguments
-from atorch_ns.errors import InputError
+from atorch_ns.data import call_arguments, split_batch
+from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job
-from atorch_ns.method import Conflict, Method, MethodConfig, Phase
+from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Phase
 from atorch_ns.operators import (
     DividedForward,
     OperatorPlan,
+    Prices,
     Shallow,
+    States,
     batch_plan,
     capture_shallow,
+    check_division,
     division_of,
     random_plan,
+    solved_plan,
 )
 from atorch_ns.sharding import TensorGroup, divide_parameters
+from atorch_ns.text import bytes_text, seconds_text
 from atorch_ns.torch_compat import plain_name
-from opt_lib._model_axes.sample_batch import common_sample
+from opt_lib._model_axes.sample_batch import common_sample, local_batch_size
 from opt_lib._sharded.units import broadcast_from_first
 
 
@@ -46,6 +53,17 @@ class OperatorParallelConfig(MethodConfig):
     )
     seed: int = Field(default=1, description="Seed of the policy random.")
 
+    memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory of a rank that a found plan may need; by default the device's.",
+    )
+    self_test: Flag = Field(
+        default=True,
+        description="Run the divided graph of a shallow copy on simulated ranks, and compare every operator's results and "
+        "gradients with those of the whole graph.",
+    )
+
 
 class _Planned(NamedTuple):
     """What one rank decides for all: the plan, and by name the dims of divided parameters and those that are summed."""
@@ -53,6 +71,7 @@ class _Planned(NamedTuple):
     plan: OperatorPlan
     dims: dict[str, int]
     summed: frozenset[str]
+    note: str
 
 
 @final
@@ -64,20 +83,14 @@ class OperatorParallel(Method[OperatorParallelConfig]):
     Config = OperatorParallelConfig
     provides = ("axis:tensor",)
     needs_process_group = True
-    conflicts = (
-        Conflict(
-            "pipeline_parallel", "Operators are divided in the graph of the whole model, not of a stage."
-        ),
-        Conflict(
-            "sequence_parallel", "Operators are divided in the graph of the whole model, its sequence whole."
-        ),
-        Conflict(
-            "expert_parallel", "Operators are divided in the graph of the whole model, its experts whole."
-        ),
-        Conflict(
-            "compile",
-            "A divided block is generated code with collectives, which the compiler would leave out.",
-        ),
+    conflicts = tuple(
+        Conflict(other, f"Operators are divided in the graph of the whole model, {what}.")
+        for other, what in (
+            ("pipeline_parallel", "not in that of a stage"),
+            ("sequence_parallel", "which divides samples along any dimension itself"),
+            ("expert_parallel", "which has no exchange of tokens"),
+            ("compile", "whose generated code has collectives that the compiler would lose"),
+        )
     )
 
     def apply(self, job: Job, config: OperatorParallelConfig) -> None:
@@ -88,7 +101,7 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             return
         group = TensorGroup(job.mesh.axis("tensor"))
         assert group.mesh is not None
-        batch = common_sample(job, self.name)
+        batch = common_sample(job, self.name, rows=_rows(job))
         found = job.cluster.on_first(
             lambda: or_refusal(lambda: _planned(job, config, batch, group.size)),
             what="finding an operator plan",
@@ -105,26 +118,67 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         job.gradients.sums.add(found.summed, ranks)
         forward.attach(job.module)
         job.resolved_settings[self.name] = {"plan": found.plan.as_json()}
-        job.explain(self.name, found.plan.describe())
+        for text in (found.note, found.plan.describe()):
+            job.explain(self.name, text)
+
+
+def _rows(job: Job) -> int | None:
+    """Samples of a micro-batch, where the loader's arguments say so."""
+    local = local_batch_size(job)
+    return None if local is None else max(1, local // job.step.num_micro_batches)
 
 
 def _planned(job: Job, config: OperatorParallelConfig, batch: Any, degree: int) -> _Planned:
     """The plan and what it means for each parameter of the model; nothing is communicated."""
-    shallow = _captured(job, batch)
-    plan = _given(config.plan)
+    if job.inputs.sample_batch is not None:
+        with contextlib.suppress(BatchSizeError):  # train_step says what is wrong with a real batch
+            batch = split_batch(batch, job.num_data_ranks * job.step.num_micro_batches)[0]
+    args, kwargs = call_arguments(job.module, batch, job.inputs.model_input_format)
+    shallow = _captured(job, args, kwargs)
+    plan, note = _given(config.plan), "the plan given"
     if plan is None:
-        plan = (
+        plan, note = _found(job, config, shallow, degree)
+    division = division_of(plan, shallow.graph, degree)
+    division = replace(division, summed=division.partly_used())
+    if config.self_test:
+        check_division(division, job.module, shallow.inputs, job.device)
+    names = {plain_name(name): p for name, p in job.module.named_parameters(remove_duplicate=False)}
+    placed = {name: division.parameters.get(shallow.copy_name(name)) for name in names}
+    dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
+    summed = frozenset(name for name in names if shallow.copy_name(name) in division.summed)
+    return _Planned(plan, dims, summed, note)
+
+
+def _found(
+    job: Job, config: OperatorParallelConfig, shallow: Shallow, degree: int
+) -> tuple[OperatorPlan, str]:
+    """A plan by the policy, and what is known of it."""
+    if config.policy != "solve":
+        made = (
             random_plan(shallow.graph, degree, config.seed)
             if config.policy == "random"
             else batch_plan(shallow.graph, degree)
         )
-    division = division_of(plan, shallow.graph, degree)
-    partly = division.partly_used()
-    names = {plain_name(name): p for name, p in job.module.named_parameters(remove_duplicate=False)}
-    placed = {name: division.parameters.get(shallow.copy_name(name)) for name in names}
-    dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
-    summed = frozenset(name for name in names if shallow.copy_name(name) in partly)
-    return _Planned(plan, dims, summed)
+        return made, f"the plan of the policy {config.policy}"
+    precision = job.plan.precision
+    prices = Prices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
+    limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes) or None
+    sharded = job.plan.num_data_ranks if job.plan.sharding.optimizer_over else 1
+    solved = solved_plan(
+        shallow.graph,
+        degree,
+        prices,
+        States(shards=sharded),
+        job.device,
+        memory_limit=limit,
+        recomputed=job.plan.recomputation.kind != "none",
+    )
+    price = solved.outcome.price
+    return solved.plan, (
+        f"found: predicted {seconds_text(price.seconds)} a step for its operators, of them "
+        f"{seconds_text(price.conversion_seconds)} of collectives, and {bytes_text(price.memory)}; no plan is more than "
+        f"{solved.outcome.gap:.1%} faster by the same figures ({prices.device.source})"
+    )
 
 
 def _given(plan: Mapping[str, Any] | str | None) -> OperatorPlan | None:
@@ -133,9 +187,8 @@ def _given(plan: Mapping[str, Any] | str | None) -> OperatorPlan | None:
     return OperatorPlan.from_text(json.dumps(plan), source="in the strategy")
 
 
-def _captured(job: Job, batch: Any) -> Shallow:
+def _captured(job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shallow:
     """The operators of the model as it will run: in training, with the strategy's casts and dtypes of parameters."""
-    args, kwargs = call_arguments(job.module, batch, job.inputs.model_input_format)
     precision = job.plan.precision
     stored = getattr(torch, precision.parameter_dtype)
     lowered = stored != torch.float32

@@ -1,6 +1,16 @@
 """Operators: a placement for each operator of a captured model, and the divided model that runs by it."""
 
-from atorch_ns.operators.choose import batch_plan, division_of, legal_rules, random_plan
+from atorch_ns.operators.assemble import States
+from atorch_ns.operators.check import check_division
+from atorch_ns.operators.choose import (
+    Solved,
+    batch_plan,
+    division_of,
+    legal_rules,
+    random_plan,
+    solved_plan,
+)
+from atorch_ns.operators.costs import Prices
 from atorch_ns.operators.graph import OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.run import DividedForward
@@ -10,10 +20,15 @@ __all__ = [
     "DividedForward",
     "OperatorGraph",
     "OperatorPlan",
+    "Prices",
     "Shallow",
+    "Solved",
+    "States",
     "batch_plan",
     "capture_shallow",
+    "check_division",
     "division_of",
     "legal_rules",
     "random_plan",
+    "solved_plan",
 ]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
-from atorch_ns.operators.calls import is_random
+from atorch_ns.operators.calls import is_random, runnable
 from atorch_ns.operators.conversions import Need, converted
 from atorch_ns.operators.divide import Division, Piece, pieces
 from atorch_ns.operators.graph import Operator
@@ -110,15 +110,22 @@ class _Quiet(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         one = self._calls.get(self._numbers[n])
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = fx.node.map_aggregate(self.fetch_args_kwargs_from_env(n), _in_full_precision)
         if one is not None and is_random(one):
             result = _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
+        elif one is not None and n.target is one.call.operator:
+            result = runnable(one, one.call.whole)[0](*args, **kwargs)
         else:
             result = getattr(self, n.op)(n.target, args, kwargs)
         value = self._values.get(self._numbers[n])
         if value is not None:
             self._record.keep(value, result)
         return result
+
+
+def _in_full_precision(value: Any) -> Any:
+    """fp32 in place of a lower precision, whose rounding would hide what differs."""
+    return torch.float32 if value is torch.bfloat16 or value is torch.float16 else value
 
 
 def _is_group(value: Any) -> bool:
@@ -252,7 +259,9 @@ def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Rec
 def _results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
     for one in division.graph.operators:
         for number, node in enumerate(one.results):
-            if node is not None and not one.name.startswith(("empty", "new_empty")):  # whose values are those of old memory
+            if node is not None and not one.name.startswith(
+                ("empty", "new_empty")
+            ):  # whose values are those of old memory
                 yield one, node, division.rules[one].outputs[number]
 
 

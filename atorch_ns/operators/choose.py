@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from atorch_ns.errors import InputError
+from atorch_ns.operators.assemble import LegalRules, States, assemble
+from atorch_ns.operators.costs import Prices
 from atorch_ns.operators.divide import Division
 from atorch_ns.operators.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rule import Placement, Rule
 from atorch_ns.operators.rules import rules_of
-
-LegalRules = Mapping[str, tuple[Rule, ...]]
-"""By operator key the rules that hold for all its operators; the first divides nothing."""
+from atorch_ns.operators.solve import Outcome, solve
 
 Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 """Leaves of an operator's rules those that the user's constraints allow."""
@@ -93,6 +94,51 @@ def batch_plan(graph: OperatorGraph, degree: int) -> OperatorPlan:
         return next((rule for rule in legal if rule.divides and _follows(rule, one, wanted)), legal[0])
 
     return planned(graph, degree, choose, "the batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """The fastest plan that was found, and how sure that is.
+
+    Attributes:
+        outcome: predicted seconds and bytes, and the bound that no plan is faster than.
+    """
+
+    plan: OperatorPlan
+    outcome: Outcome
+
+
+def solved_plan(
+    graph: OperatorGraph,
+    degree: int,
+    prices: Prices,
+    states: States,
+    device: torch.device,
+    *,
+    memory_limit: float | None = None,
+    recomputed: bool = False,
+    allow: Allow | None = None,
+) -> Solved:
+    """The plan that is predicted to be the fastest within a memory limit.
+
+    Args:
+        memory_limit: bytes of one rank.
+        recomputed: whether blocks are recomputed in the backward pass.
+        allow: what the user's constraints leave of an operator's rules.
+
+    Raises:
+        InputError: if none fits; it names the largest parts.
+    """
+    legal = legal_rules(graph, degree, allow)
+    problem = assemble(graph, legal, prices, states, device, recomputed=recomputed)
+    outcome = solve(problem.problem, memory_limit=memory_limit, gap=_GAP, time_limit=_SECONDS)
+    return Solved(plan=problem.plan(outcome, degree), outcome=outcome)
+
+
+_GAP = 1e-3
+"""Plans that are predicted to be as near as this are equal: no prediction is better."""
+
+_SECONDS = 10.0
 
 
 def _batch_dim(node: fx.Node) -> int | None:

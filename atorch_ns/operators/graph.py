@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -93,6 +93,7 @@ class OperatorGraph:
         self.captured = captured
         self.origins: Mapping[fx.Node, Origin] = captured.origins
         self._counts = counts or {}
+        self._learnt = _learnt(captured)
         self.segments = _segments(captured.graph, frozenset(blocks))
         self.operators = tuple(self._operators())
 
@@ -120,6 +121,10 @@ class OperatorGraph:
         *_, last = self.captured.graph.nodes
         return tuple(last.args[0])  # type: ignore[arg-type]
 
+    def spec(self, value: fx.Node) -> TensorSpec:
+        """The shape and dtype of a value, and whether gradients flow to it."""
+        return spec_of(value.meta["val"], learnt=value in self._learnt)
+
     def count(self, segment: int) -> int:
         """How many segments of the whole model a segment stands for."""
         return self._counts.get(self.segments[segment].path, 1)
@@ -143,7 +148,7 @@ class OperatorGraph:
                 place = seen[path, name]
                 seen[path, name] += 1
                 kind = segment.kind + path.removeprefix(segment.path) if segment.path else path
-                call, inputs = _call(node)
+                call, inputs = _call(node, self._learnt)
                 yield Operator(
                     key=f"{kind}/{name}#{place}",
                     path=path,
@@ -159,9 +164,25 @@ class OperatorGraph:
                 )
 
 
-def spec_of(value: torch.Tensor) -> TensorSpec:
+def _learnt(captured: Captured) -> frozenset[fx.Node]:
+    """The values that gradients flow to: trainable parameters and what follows from them."""
+    found: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        origin = captured.origins.get(node)
+        if origin is not None:
+            given = origin.kind == "parameter" and node.meta["val"].requires_grad
+        else:
+            stopped = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
+            given = not stopped and any(value in found for value in node.all_input_nodes)
+        if given:
+            found.add(node)
+    return frozenset(found)
+
+
+def spec_of(value: torch.Tensor, *, learnt: bool = False) -> TensorSpec:
     """The shape and dtype of a fake tensor, with the sample's sizes where sizes vary."""
-    return TensorSpec(tuple(_hint(size) for size in value.shape), value.dtype, value.requires_grad)
+    floats = value.dtype.is_floating_point
+    return TensorSpec(tuple(_hint(size) for size in value.shape), value.dtype, learnt and floats)
 
 
 def _hint(size: Any) -> int:
@@ -210,21 +231,21 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _call(node: fx.Node) -> tuple[Call, tuple[fx.Node, ...]]:
+def _call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, tuple[fx.Node, ...]]:
     inputs: list[fx.Node] = []
 
     def spec(value: fx.Node) -> Any:
         held = value.meta["val"]
         if isinstance(held, torch.Tensor):
             inputs.append(value)
-            return spec_of(held)
+            return spec_of(held, learnt=value in learnt)
         if isinstance(held, (torch.SymInt, int)):
             return _hint(held)
         return held
 
     args = fx.node.map_arg(node.args, spec)
     kwargs = fx.node.map_arg(node.kwargs, spec)
-    outputs = tuple(spec_of(value) for value in _tensors(node.meta["val"]))
+    outputs = tuple(spec_of(value, learnt=node in learnt) for value in _tensors(node.meta["val"]))
     return Call(node.target, tuple(args), dict(kwargs), outputs), tuple(inputs)  # type: ignore[arg-type]
 
 

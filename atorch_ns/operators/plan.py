@@ -162,10 +162,7 @@ class OperatorPlan:
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         over = f" over {self.degree} ranks" if self.degree is not None else ""
-        head = (
-            f"{len(divided)} of {counted(len(self.operators), 'operator')} and {len(stored)} of "
-            f"{counted(len(self.parameters), 'parameter')} divided{over}"
-        )
+        head = f"{counted(len(divided), 'operator')} and {counted(len(stored), 'parameter')} divided{over}"
         table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join([head, *(f"  {line}" for line in table)])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError

@@ -12,7 +12,7 @@ from torch import nn
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import Container, truncate
-from atorch_ns.operators.capture import capture
+from atorch_ns.operators.capture import capture, flat_arguments
 from atorch_ns.operators.graph import OperatorGraph
 
 
@@ -23,10 +23,12 @@ class Shallow:
     Attributes:
         graph: its operators; each block knows how many of the model it stands for.
         containers: the lists of blocks that were shortened.
+        inputs: the tensors among the arguments.
     """
 
     graph: OperatorGraph
     containers: Mapping[str, Container]
+    inputs: Sequence[torch.Tensor]
 
     def copy_name(self, name: str) -> str:
         """What stands in the copy for a parameter or module of the model."""
@@ -62,4 +64,5 @@ def capture_shallow(
         else:
             places = Counter(container.stands_for)
             paths.update((container.copy_path(place), places[place]) for place in range(len(container.kept)))
-    return Shallow(OperatorGraph(captured, tuple(paths), paths), containers)
+    tensors, _ = flat_arguments(args, kwargs)
+    return Shallow(OperatorGraph(captured, tuple(paths), paths), containers, tensors)

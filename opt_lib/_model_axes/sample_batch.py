@@ -16,25 +16,30 @@ from atorch_ns.job.sampling import first_batch
 _NUM_SAMPLES = 2
 
 
-def sample_batch(inputs: Inputs) -> Any:
-    """A batch of two samples on the CPU; see :func:`atorch_ns.job.sampling.first_batch`.
+def sample_batch(inputs: Inputs, rows: int = _NUM_SAMPLES) -> Any:
+    """A batch of so many samples on the CPU; see :func:`atorch_ns.job.sampling.first_batch`.
 
     Without data that can be looked at, a model of transformers gives its own inputs; ``None`` where there are none.
     """
-    batch = first_batch(inputs, _NUM_SAMPLES, torch.device("cpu"))
+    batch = first_batch(inputs, rows, torch.device("cpu"))
     if batch is None and inspect.getattr_static(inputs.model, "dummy_inputs", None) is not None:
         with random_states_kept():
             return dict(inputs.model.dummy_inputs)  # type: ignore[arg-type]
     return batch
 
 
-def common_sample(job: Job, method: str) -> Any:
+def common_sample(job: Job, method: str, rows: int | None = None) -> Any:
     """The sample batch of the first rank, on all ranks; collective.
+
+    Args:
+        rows: samples that it should have; by default two.
 
     Raises:
         InputError: if there is none.
     """
-    sampled = job.cluster.agree(lambda: sample_batch(job.inputs), what="taking a sample batch")
+    sampled = job.cluster.agree(
+        lambda: sample_batch(job.inputs, rows or _NUM_SAMPLES), what="taking a sample batch"
+    )
     batch = job.cluster.from_first(sampled)
     if batch is None:
         raise InputError(

@@ -1,0 +1,310 @@
+"""Assembling of a division problem: a captured graph, its rules and their prices as nodes, options and uses.
+
+Operators of one key are one node. A value is used once in each segment that reads it, since a segment converts it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+
+from atorch_ns.operators.conversions import Need, need_of
+from atorch_ns.operators.costs import Prices, Work, work_of
+from atorch_ns.operators.graph import Operator, OperatorGraph
+from atorch_ns.operators.plan import OperatorPlan
+from atorch_ns.operators.problem import Conversion, Group, Input, Label, Node, Option, Problem, Use
+from atorch_ns.operators.rule import SUM, WHOLE, Placement, Rule, TensorSpec, placement_text
+from atorch_ns.operators.solve import Outcome
+
+LegalRules = Mapping[str, tuple[Rule, ...]]
+"""By operator key the rules that hold for all its operators; the first divides nothing."""
+
+_FORWARD = 1 / 3
+"""The forward pass's part of the time: a backward pass computes two gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes that a training keeps for each parameter.
+
+    Attributes:
+        gradient: bytes of the gradient, in units of the parameter's.
+        optimizer: bytes of the optimizer's states, in the same units; 2 for Adam in one precision.
+        shards: the number of data ranks that share gradients and states.
+    """
+
+    gradient: float = 1.0
+    optimizer: float = 2.0
+    shards: int = 1
+
+    def of(self, parameter_bytes: float) -> float:
+        """Bytes of a parameter with what belongs to it."""
+        return parameter_bytes * (1 + (self.gradient + self.optimizer) / self.shards)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A problem, and what its nodes stand for.
+
+    Attributes:
+        rules: the rule of each option, by node; nothing for values that come from outside.
+        placements: the placement of each option of a parameter, by node.
+        keys: the key of each node's operators or parameters.
+    """
+
+    problem: Problem
+    rules: tuple[tuple[Rule, ...], ...]
+    placements: tuple[tuple[Placement, ...], ...]
+    keys: tuple[str, ...]
+
+    def plan(self, outcome: Outcome, degree: int) -> OperatorPlan:
+        """The plan that a solution means."""
+        rules = {
+            key: own[choice]
+            for key, own, choice in zip(self.keys, self.rules, outcome.choices, strict=True)
+            if own
+        }
+        stored = {
+            key: own[choice]
+            for key, own, choice in zip(self.keys, self.placements, outcome.choices, strict=True)
+            if own
+        }
+        return OperatorPlan(
+            operators={key: rule for key, rule in rules.items() if rule.divides},
+            parameters={key: one for key, one in stored.items() if not isinstance(one, Replicate)},
+            degree=degree,
+        )
+
+
+def assemble(
+    graph: OperatorGraph,
+    legal: LegalRules,
+    prices: Prices,
+    states: States,
+    device: torch.device,
+    *,
+    recomputed: bool = False,
+) -> Assembled:
+    """The problem of dividing a graph.
+
+    Args:
+        states: what parameters keep.
+        device: the device that operators are measured on as fakes.
+        recomputed: whether blocks are recomputed in the backward pass.
+    """
+    return _Assembly(graph, legal, prices, states, device, recomputed).done()
+
+
+@dataclass
+class _Draft:
+    """A node under construction."""
+
+    key: str
+    options: tuple[Option, ...]
+    count: int = 0
+    inputs: dict[tuple[int, int], Input] = field(default_factory=dict)
+    """By the position of the argument and the use."""
+    rules: tuple[Rule, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    group: str = ""
+
+
+class _Assembly:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        legal: LegalRules,
+        prices: Prices,
+        states: States,
+        device: torch.device,
+        recomputed: bool,
+    ) -> None:
+        self._graph, self._legal, self._prices = graph, legal, prices
+        self._states, self._device, self._recomputed = states, device, recomputed
+        self._drafts: list[_Draft] = []
+        self._numbers: dict[str, int] = {}
+        self._results: dict[fx.Node, tuple[int, int]] = {}
+        self._work: dict[str, Work] = {}
+        self._uses: dict[Any, int] = {}
+        self._made: list[dict[str, Any]] = []
+
+    def done(self) -> Assembled:
+        for node in self._graph.origins:
+            self._outside(node)
+        for one in self._graph.operators:
+            self._operator(one)
+        self._read()
+        groups = {
+            draft.group: Group(count=draft.count, recomputed=True) for draft in self._drafts if draft.group
+        }
+        nodes = tuple(self._node(draft) for draft in self._drafts)
+        problem = Problem(nodes, tuple(Use(**made) for made in self._made), groups)
+        return Assembled(
+            problem,
+            tuple(draft.rules for draft in self._drafts),
+            tuple(draft.placements for draft in self._drafts),
+            tuple(draft.key for draft in self._drafts),
+        )
+
+    def _node(self, draft: _Draft) -> Node:
+        positions = [position for position, _ in draft.inputs]
+        options = tuple(
+            Option(
+                outputs=one.outputs,
+                needs=tuple(one.needs[position] for position in positions),
+                seconds=one.seconds * draft.count,
+                forward_seconds=one.forward_seconds * draft.count,
+                resident=one.resident * draft.count,
+                transient=one.transient,
+            )
+            for one in draft.options
+        )
+        return Node(
+            name=draft.key,
+            options=options,
+            inputs=tuple(draft.inputs.values()),
+            count=max(draft.count, 1),
+            group=draft.group,
+        )
+
+    def _draft(self, key: str, make: Any) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self._drafts)
+            self._drafts.append(make())
+        return self._numbers[key]
+
+    def _outside(self, value: fx.Node) -> None:
+        """A parameter, which may be divided, or another value from outside, which is whole."""
+        origin = self._graph.origins[value]
+        spec = self._graph.spec(value)
+        if origin.kind != "parameter":
+            number = self._draft(value.name, lambda: _Draft(value.name, (Option(outputs=("R",)),)))
+            self._drafts[number].count = 1
+        else:
+            key = self._graph.parameter_key(value)
+            number = self._draft(key, lambda: self._parameter(key, spec))
+            self._drafts[number].count += self._count_of(origin.name)
+        self._results[value] = (number, 0)
+
+    def _count_of(self, name: str) -> int:
+        """How many parameters of the whole model one stands for."""
+        for number, segment in enumerate(self._graph.segments):
+            if segment.path and name.startswith(f"{segment.path}."):
+                return self._graph.count(number)
+        return 1
+
+    def _parameter(self, key: str, spec: TensorSpec) -> _Draft:
+        degree = self._prices.degree
+        dims = [dim for dim, size in enumerate(spec.shape) if size and size % degree == 0]
+        placements: list[Placement] = [WHOLE, *(Shard(dim) for dim in dims)]
+        # Of plans that are as fast, the one whose parameters are whole: their gradients travel together.
+        options = tuple(
+            Option(
+                outputs=(placement_text(one),),
+                seconds=0.0 if one == WHOLE else self._prices.device.launch_s / 10,
+                resident=self._held(spec, one),
+            )
+            for one in placements
+        )
+        return _Draft(key, options, placements=tuple(placements))
+
+    def _held(self, spec: TensorSpec, placement: Placement) -> float:
+        local = spec.num_bytes / (self._prices.degree if isinstance(placement, Shard) else 1)
+        return self._states.of(local) if spec.requires_grad else local
+
+    def _operator(self, one: Operator) -> None:
+        number = self._draft(one.key, lambda: self._choices(one))
+        self._drafts[number].count += self._graph.count(one.segment)
+        for place, node in enumerate(one.results):
+            if node is not None:
+                self._results[node] = (number, place)
+
+    def _choices(self, one: Operator) -> _Draft:
+        work = self._work[one.key] = work_of(one, self._device)
+        rules = self._legal[one.key]
+        segment = self._graph.segments[one.segment]
+        group = segment.kind if self._recomputed and segment.path else ""
+        return _Draft(
+            one.key, tuple(self._option(one, rule, work) for rule in rules), rules=rules, group=group
+        )
+
+    def _option(self, one: Operator, rule: Rule, work: Work) -> Option:
+        seconds = self._prices.seconds(one, rule, work)
+        sizes = zip((*one.call.tensors, *one.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
+        local = sum(self._local(spec, placement) for spec, placement in sizes) if work.moved else 0.0
+        kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)
+        return Option(
+            outputs=tuple(map(placement_text, rule.outputs)),
+            needs=tuple(str(need_of(rule, place)) for place in range(len(rule.inputs))),
+            seconds=seconds,
+            forward_seconds=seconds * _FORWARD,
+            resident=0.0 if self._recomputed else kept,
+            transient=2 * local,
+        )
+
+    def _local(self, spec: TensorSpec, placement: Placement) -> float:
+        return spec.num_bytes / (self._prices.degree if isinstance(placement, Shard) else 1)
+
+    def _read(self) -> None:
+        """The uses of all values, with their readers."""
+        readers: dict[tuple[fx.Node, int], list[tuple[Operator, int]]] = {}
+        for one in self._graph.operators:
+            for place, value in enumerate(one.inputs):
+                readers.setdefault((value, one.segment), []).append((one, place))
+        for (value, segment), found in readers.items():
+            source = self._results[value]
+            marks = tuple((self._numbers[one.key], place) for one, place in found)
+            kind = self._graph.segments[segment].kind or segment
+            use = self._use(value, source, segment, (source, kind, marks))
+            for number, place in marks:
+                work = self._work[self._drafts[number].key]
+                self._drafts[number].inputs[place, use] = Input(use, work.saved_inputs[place])
+
+    def _use(self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any) -> int:
+        if mark not in self._uses:
+            self._uses[mark] = len(self._made)
+            spec = self._graph.spec(value)
+            origin = self._graph.origins.get(value)
+            produced = self._graph.producers.get(value)
+            inside = (
+                produced is not None
+                and self._graph.segments[produced[0].segment].path == self._graph.segments[segment].path
+            )
+            node, result = source
+            self._made.append(
+                {
+                    "node": node,
+                    "result": result,
+                    "conversions": self._conversions(spec),
+                    "saved": {} if origin is not None and origin.kind == "parameter" else self._saved(spec),
+                    "count": 0,
+                    "enters": self._recomputed and not inside and bool(self._graph.segments[segment].path),
+                }
+            )
+        number = self._uses[mark]
+        self._made[number]["count"] += self._graph.count(segment)
+        return number
+
+    def _conversions(self, spec: TensorSpec) -> Mapping[tuple[Label, Label], Conversion]:
+        found: dict[tuple[Label, Label], Conversion] = {}
+        for source in self._placements(spec):
+            for need in self._needs(spec):
+                seconds, moved = self._prices.conversion(spec, source, need)
+                found[placement_text(source), str(need)] = Conversion(seconds, moved, seconds / 2)
+        return found
+
+    def _placements(self, spec: TensorSpec) -> Sequence[Placement]:
+        degree = self._prices.degree
+        shards = [Shard(dim) for dim, size in enumerate(spec.shape) if size and size % degree == 0]
+        return [WHOLE, *shards, *([SUM] if spec.is_float else [])]
+
+    def _needs(self, spec: TensorSpec) -> Sequence[Need]:
+        return [*(Need(one, False) for one in self._placements(spec)), Need(WHOLE, True)]
+
+    def _saved(self, spec: TensorSpec) -> Mapping[Label, float]:
+        return {str(need): self._local(spec, need.placement) for need in self._needs(spec)}
