@@ -236,5 +236,9 @@ def is_library(file: str) -> bool:
     in_stdlib = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
     ours = Path(__file__).parent
     torch = importlib.util.find_spec("torch")
-    folders = [str(ours), str(ours.parent / "opt_lib"), *(torch.submodule_search_locations or () if torch else ())]
+    folders = [
+        str(ours),
+        str(ours.parent / "opt_lib"),
+        *(torch.submodule_search_locations or () if torch else ()),
+    ]
     return in_stdlib or file.startswith(("<", *(f"{folder}{os.sep}" for folder in folders)))

@@ -313,9 +313,10 @@ def _functional(graph: fx.Graph) -> set[fx.Node]:
         targets = list(_written(node))
         plain = _returning(node) if len(targets) == 1 and shares.alone(targets[0]) else None
         if plain is not None:
-            earlier = {user for user in targets[0].users if user is node or user < node}
+            later = [user for user in targets[0].users if node < user]
             node.target = plain
-            targets[0].replace_all_uses_with(node, delete_user_cb=lambda user, kept=earlier: user not in kept)
+            for user in later:
+                user.replace_input_with(targets[0], node)
             continue
         written += targets
         for source in _shared_with(node):
@@ -348,7 +349,7 @@ def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
     if node.op != "call_function":
         return
     if node.target is operator.getitem:
-        yield from (source for source in node.args[:1] if _shares(source))
+        yield from (source for source in node.all_input_nodes if _shares(source))
     schema = getattr(node.target, "_schema", None)
     if schema is None or not _shares(node):
         return

@@ -98,7 +98,7 @@ def _measured(call: Call, device: torch.device) -> Work:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _each(value: Any) -> Sequence[Any]:

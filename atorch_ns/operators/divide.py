@@ -166,8 +166,8 @@ class _Builder:
             for old, node in self._raw.items()
             if node in numbers and old not in self._outer
         }
-        names = (tuple(value.name for value in values) for values in (takes, gives))
-        return Piece(self._segment.path, shared[key], states, *names, ran, computed)
+        taken, given = (tuple(value.name for value in values) for values in (takes, gives))
+        return Piece(self._segment.path, shared[key], states, taken, given, ran, computed)
 
     def _placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
         states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
@@ -194,14 +194,13 @@ class _Builder:
         def put(value: fx.Node) -> Any:
             return next(inputs) if isinstance(value.meta["val"], torch.Tensor) else self._raw[value]
 
-        args = fx.node.map_arg(one.node.args, put)
-        kwargs = fx.node.map_arg(one.node.kwargs, put)
+        args = list(fx.node.map_arg(one.node.args, put))
+        kwargs = dict(fx.node.map_arg(one.node.kwargs, put))
         if rule.divides:
-            args, kwargs = self._local_sizes(one, rule, list(args), dict(kwargs))
+            self._divide_sizes(one, rule, args, kwargs)
         target, needs_group = runnable(one, rule)
-        if needs_group:
-            args = (self._group, *args)
-        made = self._graph.call_function(target, tuple(args), dict(kwargs))
+        first = (self._group,) if needs_group else ()
+        made = self._graph.call_function(target, (*first, *args), kwargs)
         made.meta = {key: one.node.meta[key] for key in ("stack_trace",) if key in one.node.meta}
         self._calls[made] = one
         if isinstance(one.node.meta["val"], torch.Tensor):
@@ -237,22 +236,19 @@ class _Builder:
                 made = self._graph.call_function(operator.mul, (made, self._division.degree))
         self._raw[node] = made
 
-    def _local_sizes(
-        self, one: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def _divide_sizes(self, one: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Divides the size, among the arguments, of a result's divided dimension."""
         placement = rule.outputs[0]
         found = size_argument(one.call) if isinstance(placement, Shard) else None
         if found is None:
-            return args, kwargs
-        name, position, offset = found
+            return
         assert isinstance(placement, Shard)
+        name, position, offset = found
         holder: Any = kwargs if name in kwargs else args
-        where = name if name in kwargs else position
+        where: Any = name if name in kwargs else position
         sizes = list(holder[where])
         sizes[placement.dim - offset] = self._part(sizes[placement.dim - offset], one)
         holder[where] = sizes
-        return args, kwargs
 
     def _part(self, size: Any, one: Operator) -> Any:
         if isinstance(size, fx.Node):

@@ -119,7 +119,7 @@ class OperatorGraph:
     def outputs(self) -> tuple[fx.Node, ...]:
         """The values that the model returns."""
         *_, last = self.captured.graph.nodes
-        return tuple(last.args[0])  # type: ignore[arg-type]
+        return tuple(last.args[0])
 
     def spec(self, value: fx.Node) -> TensorSpec:
         """The shape and dtype of a value, and whether gradients flow to it."""

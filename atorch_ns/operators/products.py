@@ -90,8 +90,10 @@ def _attention(call: Call) -> Dims:
     grouped = call.argument("enable_gqa") and heads_differ
     rows = None if call.argument("is_causal") else "T"
     inputs: list[Letters] = [(*lead, rows, None)]
-    for shape in (key, value):
-        inputs.append((*_with_ones(lead, shape[:-2], query[:-2], grouped=bool(grouped)), None, None))
+    inputs += [
+        (*_with_ones(lead, shape[:-2], query[:-2], grouped=bool(grouped)), None, None)
+        for shape in (key, value)
+    ]
     for shape in mask:
         whole = (*query[:-1], key[-2])
         dims = (*lead, rows, None)

@@ -82,10 +82,10 @@ class Rule:
             raise InputError(
                 f"{text!r} is no rule. Write placements of results and arguments, as in '1 <- 2,1,R'."
             )
-        sides = (
-            [read_placement(one) for one in side.split(",") if one.strip()] for side in (outputs, inputs)
+        results, arguments = (
+            tuple(read_placement(one) for one in side.split(",") if one.strip()) for side in (outputs, inputs)
         )
-        return cls(*map(tuple, sides))
+        return cls(results, arguments)
 
     @cached_property
     def divides(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -16,7 +17,9 @@ from atorch_ns.torch_compat import dtensor_rules
 Registered = Callable[[Call, int], Sequence[Rule] | None]
 """The user's rules of a call; ``None`` where the user has none."""
 
-RUN_AS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+RUN_AS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default
+}
 """What runs on pieces in an operator's place: pieces need not be contiguous."""
 
 _POINTWISE = frozenset(

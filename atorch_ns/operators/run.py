@@ -227,6 +227,9 @@ def _replace_forward(module: nn.Module, style: Any) -> None:
 
 @functools.cache
 def _subclass(style: Any, whole: Any) -> Any:
-    forward = functools.wraps(whole.forward)(lambda *args, **kwargs: style.forward(*args, **kwargs))
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return style.forward(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, whole.forward)
     body = {"forward": torch.compiler.disable(forward), "__doc__": f"{whole.__name__}: {style.__doc__}"}
     return type(f"{style.__name__.removeprefix('_')}{whole.__name__}", (whole,), body)

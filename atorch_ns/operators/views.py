@@ -66,10 +66,12 @@ def _reshaped(call: Call) -> Dims:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     one = other = 0
     while one < len(before) or other < len(after):
-        mine, theirs, left, right = [], [], 1, 1
+        mine: list[int] = []
+        theirs: list[int] = []
+        left = right = 1
         while True:
             if left <= right and one < len(before) and (left < right or not mine):
                 left *= before[one]
