@@ -1,7 +1,5 @@
 """Operators: a placement for each operator of a captured model, and the divided model that runs by it."""
 
-from atorch_ns.operators.assemble import States
-from atorch_ns.operators.check import check_division
 from atorch_ns.operators.choose import (
     Solved,
     batch_plan,
@@ -10,11 +8,13 @@ from atorch_ns.operators.choose import (
     random_plan,
     solved_plan,
 )
-from atorch_ns.operators.costs import Prices
-from atorch_ns.operators.graph import OperatorGraph
+from atorch_ns.operators.divided.check import check_division
+from atorch_ns.operators.divided.run import DividedForward
+from atorch_ns.operators.graph.graph import OperatorGraph
+from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.run import DividedForward
-from atorch_ns.operators.shallow import Shallow, capture_shallow
+from atorch_ns.operators.solver.assemble import States
+from atorch_ns.operators.solver.costs import Prices
 
 __all__ = [
     "DividedForward",

@@ -11,14 +11,14 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.assemble import LegalRules, States, assemble
-from atorch_ns.operators.costs import Prices
-from atorch_ns.operators.divide import Division
-from atorch_ns.operators.graph import Operator, OperatorGraph
+from atorch_ns.operators.divided.divide import Division
+from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.rule import Placement, Rule
-from atorch_ns.operators.rules import rules_of
-from atorch_ns.operators.solve import Outcome, solve
+from atorch_ns.operators.rules.rule import Placement, Rule
+from atorch_ns.operators.rules.table import rules_of
+from atorch_ns.operators.solver.assemble import LegalRules, States, assemble
+from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.solve import Outcome, solve
 
 Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 """Leaves of an operator's rules those that the user's constraints allow."""

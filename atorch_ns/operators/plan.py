@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from torch.distributed.tensor import Partial
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.rule import Placement, Rule, placement_text, read_placement
+from atorch_ns.operators.rules.rule import Placement, Rule, placement_text, read_placement
 from atorch_ns.system import write_whole
 from atorch_ns.text import counted, did_you_mean, first_few, with_article
 

@@ -1,1 +1,1 @@
-"""Tests of ``atorch_ns.sharding``."""
+"""Tests of ``atorch_ns.operators``."""

@@ -19,13 +19,12 @@ from atorch_ns.operators import (
     DividedForward,
     OperatorPlan,
     Shallow,
-    calls,
     capture_shallow,
     division_of,
     random_plan,
-    run,
 )
-from atorch_ns.operators.rule import Rule
+from atorch_ns.operators.divided import calls, run
+from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding import TensorGroup, divide_parameters
 from atorch_ns.testing.workers import run_ranks
 from tests.operators.networks import network

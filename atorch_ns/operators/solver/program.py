@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain, repeat
 
-from atorch_ns.operators.milp import ONE, Milp, Solution, Terms, add
-from atorch_ns.operators.problem import Label, Option, Problem, Reader, Use
+from atorch_ns.operators.solver.milp import ONE, Milp, Solution, Terms, add
+from atorch_ns.operators.solver.problem import Label, Option, Problem, Reader, Use
 
 Options = Sequence[Sequence[int]]
 """The indices of the options that may be chosen, by node."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import Container, truncate
-from atorch_ns.operators.capture import capture, flat_arguments
-from atorch_ns.operators.graph import OperatorGraph
+from atorch_ns.operators.graph.capture import capture, flat_arguments
+from atorch_ns.operators.graph.graph import OperatorGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ def capture_shallow(
     """Captures the first block, the last, and one of each kind in between of every list of blocks.
 
     Raises:
-        InputError: as :func:`~atorch_ns.operators.capture.capture` does.
+        InputError: as :func:`~atorch_ns.operators.graph.capture.capture` does.
     """
     blocks = {block.name: block.module for block in repeated_blocks(model)}
     containers = truncate(model, blocks, fingerprints(blocks))

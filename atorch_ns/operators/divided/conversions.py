@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from atorch_ns.operators.rule import Placement, Rule, placement_text
+from atorch_ns.operators.rules.rule import Placement, Rule, placement_text
 from atorch_ns.sharding.collectives import (
     all_gather,
     all_to_all,

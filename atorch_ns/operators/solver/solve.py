@@ -14,8 +14,8 @@ from operator import le
 from typing import Literal
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.problem import Label, Option, Price, Problem, price
-from atorch_ns.operators.program import Options, Program
+from atorch_ns.operators.solver.problem import Label, Option, Price, Problem, price
+from atorch_ns.operators.solver.program import Options, Program
 from atorch_ns.text import bytes_text, first_few, seconds_text
 
 _TOLERANCE = 1e-5

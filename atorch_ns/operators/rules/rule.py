@@ -6,7 +6,7 @@ In text a shard is its dimension: ``1 <- 2,1,R`` has its result divided along 1,
 
 Gradients follow: that of a shard is divided alike, that of a partial sum is whole on every rank. A rule that divides
 anything leaves each rank a part of the gradient of an argument that it takes replicated; what is inserted before such an
-argument sums it (:mod:`~atorch_ns.operators.conversions`). Rules are therefore about the forward pass alone.
+argument sums it (:mod:`~atorch_ns.operators.divided.conversions`). Rules are therefore about the forward pass alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Rule:
         outputs: placements of its results, in order.
         inputs: placements of its tensor arguments, in the order of :attr:`Call.tensors`.
         source: where the rule comes from, and why it holds, in a few words.
-        kernel: name of the function in :mod:`~atorch_ns.operators.kernels` that computes on pieces in the operator's place;
+        kernel: name of the function in :mod:`~atorch_ns.operators.divided.kernels` that computes on pieces in the operator's place;
             empty for the operator itself.
     """
 

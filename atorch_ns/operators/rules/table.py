@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from atorch_ns.operators.dims import Dims, broadcast, letters
-from atorch_ns.operators.products import PRODUCTS
-from atorch_ns.operators.rule import SUM, WHOLE, Call, Rule
-from atorch_ns.operators.views import VIEWS, divides_partial_sums
+from atorch_ns.operators.rules.dims import Dims, broadcast, letters
+from atorch_ns.operators.rules.products import PRODUCTS
+from atorch_ns.operators.rules.rule import SUM, WHOLE, Call, Rule
+from atorch_ns.operators.rules.views import VIEWS, divides_partial_sums
 from atorch_ns.torch_compat import dtensor_rules
 
 Registered = Callable[[Call, int], Sequence[Rule] | None]

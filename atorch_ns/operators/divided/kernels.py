@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from atorch_ns.operators.rule import Rule
+from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding.collectives import Group, reduce_from
 from atorch_ns.sharding.vocabulary.logits import LossCall, cross_entropy_on_parts
 

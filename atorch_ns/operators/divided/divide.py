@@ -16,11 +16,11 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.calls import runnable
-from atorch_ns.operators.conversions import Need, need_of, steps
-from atorch_ns.operators.graph import Operator, OperatorGraph, Segment
-from atorch_ns.operators.rule import WHOLE, Placement, Rule
-from atorch_ns.operators.views import size_argument
+from atorch_ns.operators.divided.calls import runnable
+from atorch_ns.operators.divided.conversions import Need, need_of, steps
+from atorch_ns.operators.graph.graph import Operator, OperatorGraph, Segment
+from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
+from atorch_ns.operators.rules.views import size_argument
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.collectives import Groups, collective_seconds
 from atorch_ns.cluster.hardware import Device, Hardware
-from atorch_ns.operators.conversions import Need, steps
-from atorch_ns.operators.graph import Operator
-from atorch_ns.operators.rule import Call, Placement, Rule, TensorSpec
+from atorch_ns.operators.divided.conversions import Need, steps
+from atorch_ns.operators.graph.graph import Operator
+from atorch_ns.operators.rules.rule import Call, Placement, Rule, TensorSpec
 from atorch_ns.torch_compat import fake_tensor_mode, quiet_fake_kernels
 
 _BACKWARD = 2.0

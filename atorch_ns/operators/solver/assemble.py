@@ -13,13 +13,13 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
-from atorch_ns.operators.conversions import Need, need_of
-from atorch_ns.operators.costs import Prices, Work, work_of
-from atorch_ns.operators.graph import Operator, OperatorGraph
+from atorch_ns.operators.divided.conversions import Need, need_of
+from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.problem import Conversion, Group, Input, Label, Node, Option, Problem, Use
-from atorch_ns.operators.rule import SUM, WHOLE, Placement, Rule, TensorSpec, placement_text
-from atorch_ns.operators.solve import Outcome
+from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule, TensorSpec, placement_text
+from atorch_ns.operators.solver.costs import Prices, Work, work_of
+from atorch_ns.operators.solver.problem import Conversion, Group, Input, Label, Node, Option, Problem, Use
+from atorch_ns.operators.solver.solve import Outcome
 
 LegalRules = Mapping[str, tuple[Rule, ...]]
 """By operator key the rules that hold for all its operators; the first divides nothing."""

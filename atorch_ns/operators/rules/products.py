@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from atorch_ns.operators.dims import Dims, Letters, but, letters
-from atorch_ns.operators.rule import Call
+from atorch_ns.operators.rules.dims import Dims, Letters, but, letters
+from atorch_ns.operators.rules.rule import Call
 
 Table = Callable[[Call], Dims | None]
 _SUMMED = "products are summed over it"

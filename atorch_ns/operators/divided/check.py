@@ -17,11 +17,11 @@ from torch.distributed.tensor import Partial, Shard
 
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
-from atorch_ns.operators.calls import is_random, runnable
-from atorch_ns.operators.conversions import Need, converted
-from atorch_ns.operators.divide import Division, Piece, pieces
-from atorch_ns.operators.graph import Operator
-from atorch_ns.operators.rule import WHOLE, Placement
+from atorch_ns.operators.divided.calls import is_random, runnable
+from atorch_ns.operators.divided.conversions import Need, converted
+from atorch_ns.operators.divided.divide import Division, Piece, pieces
+from atorch_ns.operators.graph.graph import Operator
+from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.collectives import simulate, total
 
 TOLERANCE = 1e-4

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Shard
 
-from atorch_ns.operators.rule import SUM, WHOLE, Call, Placement, Rule
+from atorch_ns.operators.rules.rule import SUM, WHOLE, Call, Placement, Rule
 
 Letters = tuple[str | None, ...]
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
-from atorch_ns.operators.capture import Captured, capture, filled, flat_arguments
-from atorch_ns.operators.conversions import Need, converted
-from atorch_ns.operators.divide import Division, Piece, pieces
-from atorch_ns.operators.graph import OperatorGraph
-from atorch_ns.operators.rule import WHOLE, Placement
+from atorch_ns.operators.divided.conversions import Need, converted
+from atorch_ns.operators.divided.divide import Division, Piece, pieces
+from atorch_ns.operators.graph.capture import Captured, capture, filled, flat_arguments
+from atorch_ns.operators.graph.graph import OperatorGraph
+from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import plain_name, unwrap_checkpoint
 

@@ -1,0 +1,348 @@
+"""Annotations: the dimensions of an operator's arguments and results in nnScaler's language, as ``m k+, n k+ -> m n``.
+
+=========  =================================================================================================
+``k``      may be divided; every result must have it
+``k+``     may be divided; results that lack it become partial sums
+``k^``     is never divided, wherever else it stands
+``(a b)``  one dimension of size ``a·b``; of its names only the first whose size is not 1 may be divided
+``*``      any number of dimensions, equal or broadcast from the right among the tensors that have it
+``?``      an argument that is no tensor, or one that stays whole, as does such a result
+``8``      a fixed size, never divided; ``1`` alone is also a tensor without dimensions
+=========  =================================================================================================
+
+Dividing a name shards every tensor that has it and leaves the other arguments whole. That is right for a factor ``s`` in
+``(x * s) @ w``, and wrong for a bias that is added to a sum: ``m k+, n k+, n -> m n`` would add it once on every rank. An
+annotation cannot tell one from the other. The check of a division refuses the wrong one; freeze ``k^`` there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from torch.distributed.tensor import Shard
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.rule import SUM, WHOLE, Placement, Rule
+
+Shape = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A name or fixed size; ``mark`` is ``+``, ``^`` or nothing."""
+
+    name: str
+    mark: str = ""
+
+    def __str__(self) -> str:
+        return self.name + self.mark
+
+
+Dimension = tuple[Part, ...]
+"""The parts of a dimension, more than one in brackets."""
+
+Dimensions = tuple[Dimension, ...] | None
+"""Those of a tensor; ``None`` for ``?``."""
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """A read annotation.
+
+    Attributes:
+        text: as it was written.
+        inputs, outputs: the dimensions of each argument and result.
+    """
+
+    text: str
+    inputs: tuple[Dimensions, ...]
+    outputs: tuple[Dimensions, ...]
+
+    @classmethod
+    def read(cls, text: str) -> Annotation:
+        """The annotation that a text stands for.
+
+        Raises:
+            InputError: pointing at the place where it cannot be read.
+        """
+        inputs, outputs = _Reader(text).sides()
+        known = {part.name for dims in inputs for dim in dims or () for part in dim}
+        for dims in outputs:
+            for part in (part for dim in dims or () for part in dim):
+                if part.name not in known and not part.name.isdecimal():
+                    at = re.compile(rf"(?<!\w){re.escape(part.name)}(?!\w)").search(text, text.index("->"))
+                    _refuse(text, at.start() if at else 0, f"no argument has {part.name!r}")
+        return cls(text, inputs, outputs)
+
+    def shapes(self, inputs: Sequence[Shape | None], **sizes: int) -> tuple[Shape | None, ...]:
+        """The shapes of the results; ``None`` for ``?``.
+
+        Args:
+            inputs: shape of each argument, ``None`` where it is no tensor.
+            sizes: sizes by name, for brackets whose names have no other.
+
+        Raises:
+            InputError: if the shapes do not fit the annotation.
+        """
+        expanded, known = self._measured(inputs, sizes)
+        return tuple(
+            None
+            if dims is None
+            else ()
+            if dims == ((Part("1"),),) or dims == ((Part("1", "^"),),)
+            else tuple(math.prod(_size(part, known) for part in dim) for dim in dims)
+            for dims in expanded.outputs
+        )
+
+    def rules(self, inputs: Sequence[Shape | None], degree: int, **sizes: int) -> tuple[Rule, ...]:
+        """One rule for each name that may be divided and whose size ``degree`` divides.
+
+        A name among ``sizes`` is not divided: the function that takes it would take the whole size for its piece.
+
+        Args:
+            inputs: shape of each argument, ``None`` where it is no tensor; those have no placement in the rules.
+            degree: the number of ranks.
+            sizes: sizes by name.
+
+        Raises:
+            InputError: if the shapes do not fit the annotation.
+        """
+        expanded, known = self._measured(inputs, sizes)
+        tensors = [dims for dims, shape in zip(expanded.inputs, inputs, strict=True) if shape is not None]
+        marks = expanded.marks
+        found = (
+            _rule(name, marks[name], tensors, expanded.outputs, known, self.text)
+            for name, size in known.items()
+            if name in marks and "^" not in marks[name] and name not in sizes
+            if degree > 1 and size and size % degree == 0
+        )
+        return tuple(rule for rule in found if rule is not None)
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The marks of each name, wherever it stands."""
+        found: dict[str, str] = {}
+        for dims in (*self.inputs, *self.outputs):
+            for part in (part for dim in dims or () for part in dim if not part.name.isdecimal()):
+                found[part.name] = found.get(part.name, "") + part.mark
+        return found
+
+    def _measured(
+        self, inputs: Sequence[Shape | None], sizes: Mapping[str, int]
+    ) -> tuple[Annotation, dict[str, int]]:
+        """The annotation with names for ``*``, and the size of every name."""
+        if len(inputs) != len(self.inputs):
+            raise InputError(
+                f"the annotation {self.text!r} has {len(self.inputs)} arguments, and {len(inputs)} are given."
+            )
+        try:
+            expanded = self._expanded(inputs)
+            return expanded, _Sizes(sizes).of(expanded.inputs, inputs)
+        except InputError as error:
+            shown = ", ".join("?" if shape is None else str(list(shape)) for shape in inputs)
+            raise InputError(f"the annotation {self.text!r} does not fit {shown}: {error}") from error
+
+    def _expanded(self, inputs: Sequence[Shape | None]) -> Annotation:
+        """The annotation with ``*1`` for the last of the dimensions that ``*`` stands for, ``*2`` for the one before."""
+        counts = [
+            0 if dims is None or shape is None else len(shape) - len(dims) + 1
+            for dims, shape in zip(self.inputs, inputs, strict=True)
+        ]
+        starred = [count for dims, count in zip(self.inputs, counts, strict=True) if _has_star(dims)]
+        most = max(starred, default=0)
+        if min(starred, default=0) < 0:
+            raise InputError("an argument has too few dimensions.")
+        full = {number: size for number, size in self._star_sizes(inputs, counts).items() if size != 1}
+
+        def named(dims: Dimensions, count: int, shape: Shape | None = None) -> Dimensions:
+            if dims is None or not _has_star(dims):
+                return dims
+            place = next(place for place, dim in enumerate(dims) if dim[0].name == "*")
+            (star,) = dims[place]
+            numbers = range(count, 0, -1)
+            parts = [(Part(f"*{number}", star.mark),) for number in numbers]
+            for index, number in enumerate(numbers):  # broadcast here: repeated, so not divided
+                if shape is not None and number in full and shape[place + index] == 1:
+                    parts[index] = (Part("1"),)
+            return (*dims[:place], *parts, *dims[place + 1 :])
+
+        taken = tuple(map(named, self.inputs, counts, inputs))
+        return Annotation(self.text, taken, tuple(named(dims, most) for dims in self.outputs))
+
+    def _star_sizes(self, inputs: Sequence[Shape | None], counts: Sequence[int]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for dims, shape, count in zip(self.inputs, inputs, counts, strict=True):
+            if dims is not None and shape is not None and _has_star(dims):
+                place = next(place for place, dim in enumerate(dims) if dim[0].name == "*")
+                for index, size in enumerate(shape[place : place + count]):
+                    found[count - index] = max(found.get(count - index, size), size)
+        return found
+
+
+def _has_star(dims: Dimensions) -> bool:
+    return any(dim[0].name == "*" for dim in dims or ())
+
+
+def _size(part: Part, sizes: Mapping[str, int]) -> int:
+    return int(part.name) if part.name.isdecimal() else sizes[part.name]
+
+
+class _Sizes:
+    """The sizes of names, as far as they are known."""
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self._known = dict(given)
+
+    def of(self, inputs: Sequence[Dimensions], shapes: Sequence[Shape | None]) -> dict[str, int]:
+        """All sizes, from the shapes of the arguments."""
+        waiting: list[tuple[Dimension, int, str]] = []
+        for number, (dims, shape) in enumerate(zip(inputs, shapes, strict=True)):
+            where = f"argument {number}"
+            if dims is None or (shape == () and [part.name for dim in dims for part in dim] == ["1"]):
+                continue
+            if shape is None:
+                raise InputError(f"{where} is no tensor. Write ? for it.")
+            if len(dims) != len(shape):
+                raise InputError(f"{where} has {len(shape)} dimensions in place of {len(dims)}.")
+            waiting += [(dim, size, where) for dim, size in zip(dims, shape, strict=True)]
+        while waiting:
+            later = [item for item in waiting if not self._learn(*item)]
+            if len(later) == len(waiting):
+                dim, size, where = later[0]
+                raise InputError(
+                    f"the sizes of ({' '.join(map(str, dim))}), together {size} in {where}, are not known. Give the "
+                    "function an argument of the name of one."
+                )
+            waiting = later
+        return self._known
+
+    def _learn(self, dim: Dimension, size: int, where: str) -> bool:
+        """Whether the sizes of a dimension's names are known now."""
+        unknown = [part for part in dim if not part.name.isdecimal() and part.name not in self._known]
+        if len(unknown) > 1:
+            return False
+        rest = math.prod(_size(part, self._known) for part in dim if part not in unknown)
+        if unknown and rest and size % rest == 0:
+            self._known[unknown[0].name] = size // rest
+        elif unknown or rest != size:
+            shown = " ".join(part.name for part in dim)
+            raise InputError(
+                f"{shown} is {size} in {where}, and {'a multiple of ' if unknown else ''}{rest} elsewhere."
+            )
+        return True
+
+
+def _rule(
+    name: str,
+    marks: str,
+    inputs: Sequence[Dimensions],
+    outputs: Sequence[Dimensions],
+    sizes: Mapping[str, int],
+    text: str,
+) -> Rule | None:
+    """The rule that divides a name; ``None`` if a tensor that has it cannot be divided there."""
+    summed = "+" in marks
+
+    def placement(dims: Dimensions, otherwise: Placement | None) -> Placement | None:
+        if dims is None:
+            return WHOLE
+        places = [place for place, dim in enumerate(dims) if any(part.name == name for part in dim)]
+        if not places:
+            return otherwise
+        first = next((part for part in dims[places[0]] if _size(part, sizes) != 1), None)
+        alone = len(places) == 1 and first is not None and first.name == name
+        return Shard(places[0]) if alone else None
+
+    taken = [placement(dims, WHOLE) for dims in inputs]
+    given = [placement(dims, SUM if summed else None) for dims in outputs]
+    if None in taken or None in given:
+        return None
+    kept = (tuple(one for one in side if one is not None) for side in (given, taken))
+    return Rule(*kept, source=f"{name} of the annotation {text}")
+
+
+def _refuse(text: str, place: int, problem: str) -> NoReturn:
+    raise InputError(f"the annotation cannot be read: {problem}.\n  {text}\n  {' ' * place}^")
+
+
+_TOKEN = re.compile(r"(?P<sign>->|[(),?])|(?P<name>\*|[^\W\d]\w*|\d+)(?P<mark>[+^]?)")
+
+
+class _Reader:
+    """Reads an annotation from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = list(self._split())
+        self._next = 0
+
+    def sides(self) -> tuple[tuple[Dimensions, ...], tuple[Dimensions, ...]]:
+        """The arguments and the results."""
+        inputs = self._tensors("->")
+        if not self._taken("->"):
+            self._fail("'->' between arguments and results is missing")
+        outputs = self._tensors("")
+        return inputs, outputs
+
+    def _split(self) -> Iterator[tuple[int, str, str, str]]:
+        """Start, sign, name and mark of each token, one of sign and name empty; an empty one ends them."""
+        place = 0
+        while place < len(self._text):
+            if self._text[place].isspace():
+                place += 1
+                continue
+            token = _TOKEN.match(self._text, place)
+            if token is None:
+                _refuse(self._text, place, f"{self._text[place]!r} has no meaning here")
+            yield place, token["sign"] or "", token["name"] or "", token["mark"] or ""
+            place = token.end()
+        yield len(self._text), "", "", ""
+
+    def _fail(self, problem: str) -> NoReturn:
+        _refuse(self._text, self._tokens[self._next][0], problem)
+
+    def _taken(self, sign: str) -> bool:
+        found = self._tokens[self._next][1] == sign
+        self._next += found
+        return found
+
+    def _tensors(self, end: str) -> tuple[Dimensions, ...]:
+        found = [self._tensor()]
+        while self._taken(","):
+            found.append(self._tensor())
+        _, sign, name, _ = self._tokens[self._next]
+        if sign != end or name:
+            self._fail(f"{sign or name!r} is not expected here" if sign or name else f"{end!r} is missing")
+        return tuple(found)
+
+    def _tensor(self) -> Dimensions:
+        if self._taken("?"):
+            return None
+        dims: list[Dimension] = []
+        while self._tokens[self._next][2] or self._tokens[self._next][1] == "(":
+            dims.append(
+                self._bracket() if self._taken("(") else (self._part(star=not _has_star(tuple(dims))),)
+            )
+        if not dims:
+            self._fail("a tensor's dimensions, or '?', are missing")
+        return tuple(dims)
+
+    def _bracket(self) -> Dimension:
+        parts = []
+        while self._tokens[self._next][2]:
+            parts.append(self._part(star=False))
+        if not parts or not self._taken(")"):
+            self._fail("')' is missing" if parts else "names are missing in the brackets")
+        return tuple(parts)
+
+    def _part(self, *, star: bool) -> Part:
+        _, _, name, mark = self._tokens[self._next]
+        if name == "*" and not star:
+            self._fail("'*' stands once in a tensor, and not in brackets")
+        if name.isdecimal() and mark == "+":
+            self._fail(f"the fixed size {name} cannot be summed over")
+        self._next += 1
+        return Part(name, mark)

@@ -1,0 +1,1 @@
+"""The graph of a model's operators: captured, whole or with few blocks, and named."""

@@ -1,0 +1,1 @@
+"""Rules: how operators may be divided, by tables and by torch."""
