@@ -18,11 +18,12 @@ from torch.distributed.tensor import Partial, Shard
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.calls import is_random, runnable
-from atorch_ns.operators.divided.conversions import Need, converted
+from atorch_ns.operators.divided.conversions import Need, converted, local_shape
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.collectives import simulate, total
+from atorch_ns.text import error_line
 
 TOLERANCE = 1e-4
 """Of a tensor's largest value, in fp32; of gradients, of the largest at most a hundred times larger: those that are zero by
@@ -55,11 +56,16 @@ def check_division(
         inputs = [tensor.to(device) for tensor in tensors]
         whole = _run_whole(division, states, inputs)
         made = pieces(division) if run is None else run
-        ranks = simulate(
-            division.degree,
-            lambda group: _run_rank(division, made, states, inputs, whole.cotangents, group),
-            device,
-        )
+        ranks = [_Record() for _ in range(division.degree)]
+
+        def run_rank(group: Any) -> None:
+            _run_rank(division, made, states, inputs, whole.cotangents, group, ranks[group.rank()])
+
+        try:
+            simulate(division.degree, run_rank, device)
+        except InputError:
+            _compare_results(division, whole, ranks)  # an operator before it may be the cause
+            raise
     _compare(division, whole, ranks)
 
 
@@ -111,16 +117,29 @@ class _Quiet(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         one = self._calls.get(self._numbers[n])
         args, kwargs = fx.node.map_aggregate(self.fetch_args_kwargs_from_env(n), _in_full_precision)
-        if one is not None and is_random(one):
-            result = _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
-        elif one is not None and n.target is one.call.operator:
-            result = runnable(one, one.call.whole)[0](*args, **kwargs)
-        else:
-            result = getattr(self, n.op)(n.target, args, kwargs)
+        try:
+            result = self._result(n, one, args, kwargs)
+        except InputError:
+            raise
+        except Exception as error:
+            users = [
+                self._calls[number] for user in n.users if (number := self._numbers[user]) in self._calls
+            ]
+            where = one or next(iter(users), None)
+            raise InputError(
+                f"{where} is divided wrongly: it fails on pieces with {error_line(error)}."
+            ) from error
         value = self._values.get(self._numbers[n])
         if value is not None:
             self._record.keep(value, result)
         return result
+
+    def _result(self, n: fx.Node, one: Operator | None, args: Any, kwargs: Any) -> Any:
+        if one is not None and is_random(one):
+            return _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
+        if one is not None and n.target is one.call.operator:
+            return runnable(one, one.call.whole)[0](*args, **kwargs)
+        return getattr(self, n.op)(n.target, args, kwargs)
 
 
 def _in_full_precision(value: Any) -> Any:
@@ -188,8 +207,8 @@ def _run_rank(
     inputs: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
     group: Any,
-) -> _Record:
-    record = _Record()
+    record: _Record,
+) -> None:
     values: dict[str, Any] = {}
     named: dict[str, torch.Tensor] = {}
     for node, origin in division.graph.origins.items():
@@ -220,15 +239,10 @@ def _run_rank(
     for name, value in named.items():
         if value.grad is not None:
             record.parameters[name] = total(value.grad, group) if name in division.summed else value.grad
-    return record
 
 
 def _compare(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
-    for one, node, placement in _results(division):
-        if node not in whole.values:
-            continue
-        parts = [rank.values.get(node) for rank in ranks]
-        _judge(one, "result", whole.values[node].detach(), parts, placement, 0.0)
+    _compare_results(division, whole, ranks)
     gradients = [
         value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
     ]
@@ -242,6 +256,22 @@ def _compare(division: Division, whole: _Record, ranks: Sequence[_Record]) -> No
             place = WHOLE if isinstance(placement, Partial) else placement
             _judge(one, "gradient of the result", value.grad, parts, place, floor)
     _compare_parameters(division, whole, ranks, floor)
+
+
+def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
+    for one, node, placement in _results(division):
+        parts = [rank.values.get(node) for rank in ranks]
+        known = [part for part in parts if part is not None]
+        if node not in whole.values or not known:
+            continue
+        expected = local_shape(tuple(whole.values[node].shape), placement, division.degree)
+        for part in known:
+            if tuple(part.shape) != expected:
+                raise InputError(
+                    f"{one} is divided wrongly: a rank's result has shape {tuple(part.shape)} in place of {expected}."
+                )
+        if placement == WHOLE or len(known) == len(parts):  # else a rank has failed
+            _judge(one, "result", whole.values[node].detach(), known, placement, 0.0)
 
 
 def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Record], floor: float) -> None:
@@ -285,10 +315,6 @@ def _judge(
     joined = [torch.cat(known, placement.dim)] if isinstance(placement, Shard) else known
     joined = [torch.stack(known).sum(0)] if isinstance(placement, Partial) else joined
     for found in joined:
-        if found.shape != whole.shape:
-            raise InputError(
-                f"{one} is divided wrongly: its {what} has shape {tuple(found.shape)} in place of {tuple(whole.shape)}."
-            )
         apart = _apart(found, whole, floor)
         if apart > TOLERANCE:
             raise InputError(

@@ -105,7 +105,7 @@ def _from_whole(target: Placement, divides: bool) -> tuple[Step, ...]:
     return (Step(copy_to, backward="all_reduce"),) if divides else ()
 
 
-def local_spec(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
+def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
     """The shape of one rank's piece of a tensor."""
     if not isinstance(placement, Shard):
         return shape

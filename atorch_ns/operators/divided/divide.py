@@ -214,7 +214,8 @@ class _Builder:
         raw = self._raw[value]
         source = self._division.placement(value)
         origin = self._division.graph.origins.get(value)
-        if origin is not None and origin.name in self._division.summed and origin.kind == "parameter":
+        summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
+        if summed or not self._division.graph.spec(value).requires_grad:  # no gradient to sum, or not here
             need = Need(need.placement, False)
         if (value, need) not in self._converted:
             made = raw

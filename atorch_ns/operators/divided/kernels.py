@@ -44,7 +44,7 @@ def mean_of_parts(group: Group, rule: Rule, operator: Operator, *args: Any, **kw
     return found
 
 
-def cross_entropy_samples(
+def loss_over_samples(
     group: Group,
     rule: Rule,
     operator: Operator,
@@ -53,19 +53,18 @@ def cross_entropy_samples(
     weight: torch.Tensor | None = None,
     reduction: int = 1,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    *smoothing: float,
 ) -> torch.Tensor:
-    """The loss over the samples of all ranks; a mean is over the targets that are not ignored, by their weights."""
-    summed = operator(scores, target, weight, 2, ignore_index, label_smoothing)
-    if _REDUCTIONS[reduction] == "sum":
-        return reduce_from(summed, group)
+    """The mean loss over the samples of all ranks whose targets are not ignored, by the weights of their classes."""
+    summed = operator(scores, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
     counted = target != ignore_index
-    counts = counted.to(summed.dtype) if weight is None else weight[target.where(counted, 0)] * counted
-    both = reduce_from(torch.stack([summed, counts.sum().to(summed.dtype)]), group)
-    return both[0] / both[1].detach()
+    counts = counted if weight is None else weight[target.where(counted, 0)] * counted
+    exact = torch.promote_types(summed.dtype, torch.float32)  # half precision cannot count tokens
+    both = reduce_from(torch.stack([summed.to(exact), counts.sum().to(exact)]), group)
+    return (both[0] / both[1].detach()).to(summed.dtype)
 
 
-def cross_entropy_classes(
+def loss_over_classes(
     group: Group,
     rule: Rule,
     operator: Operator,
@@ -76,7 +75,7 @@ def cross_entropy_classes(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The loss on scores whose classes are divided."""
+    """Cross-entropy of scores whose classes are divided."""
     dim = 0 if scores.dim() == 1 else 1
     shape = [size * group.size() if place == dim else size for place, size in enumerate(scores.shape)]
     call = LossCall(

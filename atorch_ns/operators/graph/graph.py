@@ -165,12 +165,17 @@ class OperatorGraph:
 
 
 def _learnt(captured: Captured) -> frozenset[fx.Node]:
-    """The values that gradients flow to: trainable parameters and what follows from them."""
+    """The values that gradients may flow to: trainable parameters, floating inputs, and what follows from them."""
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
         origin = captured.origins.get(node)
         if origin is not None:
-            given = origin.kind == "parameter" and node.meta["val"].requires_grad
+            value = node.meta["val"]
+            given = (
+                value.requires_grad
+                if origin.kind == "parameter"
+                else origin.kind == "input" and value.is_floating_point()
+            )
         else:
             stopped = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
             given = not stopped and any(value in found for value in node.all_input_nodes)

@@ -129,11 +129,27 @@ def compared(name: str, seeds: range, bf16: bool) -> list[tuple[int, float, floa
     return found
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ["llama", "t5", "mixtral", "by_hand"])
+LONG = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "bf16"),
+    [
+        ("llama", 2, False),
+        ("by_hand", 2, False),
+        ("by_hand", 4, True),
+        ("mixtral", 2, False),
+        *(
+            pytest.param(name, num_ranks, bf16, marks=LONG)
+            for name in ("llama", "t5", "mixtral")
+            for num_ranks in (2, 4)
+            for bf16 in (False, True)
+        ),
+    ],
+)
 def test_random_plans_train_as_one_process_does(name: str, num_ranks: int, bf16: bool) -> None:
-    found = run_ranks(compared, num_ranks, args=(name, range(3), bf16), timeout_s=110)
+    """In bf16, whose roundings differ with the order of sums, to a few of its steps."""
+    found = run_ranks(compared, num_ranks, args=(name, range(2), bf16), timeout_s=110)
     loss, parameter = (5e-2, 5e-2) if bf16 else (1e-5, 1e-5)
     wrong = [row for rank in found for row in rank if row[1] > loss or row[2] > parameter]
     assert not wrong
