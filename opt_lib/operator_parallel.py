@@ -32,6 +32,9 @@ from atorch_ns.operators import (
     random_plan,
     solved_plan,
 )
+from atorch_ns.operators.graph.graph import Operator
+from atorch_ns.operators.rules.constraints import allowed, read_constraints, unused
+from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding import TensorGroup, divide_parameters
 from atorch_ns.text import bytes_text, seconds_text
 from atorch_ns.torch_compat import plain_name
@@ -53,6 +56,10 @@ class OperatorParallelConfig(MethodConfig):
     )
     seed: int = Field(default=1, description="Seed of the policy random.")
 
+    constraints: str | None = Field(
+        default=None,
+        description="Path of a YAML file in nnScaler's form: the dimensions along which operators may be divided.",
+    )
     memory_gib: float | None = Field(
         default=None,
         gt=0,
@@ -163,6 +170,11 @@ def _found(
     precision = job.plan.precision
     prices = Prices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
     limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes) or None
+    constraints = read_constraints(config.constraints) if config.constraints else ()
+
+    def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return allowed(rules, one.call.name, (one.path, one.classes), constraints)
+
     sharded = job.plan.num_data_ranks if job.plan.sharding.optimizer_over else 1
     solved = solved_plan(
         shallow.graph,
@@ -172,7 +184,11 @@ def _found(
         job.device,
         memory_limit=limit,
         recomputed=job.plan.recomputation.kind != "none",
+        allow=allow,
     )
+    calls = [(one.call.name, (one.path, one.classes)) for one in shallow.graph.operators]
+    for warning in unused(calls, constraints):
+        job.warn(warning)
     price = solved.outcome.price
     return solved.plan, (
         f"found: predicted {seconds_text(price.seconds)} a step for its operators, of them "

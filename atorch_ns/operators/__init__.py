@@ -13,6 +13,7 @@ from atorch_ns.operators.divided.run import DividedForward
 from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
+from atorch_ns.operators.rules.register import register_op
 from atorch_ns.operators.solver.assemble import States
 from atorch_ns.operators.solver.costs import Prices
 
@@ -30,5 +31,6 @@ __all__ = [
     "division_of",
     "legal_rules",
     "random_plan",
+    "register_op",
     "solved_plan",
 ]

@@ -14,6 +14,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.divide import Division
 from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
+from atorch_ns.operators.rules.register import registered_rules
 from atorch_ns.operators.rules.rule import Placement, Rule
 from atorch_ns.operators.rules.table import rules_of
 from atorch_ns.operators.solver.assemble import LegalRules, States, assemble
@@ -44,7 +45,7 @@ def _rules(one: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) ->
         return (one.call.whole,)
     likeness = (one.call.name, repr(one.call.args), repr(one.call.kwargs), one.call.outputs)
     if likeness not in known:
-        known[likeness] = rules_of(one.call, degree)
+        known[likeness] = rules_of(one.call, degree, registered_rules)
     return known[likeness]
 
 

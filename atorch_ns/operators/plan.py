@@ -106,17 +106,34 @@ class OperatorPlan:
             document = json.loads(text, object_pairs_hook=lambda pairs: _mapping(pairs, problems))
         except (ValueError, RecursionError) as error:
             raise InputError(f"the operator plan {source} is not readable as JSON: {error}.") from error
-        if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            found = (
-                f"schema {document.get('schema')!r}" if isinstance(document, dict) else with_article(document)
-            )
+        return cls.from_json(document, source=source, problems=problems)
+
+    @classmethod
+    def from_json(
+        cls, document: object, *, source: str = "given", problems: Iterable[str] = ()
+    ) -> OperatorPlan:
+        """The plan that :meth:`as_json` gave.
+
+        Args:
+            document: a mapping.
+            source: name of the file, for messages.
+            problems: what is known to be wrong with it already.
+
+        Raises:
+            InputError: for another document; it names every problem.
+        """
+        found = list(problems)
+        if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
+            held = with_article(document)
+            if isinstance(document, Mapping):
+                held = f"schema {document.get('schema')!r}"
             raise InputError(
-                f'the operator plan {source} holds {found}. This version reads {{"schema": {SCHEMA}, …}}.'
+                f'the operator plan {source} holds {held}. This version reads {{"schema": {SCHEMA}, …}}.'
             )
-        plan = _checked(document, problems)
-        if problems:
-            shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-            raise InputError(f"{counted(len(problems), 'problem')} in the operator plan {source}:\n{shown}")
+        plan = _checked(document, found)
+        if found:
+            shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, 1))
+            raise InputError(f"{counted(len(found), 'problem')} in the operator plan {source}:\n{shown}")
         return plan
 
     def diff(self, other: OperatorPlan) -> str:
@@ -138,17 +155,16 @@ class OperatorPlan:
             legal: rules that each operator may follow, by key; the one that divides nothing goes without saying.
         """
         wanted = (*self.operators, *self.parameters)
-        lines = [
-            f"{key}: the model has no such key.{did_you_mean(key, keys)}" for key in wanted if key not in keys
-        ]
+        missing = sorted(set(keys) - set(wanted))
+        unknown = [key for key in wanted if key not in keys]
+        lines = [f"{key}: the model has no such key.{did_you_mean(key, missing)}" for key in unknown]
         for key, rule in self.operators.items():
             if key in keys and rule.divides and rule not in legal.get(key, ()):
                 choices = [str(one) for one in legal.get(key, ()) if one.divides]
                 instead = f"Legal are {'; '.join(choices)}." if choices else "It can only be whole."
                 lines.append(f"{key}: {rule} is no legal rule of this call. {instead}")
         # What a plan lacks is whole, and no reason against it; it tells what the unknown keys may have become.
-        missing = sorted(set(keys) - set(wanted)) if any(key not in keys for key in wanted) else []
-        if missing:
+        if unknown and missing:
             lines.append(f"Not in the plan, so whole: {first_few(missing, 20)}.")
         return "\n".join(lines)
 
@@ -209,7 +225,7 @@ def _entries(
     document: Mapping[str, Any], name: str, read: Callable[[str], V], problems: list[str]
 ) -> dict[str, V]:
     given = document.get(name, {})
-    if not isinstance(given, dict):
+    if not isinstance(given, Mapping):
         problems.append(f"{name} is {with_article(given)}. Write a mapping from keys to texts.")
         return {}
     found = {}

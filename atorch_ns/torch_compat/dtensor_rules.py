@@ -1,10 +1,115 @@
-"""Rules of DTensors: how torch's own sharding propagation would divide an operator over one mesh dimension."""
+"""Rules of DTensors: how torch's own sharding propagation would divide an operator over one mesh dimension.
+
+It keeps strategies of two kinds: ``op_single_dim_strategy_funcs`` need no mesh, ``op_strategy_funcs`` one. What torch does to
+the arguments besides, such as to their sizes, and the operators that it handles elsewhere, are left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_map
+
+_WRONG = frozenset(["aten.native_group_norm.default", "aten.linalg_solve_triangular.default"])
+"""Operators whose strategies fail: one has the number of samples among its arguments, one is broadcast (torch 2.13)."""
 
 
 def dtensor_rules(call: Any, degree: int) -> tuple[Any, ...]:
-    """Rules of a call by torch's strategies for DTensors; empty where it has none."""
-    return ()
+    """Rules of a call by torch's strategies for DTensors; empty where it has none, or keeps them under other names.
+
+    Args:
+        call: an :class:`atorch_ns.operators.rules.rule.Call`.
+    """
+    try:
+        known = dict.fromkeys(_placements(call, degree))
+    except Exception:  # private code, called with tensors that it does not expect
+        return ()
+    count = len(call.outputs)
+    specs = (*call.outputs, *call.tensors)
+    return tuple(
+        replace(call.whole, outputs=sides[:count], inputs=sides[count:], source="torch's DTensor")
+        for sides in known
+        if len(sides) == len(specs)
+        and all(_holds(one, specs[number], degree, number < count) for number, one in enumerate(sides))
+        and any(not isinstance(placement, Replicate) for placement in sides[:count])
+    )
+
+
+def _holds(placement: Any, spec: Any, degree: int, is_result: bool) -> bool:
+    """Whether a tensor may be placed so in equal pieces; a result also as sums of real numbers."""
+    if type(placement) is Shard:
+        return (
+            placement.dim < len(spec.shape)
+            and spec.shape[placement.dim] % degree == 0 < spec.shape[placement.dim]
+        )
+    if type(placement) is Partial:
+        return is_result and spec.is_float and placement.reduce_op == "sum"
+    return isinstance(placement, Replicate)
+
+
+def _placements(call: Any, degree: int) -> Iterator[tuple[Any, ...]]:
+    """The placements of results and tensor arguments by each strategy."""
+    if not call.tensors or not all(spec.is_float for spec in call.tensors) or _counts_from_last(call):
+        return  # strategies for masks and indices, too, are right for some calls alone
+    dispatcher, operator = DTensor._op_dispatcher, call.operator
+    propagator = dispatcher.sharding_propagator
+    adjusted = (*propagator.op_to_shape_and_stride_idx, *dispatcher._custom_op_handlers)
+    if operator in adjusted or call.name in _WRONG:
+        return
+    if operator in propagator.op_single_dim_strategy_funcs:
+        yield from _of_one_dim(call, propagator.op_single_dim_strategy_funcs[operator])
+    elif operator in propagator.op_strategy_funcs:
+        yield from _of_mesh(call, propagator.op_strategy_funcs[operator], degree)
+
+
+def _meta(spec: Any) -> Any:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    strides = torch.empty(spec.shape, device="meta").stride()
+    return TensorMeta(torch.Size(spec.shape), strides, spec.dtype)
+
+
+def _mapped(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The arguments with ``function(spec)`` in place of each tensor."""
+    kind = type(call.outputs[0])
+    arguments = (call.args, dict(call.kwargs))
+    mapped: tuple[Any, Any] = tree_map(lambda one: function(one) if isinstance(one, kind) else one, arguments)
+    return mapped
+
+
+def _counts_from_last(call: Any) -> bool:
+    """Whether a dim is negative: strategies for scans take it as it is, and would divide that dim (torch 2.13)."""
+    names = [one.name for one in call.operator._schema.arguments]
+    given = [*zip(names, call.args, strict=False), *call.kwargs.items()]
+    return any(name.startswith("dim") and "-" in str(value) for name, value in given)
+
+
+def _of_one_dim(call: Any, strategy: Callable[..., Sequence[Sequence[Any]]]) -> Iterator[tuple[Any, ...]]:
+    args, kwargs = _mapped(call, _meta)
+    for sides in strategy(call.operator, args, kwargs):
+        # A placeholder stands for a shard of any kind.
+        yield tuple(Shard(one.dim) if type(one).__name__ == "_ShardingPlaceholder" else one for one in sides)
+
+
+def _of_mesh(call: Any, strategy: Callable[[Any], Any], degree: int) -> Iterator[tuple[Any, ...]]:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+    mesh = DeviceMesh("cpu", torch.arange(degree), _init_backend=False, _rank=0)
+
+    def options(spec: Any) -> Any:
+        shards = [Shard(dim) for dim in range(len(spec.shape))]
+        placed = [
+            DTensorSpec(mesh, (one,), tensor_meta=_meta(spec)) for one in (Replicate(), *shards, Partial())
+        ]
+        return OpStrategy([OpSpec(one, input_specs=()) for one in placed])
+
+    args, kwargs = _mapped(call, options)
+    for found in strategy(OpSchema(call.operator, args, kwargs)).strategies:
+        results = found.output_specs if isinstance(found.output_specs, tuple) else (found.output_specs,)
+        yield tuple(one.placements[0] for one in (*results, *found.input_specs))

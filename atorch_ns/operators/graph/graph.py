@@ -35,6 +35,7 @@ class Operator:
     Attributes:
         key: names it, and those like it in other blocks, in plans.
         path: path of the module that calls it; empty for the model itself.
+        classes: classes of the modules that hold the call, joined by dots, the model's first.
         name: the operator's short name, as ``linear``.
         node: its node.
         inputs: the values it takes, one for each of :attr:`Call.tensors`.
@@ -48,6 +49,7 @@ class Operator:
 
     key: str
     path: str
+    classes: str
     name: str
     node: fx.Node
     inputs: tuple[fx.Node, ...]
@@ -152,6 +154,7 @@ class OperatorGraph:
                 yield Operator(
                     key=f"{kind}/{name}#{place}",
                     path=path,
+                    classes=_classes(node),
                     name=name,
                     node=node,
                     inputs=inputs,
@@ -202,6 +205,11 @@ def module_path(node: fx.Node) -> str:
     paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
     path = re.sub(r"@\d+", "", paths[-1]) if paths else ""
     return "" if path == "inner" else path.removeprefix("inner.")
+
+
+def _classes(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return ".".join(kind if isinstance(kind, str) else kind.__qualname__ for _, kind in stack[1:])
 
 
 def short_name(node: fx.Node) -> str:

@@ -6,7 +6,7 @@ it become partial sums. A letter that is ``None`` is never divided: the operator
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Shard
@@ -24,7 +24,9 @@ class Dims:
         inputs, outputs: letters of each tensor argument and result.
         summed: letters that results lack because they are summed over.
         added: numbers of arguments that are added to a sum once, such as a bias: partial where the sum is.
+        linear: groups of numbers of arguments in which the operator is linear together: partial sums give partial sums.
         kernels: kernels, by the letter that is divided.
+        fits: whether a rank's piece of a dimension may have a size; called with the letter and the size.
         why: the reason that the table gives.
     """
 
@@ -32,17 +34,26 @@ class Dims:
     outputs: Sequence[Letters]
     summed: Collection[str] = ()
     added: Collection[int] = ()
+    linear: Sequence[Sequence[int]] = ()
     kernels: Mapping[str, str] = field(default_factory=dict)
+    fits: Callable[[str, int], bool] = lambda letter, size: True
     why: str = ""
 
     def rules(self, call: Call, degree: int) -> Iterator[Rule]:
-        """A rule for each letter that ``degree`` ranks divide wherever it stands."""
+        """A rule for each letter that ``degree`` ranks divide wherever it stands, and for each group of partial sums."""
         sides = list(zip((*self.inputs, *self.outputs), (*call.tensors, *call.outputs), strict=True))
-        letters = dict.fromkeys(letter for dims, _ in sides for letter in dims if letter is not None)
-        for letter in letters:
+        for letter in dict.fromkeys(letter for dims, _ in sides for letter in dims if letter is not None):
             sizes = [spec.shape[dims.index(letter)] for dims, spec in sides if letter in dims]
-            if all(size and size % degree == 0 for size in sizes):
+            once = all(dims.count(letter) <= 1 for dims, _ in sides)
+            if once and all(
+                size and size % degree == 0 and self.fits(letter, size // degree) for size in sizes
+            ):
                 yield self._rule(letter)
+        if all(spec.is_float for spec in call.outputs):
+            for group in self.linear:
+                if group and all(call.tensors[number].is_float for number in group):
+                    inputs = (SUM if number in group else WHOLE for number in range(len(call.tensors)))
+                    yield Rule((SUM,) * len(call.outputs), tuple(inputs), "linear in its summands")
 
     def _rule(self, letter: str) -> Rule:
         partial = letter in self.summed
@@ -58,6 +69,10 @@ class Dims:
         return Rule(outputs, inputs, self.why, self.kernels.get(letter, ""))
 
 
+Table = Callable[[Call], Dims | None]
+"""The dims of a call of one of a table's operators; ``None`` where only the whole call is right."""
+
+
 def letters(count: int, start: str = "a") -> Letters:
     """So many different letters."""
     return tuple(chr(ord(start) + number) for number in range(count))
@@ -71,8 +86,21 @@ def but(dims: Letters, *frozen: int) -> Letters:
 
 def broadcast(result: Sequence[int], dims: Letters, shape: Sequence[int]) -> Letters:
     """The letters of an argument that is broadcast to a result: none where it is repeated."""
-    own = dims[len(dims) - len(shape) :]
-    whole = tuple(result)[len(dims) - len(shape) :]
-    return tuple(
-        letter if size == full else None for letter, size, full in zip(own, shape, whole, strict=True)
-    )
+    start = len(dims) - len(shape)
+    rows = zip(dims[start:], shape, tuple(result)[start:], strict=True)
+    return tuple(letter if size == full else None for letter, size, full in rows)
+
+
+def frozen(call: Call, start: int = 0) -> list[Letters]:
+    """Letters of the tensor arguments from number ``start`` on, none of which is divided."""
+    return [(None,) * len(spec.shape) for spec in call.tensors[start:]]
+
+
+def name_of(call: Call) -> str:
+    """The operator's name without namespace and overload: ``linear``."""
+    return call.name.split(".")[1]
+
+
+def arguments_of(call: Call) -> list[str]:
+    """The names of the operator's arguments, in the order of its schema."""
+    return [one.name for one in call.operator._schema.arguments]  # type: ignore[attr-defined]

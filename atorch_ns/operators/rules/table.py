@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
-from atorch_ns.operators.rules.dims import Dims, broadcast, letters
+from atorch_ns.operators.rules.dims import Dims, Table, arguments_of, broadcast, frozen, letters, name_of
+from atorch_ns.operators.rules.indexing import INDEXING
 from atorch_ns.operators.rules.products import PRODUCTS
-from atorch_ns.operators.rules.rule import SUM, WHOLE, Call, Rule
-from atorch_ns.operators.rules.views import VIEWS, divides_partial_sums
+from atorch_ns.operators.rules.reductions import REDUCTIONS
+from atorch_ns.operators.rules.rule import Call, Rule, TensorSpec
+from atorch_ns.operators.rules.views import VIEWS
 from atorch_ns.torch_compat import dtensor_rules
 
 Registered = Callable[[Call, int], Sequence[Rule] | None]
@@ -22,59 +23,52 @@ RUN_AS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 }
 """What runs on pieces in an operator's place: pieces need not be contiguous."""
 
+_TABLES: Mapping[str, Table] = {**PRODUCTS, **REDUCTIONS, **INDEXING, **VIEWS}
+
 _POINTWISE = frozenset(
     [
         *(
             "to",
             "_to_copy",
+            "type_as",
             "clone",
             "contiguous",
             "alias",
             "detach",
             "lift_fresh_copy",
-            "dropout",
-            "type_as",
-        ),
-        *(
-            "masked_fill",
-            "where",
-            "ones_like",
-            "zeros_like",
-            "empty_like",
-            "full_like",
-            "rand_like",
-            "randn_like",
-        ),
-        *(
-            "__and__",
-            "__or__",
-            "__xor__",
-            "bernoulli",
-            "fill",
             "copy",
-            "native_dropout",
-            "isfinite",
-            "isnan",
-            "logit",
+            "fill",
         ),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("dropout", "alpha_dropout", "native_dropout", "bernoulli", "masked_fill", "where", "nan_to_num"),
+        *("__and__", "__or__", "__xor__", "isfinite", "isnan", "isinf", "greater", "less", "not_equal"),
         *(
             "softplus",
             "hardtanh",
+            "hardswish",
             "relu",
             "relu6",
             "selu",
             "celu",
-            "prelu",
             "mish",
-            "square",
-            "rsub",
-            "float_power",
+            "log_sigmoid",
+            "logit",
         ),
+        *("square", "rsub", "float_power", "floor_divide", "subtract", "multiply", "divide", "true_divide"),
+        *("absolute", "negative", "clip", "addcmul", "addcdiv", "lerp", "complex", "real", "imag"),
     ]
 )
 """Operators that compute element by element and lack torch's tag for it, or have it in some versions only."""
 
-_LINEAR = frozenset(["to", "_to_copy", "clone", "contiguous", "alias", "neg", "type_as"])
+_LIKE = frozenset(["type_as", "to"])
+"""Of a second tensor these take the dtype alone."""
+
+_LINEAR = frozenset(
+    ["to", "_to_copy", "type_as", "clone", "contiguous", "alias", "neg", "negative", "lift_fresh_copy"]
+)
+_SUMS = frozenset(["add", "sub", "subtract"])
+_TIMES = frozenset(["mul", "multiply"])
+_OVER = frozenset(["div", "divide", "true_divide"])
 
 
 def rules_of(call: Call, degree: int, registered: Registered | None = None) -> tuple[Rule, ...]:
@@ -90,52 +84,63 @@ def rules_of(call: Call, degree: int, registered: Registered | None = None) -> t
 
 
 def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
-    name = call.name.split(".")[1]
-    table = PRODUCTS.get(name) or VIEWS.get(name)
-    if table is not None:
-        dims = table(call)
-        if dims is not None:
-            yield from dims.rules(call, degree)
-        if divides_partial_sums(name) and call.outputs[0].is_float and len(call.tensors) >= 1:
-            yield _summands(call, range(len(call.tensors)))
+    name = name_of(call)
+    if call.operator._schema.is_mutable or _is_reordered(call):  # type: ignore[attr-defined]
+        return
+    if name in ("max", "min") and "other" in arguments_of(call):
+        dims: Dims | None = _pointwise(call)
+    elif name == "prelu":
+        dims = _prelu(call)
+    elif name in _TABLES:
+        dims = _TABLES[name](call)
     elif name in _POINTWISE or torch.Tag.pointwise in getattr(call.operator, "tags", ()):
-        yield from _pointwise(call, degree)
+        dims = _pointwise(call)
     else:
         yield from dtensor_rules(call, degree)
+        return
+    if dims is not None:
+        yield from dims.rules(call, degree)
 
 
-def _pointwise(call: Call, degree: int) -> Iterator[Rule]:
+def _is_reordered(call: Call) -> bool:
+    """Whether a tensor is given by name that tables expect by place."""
+    by_name = {one.name for one in call.operator._schema.arguments if one.kwarg_only}  # type: ignore[attr-defined]
+    return any(isinstance(value, TensorSpec) and name not in by_name for name, value in call.kwargs.items())
+
+
+def _pointwise(call: Call) -> Dims | None:
     """Element by element: any dim of the result, and of the arguments that have it."""
     shape = call.outputs[0].shape
+    if any(spec.shape != shape for spec in call.outputs) or call.name == "aten.where.default":
+        return None
     dims = letters(len(shape))
-    inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors]
-    yield from Dims(inputs, [dims] * len(call.outputs), why="element by element").rules(call, degree)
-    name = call.name.split(".")[1]
-    if not call.outputs[0].is_float or not all(spec.is_float for spec in call.tensors):
-        return
-    both = len(call.tensors) == 2
-    if name in _LINEAR or (name in ("mul", "div") and not both and call.argument("other") is not None):
-        yield _summands(call, [0])
-    elif name in ("add", "sub") and both:
-        yield _summands(call, [0, 1])
-    elif name in ("mul", "div") and both:
-        yield _summands(call, [0])
-        if name == "mul":
-            yield _summands(call, [1])
+    count = 1 if name_of(call) in _LIKE else len(call.tensors)
+    inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors[:count]]
+    outputs = [dims] * len(call.outputs)
+    return Dims([*inputs, *frozen(call, count)], outputs, linear=_summands(call), why="element by element")
 
 
-def _summands(call: Call, partial: Sequence[int]) -> Rule:
-    """The rule that takes some arguments as partial sums and gives one: the operator is linear in them together."""
-    inputs = tuple(SUM if number in partial else WHOLE for number in range(len(call.tensors)))
-    return Rule((SUM,) * len(call.outputs), inputs, "linear in its summands")
+def _summands(call: Call) -> list[list[int]]:
+    """The groups of tensor arguments in which an operator is linear together."""
+    name, count = name_of(call), len(call.tensors)
+    if name in _LINEAR or (name in _TIMES | _OVER and count == 1 and isinstance(call.args[0], TensorSpec)):
+        return [[0]] if name not in _OVER or _is_exact(call) else []
+    if name in _SUMS and count == 2:
+        return [[0, 1]]
+    if count == 2 and name in _TIMES | _OVER:
+        return [[0], [1]] if name in _TIMES else [[0]] if _is_exact(call) else []
+    if name == "where" and count == 3:
+        return [[1, 2]]
+    return [[0]] if name == "masked_fill" and call.argument("value") == 0 else []
 
 
-def divides_evenly(rule: Rule, call: Call, degree: int) -> bool:
-    """Whether every dim that a rule divides is divisible."""
-    sides = zip((*rule.inputs, *rule.outputs), (*call.tensors, *call.outputs), strict=True)
-    return all(
-        isinstance(one, Replicate)
-        or not isinstance(one, Shard)
-        or (one.dim < len(spec.shape) and spec.shape[one.dim] % degree == 0)
-        for one, spec in sides
-    )
+def _is_exact(call: Call) -> bool:
+    """Whether a quotient is not rounded."""
+    return "rounding_mode" not in arguments_of(call) or call.argument("rounding_mode") is None
+
+
+def _prelu(call: Call) -> Dims:
+    """[N, C, …] with the slopes of channels [C], or one slope."""
+    dims = letters(len(call.tensors[0].shape))
+    slopes = dims[1:2] if call.tensors[1].shape != (1,) else (None,)
+    return Dims([dims, slopes], [dims], why="element by element")

@@ -1,45 +1,61 @@
-"""Rules of operators that move, join or cut elements and compute nothing."""
+"""Rules of operators that move, join, cut or repeat elements and compute nothing, and of those that make tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from atorch_ns.operators.rules.dims import Dims, Letters, but, letters
+from atorch_ns.operators.rules.dims import (
+    Dims,
+    Letters,
+    Table,
+    arguments_of,
+    broadcast,
+    but,
+    frozen,
+    letters,
+    name_of,
+)
 from atorch_ns.operators.rules.rule import Call
 
-Table = Callable[[Call], Dims | None]
 _MOVED = "elements keep their place along it"
 
 
-def _same(call: Call) -> Dims:
-    dims = letters(len(call.tensors[0].shape))
-    return Dims([dims], [dims], why=_MOVED)
+def _letters(call: Call) -> Letters:
+    return letters(len(call.tensors[0].shape))
+
+
+def _moving(inputs: Sequence[Letters], outputs: Sequence[Letters], why: str = _MOVED, **others: Any) -> Dims:
+    """The dims of an operator that moves elements and makes none: it may be applied to summands as to their sum."""
+    return Dims(inputs, outputs, linear=[range(len(inputs))], why=why, **others)
 
 
 def _permuted(call: Call) -> Dims:
-    rank = len(call.tensors[0].shape)
-    dims = letters(rank)
-    name = call.name.split(".")[1]
+    dims = _letters(call)
+    return _moving([dims], [tuple(dims[place] for place in _order(call, len(dims)))])
+
+
+def _order(call: Call, rank: int) -> list[int]:
+    """For each dim of the result the argument's."""
+    name = name_of(call)
+    if name == "permute":
+        return [place % rank for place in call.argument("dims")]
+    if name in ("movedim", "moveaxis"):
+        return _moved(call, rank)
+    if name == "numpy_T":
+        return list(reversed(range(rank)))
     order = list(range(rank))
-    if name in ("permute", "movedim"):
-        order = [place % rank for place in call.argument("dims")] if name == "permute" else _moved(call, rank)
-    elif rank >= 2:
-        first, second = (
-            (0, 1) if name == "t" else (call.argument(_first_dim(call)), call.argument(_second_dim(call)))
-        )
-        if name in ("mT", "adjoint"):
-            first, second = -2, -1
-        order[first % rank], order[second % rank] = second % rank, first % rank
-    return Dims([dims], [tuple(dims[place] for place in order)], why=_MOVED)
+    if rank > 1:
+        first, second = _exchanged(call, name)
+        order[first], order[second] = order[second], order[first]
+    return order
 
 
-def _first_dim(call: Call) -> str:
-    return {"swapaxes": "axis0", "swapdims": "dim0"}.get(call.name.split(".")[1], "dim0")
-
-
-def _second_dim(call: Call) -> str:
-    return {"swapaxes": "axis1", "swapdims": "dim1"}.get(call.name.split(".")[1], "dim1")
+def _exchanged(call: Call, name: str) -> tuple[int, int]:
+    if name in ("t", "mT", "mH", "adjoint", "matrix_H"):
+        return -2, -1
+    first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
+    return call.argument(first), call.argument(second)
 
 
 def _moved(call: Call, rank: int) -> list[int]:
@@ -52,8 +68,10 @@ def _moved(call: Call, rank: int) -> list[int]:
     return [by_target[place] if place in by_target else next(rest) for place in range(rank)]
 
 
-def _reshaped(call: Call) -> Dims:
+def _reshaped(call: Call) -> Dims | None:
     """Dims of equal products belong together; of each group the first that is not 1 may be divided, on either side."""
+    if call.name.endswith(".dtype"):
+        return None
     before, after = call.tensors[0].shape, call.outputs[0].shape
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)
@@ -62,219 +80,189 @@ def _reshaped(call: Call) -> Dims:
         other = next((place for place in theirs if after[place] != 1), None)
         if one is not None and other is not None:
             inputs[one] = outputs[other] = chr(ord("a") + number)
-    return Dims([tuple(inputs)], [tuple(outputs)], why="the first of the dims that are joined or cut")
+    if name_of(call) == "unflatten":  # whose sizes are those of the dims that it makes alone
+        start = call.argument("dim") % len(before)
+        made = range(start, start + len(call.argument("sizes")))
+        outputs = [one if place in made else None for place, one in enumerate(outputs)]
+        inputs = [one if one in outputs else None for one in inputs]
+    like = [tuple(outputs)] * (len(call.tensors) - 1)
+    why = "the first of the dims that are joined or cut"
+    return Dims([tuple(inputs), *like], [tuple(outputs)], linear=[[0]], why=why)
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    found: list[tuple[list[int], list[int]]] = []
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The least runs of dims on both sides whose products are equal; none if there are no elements."""
+    if 0 in before:
+        return
     one = other = 0
     while one < len(before) or other < len(after):
         mine: list[int] = []
         theirs: list[int] = []
         left = right = 1
-        while True:
-            if left <= right and one < len(before) and (left < right or not mine):
+        while not (mine or theirs) or left != right:
+            if other == len(after) or (one < len(before) and left <= right):
                 left *= before[one]
                 mine.append(one)
                 one += 1
-            elif other < len(after) and (right < left or not theirs):
+            else:
                 right *= after[other]
                 theirs.append(other)
                 other += 1
-            else:
-                break
-            if left == right and mine and theirs:
-                break
-        if left != right or 0 in (left, right):
-            return found if left == right else []
-        found.append((mine, theirs))
-    return found
+        yield mine, theirs
 
 
 def _expanded(call: Call) -> Dims:
-    before, after = call.tensors[0].shape, call.outputs[0].shape
-    dims = letters(len(after))
-    own = dims[len(after) - len(before) :]
-    full = after[len(after) - len(before) :]
-    inputs = tuple(one if size == whole else None for one, size, whole in zip(own, before, full, strict=True))
-    others = [(None,) * len(spec.shape) for spec in call.tensors[1:]]
-    return Dims([inputs, *others], [dims], why="repeated elements are the same for all")
+    shape = call.outputs[0].shape
+    dims = letters(len(shape))
+    own = broadcast(shape, dims, call.tensors[0].shape)
+    like = [dims] * (len(call.tensors) - 1)
+    return Dims([own, *like], [dims], linear=[[0]], why="repeated elements are the same for all")
 
 
 def _unsqueezed(call: Call) -> Dims:
-    dims = letters(len(call.tensors[0].shape))
+    dims = _letters(call)
     place = call.argument("dim") % (len(dims) + 1)
-    return Dims([dims], [(*dims[:place], None, *dims[place:])], why=_MOVED)
+    return _moving([dims], [(*dims[:place], None, *dims[place:])])
 
 
 def _squeezed(call: Call) -> Dims:
-    shape = call.tensors[0].shape
-    dims = letters(len(shape))
-    given: Any = None if call.name.endswith("default") else call.argument("dim")
-    wanted = range(len(shape)) if given is None else (given if isinstance(given, (list, tuple)) else [given])
-    gone = {place % len(shape) for place in wanted if shape[place] == 1} if shape else set()
-    return Dims([dims], [tuple(one for place, one in enumerate(dims) if place not in gone)], why=_MOVED)
+    """A dim that it would take away if it were 1 must be larger on each rank too."""
+    shape, dims = call.tensors[0].shape, _letters(call)
+    given = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
+    asked = {
+        place % max(len(shape), 1)
+        for place in (given if isinstance(given, (list, tuple, range)) else [given])
+    }
+    kept = tuple(one for place, one in enumerate(dims) if place not in asked or shape[place] != 1)
+    touched = {one for place, one in enumerate(dims) if place in asked}
+    return _moving([dims], [kept], fits=lambda letter, size: size > 1 or letter not in touched)
 
 
-def _along(call: Call) -> Dims:
-    """Operators that look at one dim: the others may be divided."""
-    dims = but(letters(len(call.tensors[0].shape)), call.argument("dim"))
-    return Dims(
-        [dims] * len(call.tensors), [dims] * len(call.outputs), why="the dim that it looks at is whole"
-    )
+def _cut(call: Call) -> Dims:
+    dims = but(_letters(call), call.argument("dim"))
+    return _moving([dims], [dims] * len(call.outputs), why="the dim that it cuts is whole")
 
 
 def _sliced(call: Call) -> Dims:
     place = call.argument("dim") or 0
-    if call.tensors[0].shape[place] == call.outputs[0].shape[place] and (call.argument("step") or 1) == 1:
-        return _same(call)
-    dims = but(letters(len(call.tensors[0].shape)), place)
-    return Dims([dims], [dims], why="the dim that it cuts is whole")
+    if call.tensors[0].shape[place] != call.outputs[0].shape[place]:
+        return _cut(call)
+    dims = _letters(call)
+    start = call.argument("start")
+    if start is not None and start < 0:  # of a piece it would be another place
+        dims = but(dims, place)
+    return _moving([dims], [dims])
 
 
 def _selected(call: Call) -> Dims:
-    dims = letters(len(call.tensors[0].shape))
+    dims = _letters(call)
     place = call.argument("dim") % len(dims)
-    outputs = (*dims[:place], *dims[place + 1 :])
-    return Dims([but(dims, place)], [outputs] * len(call.outputs), why="the dim that it takes from is whole")
+    results: list[Letters] = [(*dims[:place], *dims[place + 1 :])] * len(call.outputs)
+    return _moving([but(dims, place)], results, why="the dim that it takes from is whole")
+
+
+def _windows(call: Call) -> Dims:
+    dims = but(_letters(call), call.argument("dimension"))
+    return _moving([dims], [(*dims, None)], why="the dim that it cuts is whole")
 
 
 def _stacked(call: Call) -> Dims:
-    dims = letters(len(call.tensors[0].shape))
+    dims = _letters(call)
     place = call.argument("dim") % (len(dims) + 1)
-    return Dims([dims] * len(call.tensors), [(*dims[:place], None, *dims[place:])], why=_MOVED)
+    return _moving([dims] * len(call.tensors), [(*dims[:place], None, *dims[place:])])
 
 
 def _joined(call: Call) -> Dims | None:
     if len({len(spec.shape) for spec in call.tensors}) > 1:
         return None  # an empty tensor of one dim among others
-    return _along(call)
+    dims = but(_letters(call), call.argument("dim"))
+    return _moving([dims] * len(call.tensors), [dims], why="the dim that it joins is whole")
 
 
 def _padded(call: Call) -> Dims:
-    rank = len(call.tensors[0].shape)
     pad = call.argument("pad")
-    touched = [rank - 1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
-    dims = but(letters(rank), *touched) if touched else letters(rank)
-    return Dims([dims], [dims], why="the dims that are padded are whole")
+    touched = [-1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
+    dims = but(_letters(call), *touched)
+    zeros = not call.argument("value") and (
+        "mode" not in arguments_of(call) or call.argument("mode") == "constant"
+    )
+    return Dims([dims], [dims], linear=[[0]] if zeros else [], why="the dims that are padded are whole")
 
 
 def _repeated(call: Call) -> Dims:
-    shape, result = call.tensors[0].shape, call.outputs[0].shape
-    dims = letters(len(result))
-    own = dims[len(result) - len(shape) :]
-    repeats = call.argument("repeats")[len(result) - len(shape) :]
-    kept = tuple(one if count == 1 else None for one, count in zip(own, repeats, strict=True))
-    new = tuple(None for _ in range(len(result) - len(shape)))
-    return Dims([kept], [(*new, *kept)], why="the dims that are repeated are whole")
+    given = call.argument("repeats" if name_of(call) == "repeat" else "dims")
+    shape, rank = call.tensors[0].shape, len(call.outputs[0].shape)
+    counts = [1] * (rank - len(given)) + list(given)
+    dims = tuple(one if count == 1 else None for one, count in zip(letters(rank), counts, strict=True))
+    new = rank - len(shape)
+    return _moving([dims[new:]], [(*(None,) * new, *dims[new:])], why="the dims that are repeated are whole")
 
 
 def _interleaved(call: Call) -> Dims | None:
-    if len(call.tensors) > 1 or call.argument("dim") is None:
-        return None
-    dims = letters(len(call.tensors[0].shape))
-    return Dims([dims], [dims], why="each element is repeated beside itself")
+    dims = _letters(call)
+    place = call.argument("dim")
+    if len(call.tensors) > 1:
+        if place is None:
+            return None
+        own = but(dims, place)
+        return Dims([own, *frozen(call, 1)], [own], linear=[[0]], why="the dim that is repeated is whole")
+    if place is None:  # of all dims one is made
+        dims = but(dims, *range(1, len(dims)))
+        return _moving([dims], [dims[:1] or (None,)])
+    return _moving([dims], [dims], why="each element is repeated beside itself")
 
 
 def _turned(call: Call) -> Dims:
-    places = call.argument("dims") or range(len(call.tensors[0].shape))
-    dims = but(letters(len(call.tensors[0].shape)), *places)
-    return Dims([dims], [dims], why="the dims that are turned are whole")
+    dims = but(_letters(call), *(call.argument("dims") or range(len(call.tensors[0].shape))))
+    return _moving([dims], [dims], why="the dims that are turned are whole")
 
 
-def _leading(call: Call) -> Dims:
-    dims = but(letters(len(call.tensors[0].shape)), -1, -2)
-    return Dims([dims], [dims], why="each matrix by itself")
-
-
-def _diff(call: Call) -> Dims:
-    dims = but(letters(len(call.tensors[0].shape)), call.argument("dim"))
-    return Dims([dims] * len(call.tensors), [dims], why="the dim that it looks at is whole")
+def _triangle(call: Call) -> Dims:
+    dims = but(_letters(call), -1, -2)
+    return _moving([dims], [dims], why="each matrix by itself")
 
 
 def _made(call: Call) -> Dims:
-    inputs: list[Letters] = [(None,) * len(spec.shape) for spec in call.tensors]
-    return Dims(inputs, [letters(len(call.outputs[0].shape))], why="every element is made alike")
-
-
-def _flat_index(call: Call) -> Dims:
-    dims = letters(len(call.tensors[0].shape))
-    return Dims([dims], [(*dims, None)], why="each index by itself")
+    return Dims(frozen(call), [letters(len(call.outputs[0].shape))], why="every element is made alike")
 
 
 VIEWS: Mapping[str, Table] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"), _reshaped),
-    **dict.fromkeys(
-        ("permute", "transpose", "t", "movedim", "swapaxes", "swapdims", "mT", "numpy_T"), _permuted
-    ),
+    **dict.fromkeys(("view_as", "reshape_as"), _reshaped),
+    **dict.fromkeys(("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims"), _permuted),
+    **dict.fromkeys(("mT", "mH", "adjoint", "matrix_H", "numpy_T"), _permuted),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
-    **dict.fromkeys(
-        ("split", "split_with_sizes", "chunk", "tensor_split", "narrow", "cumsum", "cumprod"), _along
-    ),
-    **dict.fromkeys(
-        ("sort", "argsort", "topk", "softmax", "_softmax", "log_softmax", "_log_softmax"), _along
-    ),
-    **dict.fromkeys(("cummax", "cummin", "logcumsumexp", "kthvalue", "glu"), _along),
-    **dict.fromkeys(("tril", "triu"), _leading),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "narrow"), _cut),
+    **dict.fromkeys(("tril", "triu"), _triangle),
     **dict.fromkeys(("flip", "roll"), _turned),
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "scalar_tensor"), _made),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), _made),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _made),
     "unsqueeze": _unsqueezed,
     "squeeze": _squeezed,
     "slice": _sliced,
-    "select": _selected,
-    "unbind": _selected,
+    "unfold": _windows,
+    **dict.fromkeys(("select", "unbind"), _selected),
     "stack": _stacked,
     "cat": _joined,
-    "pad": _padded,
-    "constant_pad_nd": _padded,
-    "repeat": _repeated,
+    **dict.fromkeys(("pad", "constant_pad_nd"), _padded),
+    **dict.fromkeys(("repeat", "tile"), _repeated),
     "repeat_interleave": _interleaved,
-    "diff": _diff,
-    "one_hot": _flat_index,
 }
 """Tables by the operator's name."""
 
 _SIZES = {
-    **dict.fromkeys(("view", "expand", "_unsafe_view", "broadcast_to"), ("size", 1, 0)),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), ("size", 1, 0)),
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn"), ("size", 0, 0)),
-    "reshape": ("shape", 1, 0),
+    **dict.fromkeys(("view", "expand", "_unsafe_view", "_reshape_alias", "broadcast_to"), "size"),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), "size"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), "size"),
+    "reshape": "shape",
+    "unflatten": "sizes",
 }
 
 
 def size_argument(call: Call) -> tuple[str, int, int] | None:
     """The argument that gives a result's sizes: its name, its place, and the result's dim that its first entry is."""
-    name = call.name.split(".")[1]
-    if name == "unflatten":
-        return ("sizes", 2, call.argument("dim") % len(call.tensors[0].shape))
-    return _SIZES.get(name) if not call.name.endswith("dtype") else None
-
-
-def divides_partial_sums(name: str) -> bool:
-    """Whether an operator may be applied to summands as to their sum: it moves elements, and makes none."""
-    made = (
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "rand",
-        "randn",
-        "scalar_tensor",
-        "one_hot",
-        "pad",
-        "constant_pad_nd",
-    )
-    other = (
-        "sort",
-        "argsort",
-        "topk",
-        "softmax",
-        "_softmax",
-        "log_softmax",
-        "_log_softmax",
-        "cummax",
-        "cummin",
-    )
-    unfit = {*made, *other, "logcumsumexp", "kthvalue", "glu", "cumprod"}
-    return name in VIEWS and name not in unfit and not name.startswith("new_")
+    name = _SIZES.get(name_of(call))
+    if name is None or name not in arguments_of(call):
+        return None
+    first = call.argument("dim") % len(call.tensors[0].shape) if name == "sizes" else 0
+    return name, arguments_of(call).index(name), first

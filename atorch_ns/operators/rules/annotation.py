@@ -19,33 +19,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
 
 from torch.distributed.tensor import Shard
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.rule import SUM, WHOLE, Placement, Rule
+from atorch_ns.operators.rules.annotation_text import Dimension, Dimensions, Part, Reader, has_star, refuse
+from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule
 
 Shape = tuple[int, ...]
-
-
-class Part(NamedTuple):
-    """A name or fixed size; ``mark`` is ``+``, ``^`` or nothing."""
-
-    name: str
-    mark: str = ""
-
-    def __str__(self) -> str:
-        return self.name + self.mark
-
-
-Dimension = tuple[Part, ...]
-"""The parts of a dimension, more than one in brackets."""
-
-Dimensions = tuple[Dimension, ...] | None
-"""Those of a tensor; ``None`` for ``?``."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +51,13 @@ class Annotation:
         Raises:
             InputError: pointing at the place where it cannot be read.
         """
-        inputs, outputs = _Reader(text).sides()
+        inputs, outputs = Reader(text).sides()
         known = {part.name for dims in inputs for dim in dims or () for part in dim}
         for dims in outputs:
             for part in (part for dim in dims or () for part in dim):
                 if part.name not in known and not part.name.isdecimal():
                     at = re.compile(rf"(?<!\w){re.escape(part.name)}(?!\w)").search(text, text.index("->"))
-                    _refuse(text, at.start() if at else 0, f"no argument has {part.name!r}")
+                    refuse(text, at.start() if at else 0, f"no argument has {part.name!r}")
         return cls(text, inputs, outputs)
 
     def shapes(self, inputs: Sequence[Shape | None], **sizes: int) -> tuple[Shape | None, ...]:
@@ -151,14 +134,14 @@ class Annotation:
             0 if dims is None or shape is None else len(shape) - len(dims) + 1
             for dims, shape in zip(self.inputs, inputs, strict=True)
         ]
-        starred = [count for dims, count in zip(self.inputs, counts, strict=True) if _has_star(dims)]
+        starred = [count for dims, count in zip(self.inputs, counts, strict=True) if has_star(dims)]
         most = max(starred, default=0)
         if min(starred, default=0) < 0:
             raise InputError("an argument has too few dimensions.")
         full = {number: size for number, size in self._star_sizes(inputs, counts).items() if size != 1}
 
         def named(dims: Dimensions, count: int, shape: Shape | None = None) -> Dimensions:
-            if dims is None or not _has_star(dims):
+            if dims is None or not has_star(dims):
                 return dims
             place = next(place for place, dim in enumerate(dims) if dim[0].name == "*")
             (star,) = dims[place]
@@ -175,15 +158,11 @@ class Annotation:
     def _star_sizes(self, inputs: Sequence[Shape | None], counts: Sequence[int]) -> dict[int, int]:
         found: dict[int, int] = {}
         for dims, shape, count in zip(self.inputs, inputs, counts, strict=True):
-            if dims is not None and shape is not None and _has_star(dims):
+            if dims is not None and shape is not None and has_star(dims):
                 place = next(place for place, dim in enumerate(dims) if dim[0].name == "*")
                 for index, size in enumerate(shape[place : place + count]):
                     found[count - index] = max(found.get(count - index, size), size)
         return found
-
-
-def _has_star(dims: Dimensions) -> bool:
-    return any(dim[0].name == "*" for dim in dims or ())
 
 
 def _size(part: Part, sizes: Mapping[str, int]) -> int:
@@ -258,91 +237,7 @@ def _rule(
 
     taken = [placement(dims, WHOLE) for dims in inputs]
     given = [placement(dims, SUM if summed else None) for dims in outputs]
-    if None in taken or None in given:
+    if any(one is None for one in (*given, *taken)):
         return None
-    kept = (tuple(one for one in side if one is not None) for side in (given, taken))
-    return Rule(*kept, source=f"{name} of the annotation {text}")
-
-
-def _refuse(text: str, place: int, problem: str) -> NoReturn:
-    raise InputError(f"the annotation cannot be read: {problem}.\n  {text}\n  {' ' * place}^")
-
-
-_TOKEN = re.compile(r"(?P<sign>->|[(),?])|(?P<name>\*|[^\W\d]\w*|\d+)(?P<mark>[+^]?)")
-
-
-class _Reader:
-    """Reads an annotation from left to right."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = list(self._split())
-        self._next = 0
-
-    def sides(self) -> tuple[tuple[Dimensions, ...], tuple[Dimensions, ...]]:
-        """The arguments and the results."""
-        inputs = self._tensors("->")
-        if not self._taken("->"):
-            self._fail("'->' between arguments and results is missing")
-        outputs = self._tensors("")
-        return inputs, outputs
-
-    def _split(self) -> Iterator[tuple[int, str, str, str]]:
-        """Start, sign, name and mark of each token, one of sign and name empty; an empty one ends them."""
-        place = 0
-        while place < len(self._text):
-            if self._text[place].isspace():
-                place += 1
-                continue
-            token = _TOKEN.match(self._text, place)
-            if token is None:
-                _refuse(self._text, place, f"{self._text[place]!r} has no meaning here")
-            yield place, token["sign"] or "", token["name"] or "", token["mark"] or ""
-            place = token.end()
-        yield len(self._text), "", "", ""
-
-    def _fail(self, problem: str) -> NoReturn:
-        _refuse(self._text, self._tokens[self._next][0], problem)
-
-    def _taken(self, sign: str) -> bool:
-        found = self._tokens[self._next][1] == sign
-        self._next += found
-        return found
-
-    def _tensors(self, end: str) -> tuple[Dimensions, ...]:
-        found = [self._tensor()]
-        while self._taken(","):
-            found.append(self._tensor())
-        _, sign, name, _ = self._tokens[self._next]
-        if sign != end or name:
-            self._fail(f"{sign or name!r} is not expected here" if sign or name else f"{end!r} is missing")
-        return tuple(found)
-
-    def _tensor(self) -> Dimensions:
-        if self._taken("?"):
-            return None
-        dims: list[Dimension] = []
-        while self._tokens[self._next][2] or self._tokens[self._next][1] == "(":
-            dims.append(
-                self._bracket() if self._taken("(") else (self._part(star=not _has_star(tuple(dims))),)
-            )
-        if not dims:
-            self._fail("a tensor's dimensions, or '?', are missing")
-        return tuple(dims)
-
-    def _bracket(self) -> Dimension:
-        parts = []
-        while self._tokens[self._next][2]:
-            parts.append(self._part(star=False))
-        if not parts or not self._taken(")"):
-            self._fail("')' is missing" if parts else "names are missing in the brackets")
-        return tuple(parts)
-
-    def _part(self, *, star: bool) -> Part:
-        _, _, name, mark = self._tokens[self._next]
-        if name == "*" and not star:
-            self._fail("'*' stands once in a tensor, and not in brackets")
-        if name.isdecimal() and mark == "+":
-            self._fail(f"the fixed size {name} cannot be summed over")
-        self._next += 1
-        return Part(name, mark)
+    outputs_at, inputs_at = (tuple(one for one in side if one is not None) for side in (given, taken))
+    return Rule(outputs_at, inputs_at, source=f"{name} of the annotation {text}")

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.errors import InputError
-from atorch_ns.operators import kernels
+from atorch_ns.operators.divided import kernels
 from atorch_ns.operators.rules.rule import WHOLE, Call, Placement, Rule, TensorSpec
 from atorch_ns.operators.rules.table import RUN_AS
 from atorch_ns.operators.rules.views import size_argument
@@ -31,7 +31,7 @@ _NO_CHANCE = {"p": 0.0, "dropout_p": 0.0}
 def call_of(operator: Callable[..., Any], *arguments: Any, **keywords: Any) -> Call:
     """The call of an operator on real tensors."""
     args, kwargs = map_tensors(_spec, arguments), map_tensors(_spec, keywords)
-    return Call(operator, args, kwargs, tuple(map(_spec, _tensors(operator(*arguments, **keywords)))))
+    return Call(operator, args, kwargs, tuple(map(_spec, tensors_of(operator(*arguments, **keywords)))))
 
 
 def confirm(
@@ -49,15 +49,18 @@ def confirm(
     uninitialised, the shapes are compared alone.
 
     Args:
-        arguments, keywords: what the whole call takes: tensors of the shapes in ``call``, and numbers.
+        arguments, keywords: what the whole call takes: tensors of the shapes in ``call``, and numbers. Gradients
+            of those that require one are compared.
         tolerance: the largest difference, relative to the largest value of a result or to the largest gradient.
 
     Raises:
         InputError: naming the operator, the rule, the shapes and the difference, if they differ.
     """
     arguments, keywords = _without_chance(call, arguments, dict(keywords))
-    tensors = list(_tensors((arguments, tuple(keywords.values()))))
+    tensors = tensors_of((arguments, tuple(keywords.values())))
     devices = [tensor.device for tensor in tensors]
+    if any(isinstance(where, Partial) for where in rule.inputs):  # summands are larger than their sum
+        tensors = [_in_full_precision(tensor) for tensor in tensors]
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         torch.manual_seed(0)
         whole = _Run.of(call.operator, (arguments, keywords), tensors, None, None)
@@ -76,24 +79,11 @@ def confirm(
             ranks = simulate(degree, run, devices[0] if devices else torch.device("cpu"))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise _refused(call, rule, degree, f"the operator fails on pieces: {error}") from error
-    only_shapes = _is_arbitrary(call)
-    results = zip(
-        whole.results, zip(*(rank.results for rank in ranks), strict=True), rule.outputs, strict=True
-    )
-    for number, (expected, found, where) in enumerate(results):
-        scale = None if only_shapes else _largest([expected])
-        _judge(call, rule, degree, f"result {number}", (expected, _joined(found, where), scale, tolerance))
-    if only_shapes:
-        return
-    scale = _largest([one for one in whole.gradients if one is not None])
-    gradients = zip(
-        whole.gradients, zip(*(rank.gradients for rank in ranks), strict=True), rule.inputs, strict=True
-    )
-    for number, (wanted, parts, where) in enumerate(gradients):
-        if wanted is not None:
-            known = [torch.zeros_like(wanted) if part is None else part for part in parts]
-            found = _joined(known, _adjoint(where), summed=rule.divides)
-            _judge(call, rule, degree, f"the gradient of tensor {number}", (wanted, found, scale, tolerance))
+    for what, expected, copies, scale in _compared(call, rule, whole, ranks):
+        for found in copies:
+            problem = _difference(expected, found, scale, tolerance)
+            if problem:
+                raise _refused(call, rule, degree, f"{what} {problem}")
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ class _Run:
     Attributes:
         results: its results.
         given: the gradients of the results from which the backward pass began; random ones for the whole call.
-        gradients: the gradients of its tensor arguments; ``None`` where it has none.
+        gradients: the gradients of its tensor arguments, ``None`` for those without.
     """
 
     results: list[torch.Tensor]
@@ -119,29 +109,32 @@ class _Run:
         given: list[torch.Tensor] | None,
         whole: _Run | None,
     ) -> _Run:
-        leaves = [one.detach().clone().requires_grad_(one.is_floating_point()) for one in tensors]
+        leaves = [one.detach().clone().requires_grad_(one.requires_grad) for one in tensors]
         queue = iter(leaves)
         args, kwargs = map_tensors(lambda _: next(queue), arguments)
-        # Views of the arguments must not be leaves that an operator of another rank could see.
-        results = list(_tensors(target(*args, **kwargs)))
+        results = tensors_of(target(*args, **kwargs))
         if given is None:
             given = [torch.randn_like(one) if one.is_floating_point() else one for one in results]
         pairs = [(one, above) for one, above in zip(results, given, strict=True) if one.requires_grad]
         if pairs and all(one.shape == above.shape for one, above in pairs):
             torch.autograd.backward([one for one, _ in pairs], [above for _, above in pairs])
-        return cls([one.detach() for one in results], given, [leaf.grad for leaf in leaves])
+        gradients = [
+            (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) if leaf.requires_grad else None
+            for leaf in leaves
+        ]
+        return cls([one.detach() for one in results], given, gradients)
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+def _in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor.detach().double().requires_grad_(tensor.requires_grad)
+        if tensor.is_floating_point()
+        else tensor
+    )
 
 
 def _names(call: Call) -> list[str]:
@@ -166,7 +159,7 @@ def _is_arbitrary(call: Call) -> bool:
 def _target(call: Call, rule: Rule, group: Group) -> Callable[..., Any]:
     if not rule.divides:
         return call.operator
-    target = RUN_AS.get(call.operator, call.operator)  # type: ignore[call-overload]
+    target = RUN_AS.get(call.operator, call.operator)
     if not rule.kernel:
         return target
     kernel = getattr(kernels, rule.kernel)
@@ -206,43 +199,46 @@ def _pieces(tensor: torch.Tensor, placement: Placement, degree: int) -> list[tor
     return [tensor - sum(summands), *summands]
 
 
-def _joined(
-    parts: Sequence[torch.Tensor], placement: Placement, *, summed: bool = False
-) -> list[torch.Tensor]:
-    """The whole that ranks' parts make; of replicated ones all copies, which are to be equal, or their sum."""
-    if isinstance(placement, Shard) and parts[0].dim():
-        return [torch.cat(list(parts), placement.dim)]
-    if isinstance(placement, Partial) or summed:
-        return [torch.stack(list(parts)).sum(0)]
-    return list(parts)
+def _compared(
+    call: Call, rule: Rule, whole: _Run, ranks: Sequence[_Run]
+) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], float | None]]:
+    """What is compared: its name, the whole, what ranks have in its place, and its scale; none if shapes alone count."""
+    arbitrary = _is_arbitrary(call)
+    for number, (expected, where) in enumerate(zip(whole.results, rule.outputs, strict=True)):
+        parts = [rank.results[number] for rank in ranks]
+        scale = None if arbitrary else _largest([expected])
+        yield f"result {number}", expected, _joined(parts, where, summed=isinstance(where, Partial)), scale
+    largest = _largest([one for one in whole.gradients if one is not None])
+    for number, (gradient, where) in enumerate(zip(whole.gradients, rule.inputs, strict=True)):
+        if gradient is not None:
+            parts = [part for rank in ranks if (part := rank.gradients[number]) is not None]
+            joined = _joined(parts, where, summed=rule.divides and isinstance(where, Replicate))
+            yield f"the gradient of tensor {number}", gradient, joined, None if arbitrary else largest
+
+
+def _joined(parts: list[torch.Tensor], placement: Placement, *, summed: bool) -> list[torch.Tensor]:
+    """The whole that ranks' parts make, or all their copies of it."""
+    if isinstance(placement, Shard):
+        return [torch.cat(parts, placement.dim)] if parts[0].dim() else parts
+    return [torch.stack(parts).sum(0)] if summed else parts
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> float:
-    sizes = [float(one[one.isfinite()].abs().max()) for one in tensors if one.isfinite().any()]
-    return max([*sizes, 1e-30])
+    finite = (one[one.isfinite()].to(torch.complex128) for one in tensors)
+    return max([*(float(one.abs().max()) for one in finite if one.numel()), 1e-30])
 
 
-def _judge(
-    call: Call,
-    rule: Rule,
-    degree: int,
-    what: str,
-    case: tuple[torch.Tensor, list[torch.Tensor], float | None, float],
-) -> None:
-    expected, copies, scale, tolerance = case
-    for found in copies:
-        if found.shape != expected.shape:
-            shapes = f"{list(found.shape)} in place of {list(expected.shape)}"
-            raise _refused(call, rule, degree, f"{what} has shape {shapes}")
-        if scale is None or torch.equal(found, expected):
-            continue
-        apart = (found.double() - expected.double()).abs()
-        apart = apart.where((found != expected) & ~(found.isnan() & expected.isnan()), 0).nan_to_num(
-            torch.inf, torch.inf
-        )
-        difference = float(apart.max()) / scale
-        if difference > (tolerance if expected.is_floating_point() else 0):
-            raise _refused(call, rule, degree, f"{what} differs by {difference:.1e} of the largest value")
+def _difference(expected: torch.Tensor, found: torch.Tensor, scale: float | None, tolerance: float) -> str:
+    """How far two tensors are apart, in words; empty if they are not, or if shapes alone count and are equal."""
+    if found.shape != expected.shape:
+        return f"has shape {list(found.shape)} in place of {list(expected.shape)}"
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if scale is None or same.all():
+        return ""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return f"differs at {int((~same).sum())} places"
+    apart = float((found - expected)[~same].abs().max()) / scale
+    return "" if apart <= tolerance else f"differs by {apart:.1e} of the largest value"
 
 
 def _refused(call: Call, rule: Rule, degree: int, why: str) -> InputError:

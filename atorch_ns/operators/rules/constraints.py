@@ -1,0 +1,210 @@
+"""Partition constraints: nnScaler's file of how operators may be divided, by their names and the modules that call them.
+
+::
+
+    - name: torch.nn.functional.linear   # or linear, or aten.linear.default
+      parent_module: FeedForward          # part of the dotted classes or of the path of the modules that call it
+      allowed_partition_dims: ["0,0"]     # argument, dimension; [] for none
+      replica_allowed: false              # whether it may be whole
+
+Of several constraints on one call that with the longest ``parent_module`` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from torch.distributed.tensor import Shard
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.rules.rule import Rule
+from atorch_ns.text import counted, did_you_mean, with_article
+
+_FIELDS: Final = ("name", "parent_module", "allowed_partition_dims", "replica_allowed")
+
+_NAMESPACES: Final = ("aten", "atorch_ns")
+
+_ALIASES: Final = {"cross_entropy": "cross_entropy_loss", "nll_loss": "nll_loss_nd"}
+"""Functions of torch whose operators have other names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """A constraint on the calls of one operator.
+
+    Attributes:
+        name: the operator's name, with or without the module of its function.
+        parent_module: part of the modules that call it; empty for any.
+        allowed_partition_dims: numbers of a tensor argument and of the dimension along which it may be divided.
+        replica_allowed: whether the operator may be whole.
+    """
+
+    name: str
+    parent_module: str = ""
+    allowed_partition_dims: tuple[tuple[int, int], ...]
+    replica_allowed: bool = True
+
+    def allows(self, rule: Rule) -> bool:
+        """Whether a call may follow a rule."""
+        if not rule.divides:
+            return self.replica_allowed
+        return any(
+            number < len(rule.inputs) and rule.inputs[number] == Shard(dim)
+            for number, dim in self.allowed_partition_dims
+        )
+
+
+def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
+    """The constraints in a YAML file.
+
+    Raises:
+        InputError: if the file cannot be read; it names every problem.
+    """
+    try:
+        entries = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise InputError(f"the partition constraints {path} cannot be read: {reason}.") from error
+    if not isinstance(entries, list):
+        raise InputError(
+            f"the partition constraints {path} hold {with_article(entries)}. Write a list of mappings with the keys "
+            f"{', '.join(_FIELDS)}."
+        )
+    problems: list[str] = []
+    found: dict[tuple[str, str], Constraint] = {}
+    for number, entry in enumerate(entries, 1):
+        own: list[str] = []
+        constraint = _read(entry, own)
+        if constraint is not None:
+            place = (_short_name(constraint.name), constraint.parent_module)
+            if place in found:
+                own.append(
+                    f"{constraint.name} in {constraint.parent_module or 'any module'} is constrained twice"
+                )
+            found[place] = constraint
+        problems += [f"entry {number}: {problem}." for problem in own]
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems)
+        raise InputError(f"{counted(len(problems), 'problem')} in the partition constraints {path}:\n{shown}")
+    return tuple(found.values())
+
+
+def allowed(
+    rules: Iterable[Rule], operator: str, modules: Sequence[str], constraints: Sequence[Constraint]
+) -> tuple[Rule, ...]:
+    """Those of an operator's rules that the constraints allow; all where none is on it.
+
+    Args:
+        rules: its rules, the one that divides nothing included.
+        operator: its name, as ``aten.linear.default`` or ``linear``.
+        modules: the modules that call it: their path, and their classes, each joined by dots from the outermost on.
+        constraints: the constraints.
+
+    Raises:
+        InputError: if none is left.
+    """
+    rules = tuple(rules)
+    constraint = _holding(operator, modules, constraints)
+    if constraint is None:
+        return rules
+    left = tuple(rule for rule in rules if constraint.allows(rule))
+    if not left:
+        raise InputError(
+            f"{operator} in {modules[0] or 'the model'} has no rule that its partition constraint allows (name {constraint.name}, "
+            f"parent_module {constraint.parent_module!r}). Set replica_allowed, or allow dimensions of its rules: "
+            f"{'; '.join(map(str, rules)) or 'none'}."
+        )
+    return left
+
+
+def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Constraint]) -> tuple[str, ...]:
+    """A warning for each constraint that holds for no call.
+
+    Args:
+        calls: the operator and the modules of each call, as for :func:`allowed`.
+        constraints: the constraints.
+    """
+    calls = list(calls)
+    used = {id(_holding(operator, modules, constraints)) for operator, modules in calls}
+    return tuple(_unused_text(one, calls) for one in constraints if id(one) not in used)
+
+
+def _unused_text(constraint: Constraint, calls: Sequence[tuple[str, Sequence[str]]]) -> str:
+    name = _short_name(constraint.name)
+    head = f"the partition constraint on {constraint.name} in {constraint.parent_module or 'any module'} is not used:"
+    parents = {part for operator, modules in calls if _operator_name(operator) == name for part in modules}
+    if not parents:
+        known = {_operator_name(operator) for operator, _ in calls}
+        return f"{head} the model calls no operator {name!r}.{did_you_mean(name, known)}"
+    if any(constraint.parent_module in parent for parent in parents):
+        return f"{head} constraints with a longer parent_module hold for all its calls."
+    names = {part for parent in parents for part in parent.split(".")}
+    return f"{head} no module of that name calls {name!r}.{did_you_mean(constraint.parent_module, names)}"
+
+
+def _holding(operator: str, modules: Sequence[str], constraints: Sequence[Constraint]) -> Constraint | None:
+    """The constraint that holds for a call."""
+    name = _operator_name(operator)
+    candidates = [
+        one
+        for one in constraints
+        if _short_name(one.name) == name and any(one.parent_module in module for module in modules)
+    ]
+    return max(candidates, key=lambda one: len(one.parent_module), default=None)
+
+
+def _operator_name(operator: str) -> str:
+    """``linear`` for ``aten.linear.default``."""
+    parts = operator.split(".")
+    return parts[1] if len(parts) == 3 else parts[-1]
+
+
+def _short_name(name: str) -> str:
+    """The name of the operator that a constraint is on: ``linear`` for ``torch.nn.functional.linear``."""
+    parts = name.split(".")
+    if parts[0] in _NAMESPACES and len(parts) > 1:
+        return parts[1]
+    return _ALIASES.get(parts[-1], parts[-1])
+
+
+def _read(entry: Any, problems: list[str]) -> Constraint | None:
+    """A constraint; ``None`` if it cannot be read, with the reasons added to the problems."""
+    if not isinstance(entry, Mapping):
+        problems.append(f"{with_article(entry)} in place of a mapping")
+        return None
+    problems += [
+        f"unknown key {key!r}.{did_you_mean(str(key), _FIELDS)}".rstrip(".?")
+        for key in entry
+        if key not in _FIELDS
+    ]
+    name, parent = entry.get("name"), entry.get("parent_module", "")
+    if not isinstance(name, str) or not name:
+        problems.append("name is missing; write the operator's, as torch.nn.functional.linear")
+    if not isinstance(parent, str):
+        problems.append(f"parent_module={parent!r} is no text")
+    whole = entry.get("replica_allowed", True)
+    if not isinstance(whole, bool):
+        problems.append(f"replica_allowed={whole!r} is neither true nor false")
+    dims = entry.get("allowed_partition_dims")
+    if not isinstance(dims, list):
+        problems.append("allowed_partition_dims is no list; write [] where nothing may be divided")
+        dims = []
+    pairs = [_pair(item, problems) for item in dims]
+    if problems or not isinstance(name, str):
+        return None
+    kept = tuple(pair for pair in pairs if pair is not None)
+    return Constraint(name=name, parent_module=parent, allowed_partition_dims=kept, replica_allowed=whole)
+
+
+def _pair(item: object, problems: list[str]) -> tuple[int, int] | None:
+    texts = item if isinstance(item, list) else str(item).split(",")
+    numbers = [int(text) for text in map(str, texts) if text.strip().isdecimal()]
+    if len(numbers) == len(texts) == 2:
+        return numbers[0], numbers[1]
+    problems.append(f"{item!r} in allowed_partition_dims is no pair of argument and dimension, as '0,1'")
+    return None

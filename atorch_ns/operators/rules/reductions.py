@@ -1,0 +1,134 @@
+"""Rules of operators that reduce dims, or look along one: sums, extremes, scans, sorts, softmax, and losses.
+
+Legend: N samples, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atorch_ns.operators.rules.dims import (
+    Dims,
+    Letters,
+    Table,
+    arguments_of,
+    broadcast,
+    but,
+    frozen,
+    letters,
+    name_of,
+)
+from atorch_ns.operators.rules.rule import Call
+
+_NONE, _MEAN, _SUM = range(3)
+"""The numbers of losses' reductions."""
+
+
+def _reduced(call: Call) -> Dims:
+    """Dims that are kept may be divided; over those that are summed, the results of ``sum`` and ``mean`` are partial."""
+    name, names = name_of(call), arguments_of(call)
+    given: Any = call.argument("dim") if "dim" in names else None
+    dims = letters(len(call.tensors[0].shape))
+    places = (
+        range(len(dims)) if given is None or given == [] else given if isinstance(given, list) else [given]
+    )
+    gone = {place % len(dims) for place in places} if dims else set()
+    keeps = "keepdim" in names and call.argument("keepdim")
+    kept = but(dims, *gone) if gone else dims
+    result = tuple(one for place, one in enumerate(kept) if keeps or place not in gone)
+    summed = [str(dims[place]) for place in sorted(gone)]
+    if name not in ("sum", "nansum", "mean") or not call.outputs[0].is_float:
+        return Dims([kept], [result] * len(call.outputs), why="each kept place by itself")
+    kernels = dict.fromkeys(summed, "mean_of_parts") if name == "mean" else {}
+    linear = [] if name == "nansum" else [[0]]
+    return Dims([dims], [result], summed, linear=linear, kernels=kernels, why="a sum or mean of elements")
+
+
+def _along(call: Call) -> Dims | None:
+    """Operators that look at one dim: the others may be divided."""
+    place = call.argument("dim")
+    if place is None:
+        return None
+    dims = but(letters(len(call.tensors[0].shape)), place)
+    linear = [range(len(call.tensors))] if name_of(call) in ("cumsum", "diff") else []
+    return Dims(
+        [dims] * len(call.tensors),
+        [dims] * len(call.outputs),
+        linear=linear,
+        why="the dim that it looks at is whole",
+    )
+
+
+def _sample_loss(call: Call) -> Dims | None:
+    """Scores [N, C, …] against classes [N, …] or probabilities like the scores: samples, and classes by a kernel.
+
+    A mean is over the targets that are not ignored, whose number ranks must sum."""
+    scores, target = call.tensors[:2]
+    place = 0 if len(scores.shape) == 1 else 1
+    rest = letters(len(scores.shape) - 1)
+    alike = target.is_float
+    reduction = call.argument("reduction")
+    smoothed = "label_smoothing" in arguments_of(call) and bool(call.argument("label_smoothing"))
+    whole_classes = alike or name_of(call) != "cross_entropy_loss" or (smoothed and len(call.tensors) > 2)
+    dims = (*rest[:place], None if whole_classes else "C", *rest[place:])
+    samples = [str(one) for one in rest]
+    kernels = {} if whole_classes else {"C": "loss_over_classes"}
+    if reduction == _MEAN:
+        kernels |= dict.fromkeys(samples, "mean_of_parts" if alike else "loss_over_samples")
+    summed = samples if reduction == _SUM or alike else []
+    inputs: list[Letters] = [dims, dims if alike else rest, *frozen(call, 2)]
+    return Dims(
+        inputs, [rest if reduction == _NONE else ()], summed, kernels=kernels, why="samples and classes"
+    )
+
+
+def _pointwise_loss(call: Call) -> Dims | None:
+    """Losses of elements: all dims where nothing is reduced, sums and means of parts otherwise."""
+    shape = call.tensors[0].shape
+    if call.tensors[1].shape != shape:
+        return None  # torch's gradient of a mean is wrong then
+    dims = letters(len(shape))
+    inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors]
+    reduction = call.argument("reduction")
+    if reduction == _NONE:
+        return Dims(inputs, [dims], why="element by element")
+    names = [str(one) for one in dims]
+    kernels = dict.fromkeys(names, "mean_of_parts") if reduction == _MEAN else {}
+    return Dims(inputs, [()], names, kernels=kernels, why="a sum or mean of elements")
+
+
+_REDUCING = (
+    *(
+        "sum",
+        "nansum",
+        "mean",
+        "amax",
+        "amin",
+        "aminmax",
+        "max",
+        "min",
+        "median",
+        "nanmedian",
+        "mode",
+        "kthvalue",
+    ),
+    *("prod", "var", "std", "var_mean", "std_mean", "any", "all", "argmax", "argmin", "logsumexp"),
+    *("norm", "linalg_vector_norm", "count_nonzero"),
+)
+_ALONG = (
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff", "sort", "argsort", "topk", "glu"),
+    *("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"),
+)
+_ELEMENT_LOSSES = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+
+REDUCTIONS: Mapping[str, Table] = {
+    **dict.fromkeys(_REDUCING, _reduced),
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"), _sample_loss),
+    **dict.fromkeys(_ELEMENT_LOSSES, _pointwise_loss),
+}
+"""Tables by the operator's name."""

@@ -1,0 +1,286 @@
+"""Registered operators: functions that a captured graph holds as one operator each, with rules from an annotation.
+
+A registered function becomes a composite operator of ``torch.library``: autograd, autocast and recomputation see the operators
+inside as if it were called directly, and a capture alone sees it whole. Its schema follows from the arguments of its first call;
+calls with arguments of other types add overloads.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch.distributed.tensor import Partial
+from torch.library import Library
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.rules.annotation import Annotation
+from atorch_ns.operators.rules.registered import (
+    Annotating,
+    Entry,
+    is_autograd,
+    run,
+    schema_type,
+    shape_of,
+    signature_of,
+    sizes_of,
+)
+from atorch_ns.operators.rules.rule import WHOLE, Call, Placement, Rule, TensorSpec
+
+Overload = Callable[..., Any]
+"""An operator of ``torch.ops`` with its overload, as ``torch.ops.aten.add.Tensor``."""
+
+_OVERLOAD: Final = type(torch.ops.aten.add.Tensor)
+_PACKET: Final = type(torch.ops.aten.add)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry:
+    """The registered operators of a namespace of ``torch.ops``; it keeps them alive."""
+
+    def __init__(self, namespace: str) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._overloads: dict[tuple[str, str], Overload] = {}
+        self.namespace = namespace
+        self._library = Library(namespace, "FRAGMENT")
+
+    def find(self, call: Call) -> Entry | None:
+        """The entry of the operator that a call calls; ``None`` if it is not registered."""
+        namespace, name, *_ = f"{call.name}.".split(".")
+        return self.entries.get(name if namespace == self.namespace else call.name)
+
+    def add(self, key: str, entry: Entry) -> None:
+        """Registers an entry.
+
+        Raises:
+            InputError: if the key is another function's, or has another annotation.
+        """
+        known = self.entries.get(key)
+        if known is not None and (
+            known.annotation != entry.annotation or not _alike(known.function, entry.function)
+        ):
+            raise InputError(
+                f"an operator {key!r} is registered already, with {known.annotation!r}. Give this one another name: "
+                "register_op(annotation, name=…)."
+            )
+        self.entries[key] = entry
+
+    def operator(self, name: str, values: Sequence[Any]) -> Overload:
+        """The operator of a function for arguments of the types of ``values``, made when it is first needed."""
+        entry = self.entries[name]
+        parameters = ", ".join(
+            f"{schema_type(name, key, value)} {key}" for key, value in entry.named(values).items()
+        )
+        found = self._overloads.get((name, parameters))
+        if found is None:
+            packet = (
+                f"{name}.form{num}" if (num := sum(known == name for known, _ in self._overloads)) else name
+            )
+            results = len(entry.annotation_of(entry.named(values)).outputs)
+            returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+            self._library.define(f"{packet}({parameters}) -> {returns}")
+            self._library.impl(
+                packet, lambda *given: run(self.entries[name], given, results), "CompositeImplicitAutograd"
+            )
+            packets = getattr(getattr(torch.ops, self.namespace), name)
+            found = cast("Overload", getattr(packets, f"form{num}" if num else "default"))
+            self._overloads[name, parameters] = found
+        return found
+
+
+REGISTERED: Final = Registry("atorch_ns")
+"""The operators that this process has registered."""
+
+
+_ORIGINAL: Final = "_registered_function"
+"""Attribute, of what is called in a registered function's place, that holds the function."""
+
+
+def register_op(
+    annotation: Annotating,
+    name: str | None = None,
+    *,
+    code_impl_pattern: str = "import",
+    emit_fn: object = None,
+    transform_rules: object = None,
+    input_gen_fn: object = None,
+    registry: Registry = REGISTERED,
+) -> Callable[[F], F]:
+    """Registers a function, or an operator of torch, with the ways in which it may be divided.
+
+    ::
+
+        @register_op("m k+, k+ n -> m n")
+        def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor: ...
+
+    The function must not write to its arguments, nor draw random numbers unless all its dimensions are frozen. It returns one tensor or as many as the annotation has results; one that shares
+    memory with an argument is copied. Its parameters beyond those of the annotation stay whole. ``register_op(…)(function)``
+    also replaces the function in all modules that hold it. An ``autograd.Function`` is registered as a class.
+    For an operator of torch, as ``torch.ops.aten.roll.default`` or ``torch.roll``, the annotation's rules replace those it has.
+
+    Args:
+        annotation: :mod:`~atorch_ns.operators.rules.annotation`, or a function that gives one; it takes the arguments that have no
+            default by place, the others by name, and meta tensors for tensors.
+        name: the operator's name; that of the function by default.
+        code_impl_pattern: ``import`` or ``source``, which mean the same here: no code is copied.
+        emit_fn, transform_rules: not supported, as nothing but the annotation decides what runs on pieces.
+        input_gen_fn: unused, as operators are not timed on generated inputs.
+        registry: where to register.
+
+    Raises:
+        InputError: if the annotation cannot be read, the function has no name or no fixed list of parameters, or the name is
+            taken.
+    """
+    if code_impl_pattern not in ("import", "source"):
+        raise InputError(f"code_impl_pattern={code_impl_pattern!r} is unknown. Write 'import' or 'source'.")
+    for option, value in (("emit_fn", emit_fn), ("transform_rules", transform_rules)):
+        if value is not None:
+            raise InputError(
+                f"{option} is not supported: no code is generated for an operator, and what it computes on pieces follows "
+                "from its annotation. Leave it out, and mark with ^ what the function cannot compute on pieces."
+            )
+    if isinstance(annotation, str):
+        Annotation.read(annotation)
+
+    def register(target: F) -> F:
+        operators = _of_torch(target)
+        for one in operators:
+            registry.add(str(one), Entry(str(one), annotation))
+        if operators:
+            return target
+        if getattr(target, "__name__", "") == "apply" and is_autograd(getattr(target, "__self__", None)):
+            return cast("F", _register(annotation, name, target.__self__, registry).apply)  # type: ignore[attr-defined]
+        return cast("F", _register(annotation, name, target, registry))
+
+    return register
+
+
+def registered_rules(call: Call, degree: int, registry: Registry = REGISTERED) -> tuple[Rule, ...] | None:
+    """The rules of a registered operator's call; ``None`` for other operators.
+
+    Raises:
+        InputError: if the annotation does not fit the call, naming the operator and the shapes.
+    """
+    entry = registry.find(call)
+    if entry is None:
+        return None
+    try:
+        return _rules(entry, call, degree)
+    except InputError as error:
+        shown = " × ".join(str(list(spec.shape)) for spec in call.tensors) or "nothing"
+        raise InputError(f"{call.name} on {shown} is registered wrongly: {error}") from error
+
+
+def _rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
+    names = [one.name for one in call.operator._schema.arguments]  # type: ignore[attr-defined]
+    named = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    annotation = entry.annotation_of(named)
+    measured = {key: shape_of(named.get(key)) for key in names[: len(annotation.inputs)]}
+    shapes, sizes = list(measured.values()), sizes_of(annotation, named)
+    expected, found = annotation.shapes(shapes, **sizes), [spec.shape for spec in call.outputs]
+    if len(expected) != len(found) or any(
+        shape is not None and shape != own and (*shape, *own) != (1,)
+        for shape, own in zip(expected, found, strict=False)
+    ):
+        raise InputError(f"by {annotation.text!r} it gives {list(expected)}, and it gave {found}.")
+    tensors = [key for key, shape in measured.items() if shape is not None]
+    return tuple(
+        Rule(
+            rule.outputs, tuple(_placements(named, dict(zip(tensors, rule.inputs, strict=True)))), rule.source
+        )
+        for rule in annotation.rules(shapes, degree, **sizes)
+        if all(
+            spec.is_float or not isinstance(one, Partial)
+            for one, spec in zip(rule.outputs, call.outputs, strict=True)
+        )
+    )
+
+
+def _placements(named: dict[str, Any], placed: dict[str, Placement]) -> Iterator[Placement]:
+    """The placements of all tensors; those in lists are whole."""
+    for name, value in named.items():
+        for item in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(item, TensorSpec):
+                yield placed.get(name, WHOLE)
+
+
+def _of_torch(target: object) -> list[Overload]:
+    """The operators of torch that a function of torch stands for; none for a user's."""
+    packet: Any = target
+    if isinstance(target, _OVERLOAD):
+        return [target]
+    if not isinstance(target, _PACKET):
+        home = f"{getattr(target, '__module__', '')}."
+        if not (home.startswith("torch.") or inspect.isbuiltin(target)) or is_autograd(target):
+            return []
+        packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
+        if not isinstance(packet, _PACKET):
+            raise InputError(
+                f"{target!r} is not one operator of torch. Register the operators that it calls, as "
+                "torch.ops.aten.roll.default, or a function of your own that calls it."
+            )
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+def _alike(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
+    """Whether two functions are one, or were made by the same lines, as those of a notebook's cell that runs again."""
+    own = _lines(one)
+    return one is other or (own is not None and own == _lines(other))
+
+
+def _lines(function: object) -> tuple[object, ...] | None:
+    """The definition of a function without variables of its own; ``None`` for others."""
+    if not isinstance(function, types.FunctionType) or function.__closure__:
+        return None
+    return function.__module__, function.__qualname__, function.__code__
+
+
+def _register(annotation: Annotating, name: str | None, target: Any, registry: Registry) -> Any:
+    """Registers a function or class; returns what is called in its place."""
+    own = str(name or getattr(target, "__name__", ""))
+    if not own.isidentifier():
+        raise InputError(
+            f"{target!r} has no name that can be an operator's. Give one: register_op(annotation, name=…)."
+        )
+    target = getattr(target, _ORIGINAL, target)
+    function = target.apply if is_autograd(target) else target
+    try:
+        signature = signature_of(function)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the parameters of {own} are not known: {error}. Register a function in Python."
+        ) from error
+    starred = [
+        str(one) for one in signature.parameters.values() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if starred:
+        raise InputError(
+            f"{own} takes {' and '.join(starred)}, but an operator has fixed parameters. Name them."
+        )
+    registry.add(own, Entry(own, annotation, function))
+
+    @functools.wraps(function)
+    def registered(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = list(bound.arguments.values())
+        return registry.operator(own, values)(*values)
+
+    setattr(registered, _ORIGINAL, target)
+    if is_autograd(target):
+        target.apply = registered
+        return target
+    home = sys.modules.get(getattr(target, "__module__", None) or "")
+    if (
+        getattr(home, getattr(target, "__name__", own), None) is target
+    ):  # it was defined before: others may have imported it
+        for module in list(sys.modules.values()):
+            for known in [key for key, value in list(vars(module).items()) if value is target]:
+                setattr(module, known, registered)
+    return registered

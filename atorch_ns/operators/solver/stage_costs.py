@@ -1,0 +1,143 @@
+"""Stages of a pipeline: what one costs, what a pipeline is planned for, and its step as estimated and as simulated.
+
+The step of ``m`` micro-batches is estimated as
+
+    the sum of ``t_s``, and of all sends there and back, plus the largest ``(m - 1) * t_s + w_s``;
+
+``t_s`` are the seconds of a micro-batch in stage ``s``, forward and backward, and ``w_s`` those that it pays once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline.schedule.schedules import get_schedule
+from atorch_ns.pipeline.schedule.simulate import StageCosts, simulate
+from atorch_ns.text import counted
+
+
+class StageCost(NamedTuple):
+    """Seconds of one micro-batch in a stage, its own collectives and recomputation included; bytes of a device at their peak;
+    and seconds that are paid once a step, such as the synchronization of gradients."""
+
+    forward: float
+    backward: float
+    memory: float = 0.0
+    per_step: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+Cost = Callable[[int, int, int, bool, int], StageCost | None]
+"""``(start, stop, degree, recompute, in_flight) -> cost`` of a stage of the segments from ``start`` up to but without ``stop``,
+divided over ``degree`` devices, that holds the activations of ``in_flight`` micro-batches; ``None`` if there is none.
+
+With more in flight a stage is never faster, needs no less memory, and is not possible where it was not.
+"""
+
+
+class Stage(NamedTuple):
+    """A stage of a pipeline, with what :data:`Cost` is asked for, and its answer."""
+
+    start: int
+    stop: int
+    degree: int
+    recompute: bool
+    in_flight: int
+    cost: StageCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTask:
+    """What a pipeline is planned for.
+
+    Attributes:
+        num_segments: the segments, each of which is in one stage as a whole.
+        num_devices: devices of all stages together.
+        num_micro_batches: of a step.
+        degrees: the numbers of devices that a stage may have; ``None`` for the divisors of :attr:`num_devices`.
+        num_stages: the number of stages; ``None`` for the fastest.
+        equal_degrees: whether all stages have the same degree.
+        recompute: whether stages may keep their activations, recompute them, or both.
+        schedule: ``"1F1B"`` or ``"GPipe"``.
+        send: seconds to carry the tensors over the cut before segment ``c``, one way, at index ``c - 1``; empty for none.
+        memory_limit: bytes of a device; ``None`` for no limit.
+    """
+
+    num_segments: int
+    num_devices: int
+    num_micro_batches: int
+    degrees: Collection[int] | None = None
+    num_stages: int | None = None
+    equal_degrees: bool = False
+    recompute: Collection[bool] = (False, True)
+    schedule: str = "1F1B"
+    send: Sequence[float] = ()
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        info = get_schedule(self.schedule)
+        if info.name not in ("1F1B", "GPipe"):
+            raise InputError(
+                f"divided stages run in the order 1F1B or GPipe, not {info.name}. Use one of the two."
+            )
+        if not self.allowed_degrees:
+            raise InputError(
+                f"no stage of {self.num_devices} devices has a degree of {self.degrees}. Use smaller degrees."
+            )
+        most = min(self.num_segments, self.num_devices // min(self.allowed_degrees))
+        if self.num_stages is not None and not 1 <= self.num_stages <= most:
+            raise InputError(
+                f"{counted(self.num_segments, 'segment')} on {counted(self.num_devices, 'device')} make 1 to {most} "
+                f"stages, not {self.num_stages}. Use fewer stages, or none for the fastest number."
+            )
+
+    @property
+    def allowed_degrees(self) -> tuple[int, ...]:
+        """The degrees that a stage can have, in order."""
+        devices = range(1, self.num_devices + 1)
+        given = (
+            [one for one in devices if self.num_devices % one == 0] if self.degrees is None else self.degrees
+        )
+        return tuple(sorted({one for one in given if one in devices}))
+
+    def in_flight(self, position: int) -> int:
+        """Micro-batches whose activations a stage holds, by its position from the end: 1 for the last."""
+        first = get_schedule(self.schedule).name == "1F1B"
+        return min(self.num_micro_batches, position) if first else self.num_micro_batches
+
+    def sent(self, cut: int) -> float:
+        """Seconds over the cut before a segment, there and back."""
+        return 2.0 * self.send[cut - 1] if cut and self.send else 0.0
+
+
+def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
+    """Seconds of the simulated step, with what each stage pays once a step after its last pass."""
+    costs = StageCosts(
+        forward=tuple(stage.cost.forward for stage in stages),
+        backward_input=tuple(stage.cost.backward for stage in stages),
+        backward_weight=(0.0,) * len(stages),
+        send=tuple(task.sent(stage.start) / 2 for stage in stages[1:]),
+    )
+    timeline = simulate(get_schedule(task.schedule).orders(len(stages), task.num_micro_batches, 1), costs)
+    return max(
+        float(ends[-1]) + stage.cost.per_step for ends, stage in zip(timeline.ends, stages, strict=True)
+    )
+
+
+def estimated_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
+    """The estimate of a step that plans minimize."""
+    costs = [stage.cost for stage in stages]
+    sent = sum(task.sent(stage.start) for stage in stages)
+    return max(largest_term(one, task) for one in costs) + sum(one.seconds for one in costs) + sent
+
+
+def largest_term(cost: StageCost, task: PipelineTask) -> float:
+    """The term of the estimate of which only the largest counts."""
+    return (task.num_micro_batches - 1) * cost.seconds + cost.per_step

@@ -1,0 +1,135 @@
+"""operator_parallel trains what one process trains, whatever plan divides it, alone and with what composes on top."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atorch_ns import Strategy
+from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.operators import OperatorPlan
+from atorch_ns.testing.models import CASES
+from atorch_ns.testing.parity import accelerated_run, compare, reference_run
+from atorch_ns.testing.workers import run_ranks
+from tests.opt_lib.tensor_cases import check
+
+MESH = ("parallel_mode", [("tensor", 2)])
+BOTH = ("parallel_mode", [("tensor", 2), ("data", 2)])
+BATCH = ("operator_parallel", {"policy": "batch"})
+
+
+def anything(seed: int) -> tuple[str, dict[str, Any]]:
+    return ("operator_parallel", {"policy": "random", "seed": seed})
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_llama", "hf_gpt2", "hf_bert", "hf_mixtral"])
+def test_two_ranks(name: str) -> None:
+    small = {"memory_gib": 0.0015} if name != "mlp" else {}
+    strategies = {
+        "found": [MESH, ("operator_parallel", small)],
+        "the batch": [MESH, BATCH],
+        "at random, with checkpoint": [MESH, anything(2), "checkpoint"],
+    }
+    check(CASES[name], 2, strategies)
+
+
+def test_four_ranks() -> None:
+    strategies = {
+        "with ddp": [BOTH, anything(3)],
+        "with fsdp": [BOTH, anything(4), "fsdp", "checkpoint"],
+        "tensor 4": [("parallel_mode", [("tensor", 4)]), anything(5)],
+    }
+    check(CASES["hf_llama"], 4, strategies)
+
+
+def test_micro_batches_and_clipping() -> None:
+    check(
+        CASES["hf_llama"],
+        2,
+        {"accumulated": [MESH, anything(6)]},
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.1,
+    )
+
+
+def test_bf16() -> None:
+    reference = reference_run(CASES["hf_llama"], autocast_dtype=torch.bfloat16)
+    strategy = [MESH, anything(7), ("amp_native", "bf16")]
+    (run, _) = run_ranks(accelerated_run, 2, args=(CASES["hf_llama"], strategy))
+    assert compare(run, reference).max_loss_error < 2e-2
+
+
+def units() -> tuple[int, int, str]:
+    """The units of fsdp, the blocks that are recomputed, and the strategy that was applied, as its file."""
+    from tests.opt_lib.scenarios import accelerate_case
+
+    result = accelerate_case(CASES["hf_llama"], [BOTH, anything(3), "fsdp", "checkpoint"])
+    modules = list(result.job.module.modules())
+    sharded = sum(type(module).__name__.startswith("FSDP") for module in modules)
+    recomputed = sum("CheckpointWrapper" in type(module).__name__ for module in modules)
+    return sharded, recomputed, result.job.resolved_settings["operator_parallel"]["plan"]["note"]
+
+
+def test_blocks_stay_units() -> None:
+    (found, *_) = run_ranks(units, 4)
+    layers = 2
+    assert found[:2] == (layers + 1, layers)  # with the root
+    assert found[2] == "random, seed 3"
+
+
+def applied(config: dict[str, Any]) -> str:
+    from tests.opt_lib.scenarios import accelerate_case
+
+    try:
+        accelerate_case(CASES["hf_llama"], [MESH, ("operator_parallel", config)])
+    except (InputError, StrategyError) as error:
+        return str(error)
+    return ""
+
+
+def test_plans_are_files_and_misfits_are_named(tmp_path: Path) -> None:
+    plan = OperatorPlan(operators={}, degree=2).as_json()
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({**plan, "operators": {"model.layers.*.mlp.down_proj/linear#0": "1 <- 2,1"}}))
+    key = "model.layers.*.mlp.down_proj/linear#0"
+    (refusal, other) = run_ranks(applied, 2, args=({"plan": str(file)},))
+    assert refusal == other
+    assert f"{key}: 1 <- 2,1 is no legal rule of this call. Legal are" in refusal
+    file.write_text(json.dumps({**plan, "degree": 4}))
+    assert "is made for 4 ranks, and there are 2" in run_ranks(applied, 2, args=({"plan": str(file)},))[0]
+    assert run_ranks(applied, 2, args=({"plan": plan},)) == ["", ""]
+
+
+def test_too_little_memory_names_what_needs_it() -> None:
+    (text, _) = run_ranks(applied, 2, args=({"memory_gib": 1e-6},))
+    assert "no division fits in 1.05 KiB of memory: at least " in text
+    assert "The largest parts are the two largest peaks inside operators" in text
+
+
+def test_a_pipeline_is_refused() -> None:
+    from atorch_ns.cluster import Cluster
+    from atorch_ns.method import load_registry, resolve
+
+    cluster = Cluster(world_size=4, local_world_size=4, distributed=True)
+    strategy = Strategy([("parallel_mode", [("tensor", 2), ("pipeline", 2)]), "operator_parallel"])
+    with pytest.raises(StrategyError, match="operator_parallel and pipeline_parallel"):
+        resolve(strategy, cluster, load_registry())
+
+
+def test_constraints_are_obeyed(tmp_path: Path) -> None:
+    file = tmp_path / "constraints.yaml"
+    file.write_text("- name: linear\n  allowed_partition_dims: []\n  replica_allowed: true\n")
+
+    def rules() -> list[str]:
+        from tests.opt_lib.scenarios import accelerate_case
+
+        config = {"constraints": str(file), "memory_gib": 0.0015}
+        result = accelerate_case(CASES["hf_llama"], [MESH, ("operator_parallel", config)])
+        plan = result.job.resolved_settings["operator_parallel"]["plan"]
+        return [key for key in plan["operators"] if "/linear#" in key]
+
+    assert run_ranks(rules, 2) == [[], []]
