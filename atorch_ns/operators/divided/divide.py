@@ -248,6 +248,8 @@ class _Builder:
         holder: Any = kwargs if name in kwargs else args
         where: Any = name if name in kwargs else position
         sizes = list(holder[where])
+        if not 0 <= placement.dim - offset < len(sizes):  # a dim that the argument says nothing of
+            return
         sizes[placement.dim - offset] = self._part(sizes[placement.dim - offset], one)
         holder[where] = sizes
 
