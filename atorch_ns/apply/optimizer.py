@@ -16,6 +16,7 @@ from atorch_ns.job.model import NamedGroup, parameter_groups
 from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
 from atorch_ns.job.optimizer_checks import require_separable
 from atorch_ns.job.result import Result
+from atorch_ns.job.states import reshard
 from atorch_ns.job.user_optimizer import make_user_optimizer
 from atorch_ns.text import with_article
 from atorch_ns.torch_compat import plain_name
@@ -54,6 +55,7 @@ def attach_optimizer(
         if job.precision.scaler is not None and job.inputs.loss_func is None:
             raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
         groups = None if options_of is None else _grouped(job, options_of)
+        reshard(job.module)
         job.original = replace(job.original, groups=groups)
         job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
         return make_optimizer(job)

@@ -5,6 +5,7 @@ Legend: l_i the loss of a micro-batch, w_i its weight, n the number of data rank
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.text import counted, with_article
 
@@ -133,7 +135,10 @@ def weigh(
     elif not num:
         problem = "a rank has no micro-batch, not even one to be a dummy"
     own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
-    told = torch.tensor([place, num, sum(own), bool(problem), outputs], dtype=torch.float64, device=device)
+    digest = _digest(losses, reduction, idle, [] if problem else samples)
+    told = torch.tensor(
+        [place, num, sum(own), bool(problem), outputs, digest], dtype=torch.float64, device=device
+    )
     every = [told]
     if data_ranks is not None:
         every = [torch.empty_like(told) for _ in range(dist.get_world_size())]
@@ -149,6 +154,11 @@ def weigh(
                 f"ranks {rank} and {rows.index(by_place[row[0]])} work on the same data and must be given the same "
                 f"micro-batches, but have {row[1]:.0f} that weigh {row[2]:g} and {by_place[row[0]][1]:.0f} that weigh "
                 f"{by_place[row[0]][2]:g}."
+            )
+        if row[5] != by_place[row[0]][5]:
+            raise InputError(
+                f"ranks {rank} and {rows.index(by_place[row[0]])} work on the same data and must be given the same "
+                "micro-batches, but differ in their shapes, or in losses, reduction or dummies."
             )
     most, total = max(row[1] for row in rows), sum(row[2] for row in by_place.values())
     if reduction == "mean" and total <= 0.0:
@@ -167,6 +177,15 @@ def weigh(
         "wants_outputs": outputs,
         "askers": frozenset(rank for rank, row in enumerate(rows) if row[4]),
     }
+
+
+def _digest(losses: str, reduction: str, idle: Sequence[bool], samples: Sequence[Any]) -> int:
+    """What ranks that work on the same data are given alike, as a number below 2^48."""
+    shapes = [
+        [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(sample)] for sample in samples
+    ]
+    text = repr((losses, reduction, list(idle), shapes)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
 
 
 @dataclass(frozen=True, kw_only=True)

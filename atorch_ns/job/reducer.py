@@ -86,6 +86,7 @@ class GradientReducer:
         self._next = 0
         self._sync = True
         self._expected = False
+        self._local = False
         self._queued = False
         self.synchronised = False
         self._handles = [
@@ -122,6 +123,8 @@ class GradientReducer:
     @torch.no_grad()
     def sync_grad(self) -> None:
         """Reduces what the last backward pass has left and waits for all; nothing if that is done. Collective."""
+        if not self._expected and self._local:  # all passes since the last reduction were under no_sync
+            self._expect()
         if not self._expected:
             return
         while self._next < len(self._buckets):
@@ -137,7 +140,7 @@ class GradientReducer:
             for parameter in self._unused:
                 if not used[self._number[parameter]]:
                     parameter.grad = None
-        self._expected, self.synchronised = False, True
+        self._expected, self._local, self.synchronised = False, False, True
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
@@ -163,6 +166,7 @@ class GradientReducer:
         """A rank whose loss reaches no parameter takes part too."""
         if torch.is_grad_enabled():
             self.synchronised = False
+            self._local = True
             if self._sync:
                 self._expect()
 

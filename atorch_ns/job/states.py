@@ -129,6 +129,13 @@ class TrainingStates(Protocol):
         """
 
 
+def reshard(model: nn.Module) -> None:
+    """Lets go of parameters that an evaluation has left gathered: plain tensors in place of the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class ParameterStates:
     """The default :class:`~atorch_ns.job.TrainingStates`.
 
@@ -149,9 +156,7 @@ class ParameterStates:
         *,
         holder: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
     ) -> None:
-        for module in job.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves parameters gathered: plain tensors in place of the shards
+        reshard(job.module)
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         aliases = parameter_names(job.module)
         self._job = job

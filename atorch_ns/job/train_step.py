@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -283,7 +283,7 @@ class TrainStep:
             observer()
 
     def _forward_backward(self, work: StepWork) -> _Arriving:
-        with self._phase("forward_backward"), self._job.step.context():
+        with self._phase("forward_backward"), self._context(work):
             if self._runner is None:
                 return self._output(work, self._accumulate(work))
             optimizer, _ = self._require()
@@ -292,6 +292,10 @@ class TrainStep:
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(self._job.device)
             return self._output(work, passed)
+
+    def _context(self, work: StepWork) -> AbstractContextManager[object]:
+        """What surrounds a step; outputs that some rank wants leave the model whole."""
+        return nullcontext() if work.askers else self._job.step.context()
 
     def _accumulate(self, work: StepWork) -> Passed:
         optimizer, _ = self._require()
@@ -322,7 +326,7 @@ class TrainStep:
         for root in roots:
             root.eval()
         try:
-            with job.step.context():
+            with self._context(work):
                 passed = self._inferred(work) if self._runner is None else self._runner.forward(work)
                 return _arrived(self._output(work, passed))
         finally:

@@ -102,7 +102,8 @@ class StageSet:
     def _known(self, micro_batch: Any) -> tuple[CallGraph, tuple[StageRange, ...]]:
         key = signature(micro_batch)
         if key not in self._traced:
-            graph = self._trace(micro_batch)
+            with torch.enable_grad():  # also where an evaluation is the first to have such shapes
+                graph = self._trace(micro_batch)
             if graph.paths != self._paths:
                 raise StepError(_other_calls(self._paths, graph.paths))
             self._traced[key] = (graph, ranges(graph, self._cuts))
