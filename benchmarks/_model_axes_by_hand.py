@@ -70,7 +70,9 @@ def pipeline_step(model: Llama, batch: Batch, num_micro_batches: int) -> Callabl
     """One training step with one stage a rank, under 1F1B."""
     rank, count = dist.get_rank(), dist.get_world_size()
     module = _Stage(model.build(), rank, count)
-    optimizer = torch.optim.AdamW(module.parameters(), **OPTIM_ARGS, fused=True)  # as ours: the schedules are compared
+    optimizer = torch.optim.AdamW(
+        module.parameters(), **OPTIM_ARGS, fused=True
+    )  # as ours: the schedules are compared
     schedule = Schedule1F1B(
         PipelineStage(module, rank, count, CPU), num_micro_batches, loss_fn=_loss_of_logits
     )

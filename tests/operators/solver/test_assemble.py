@@ -66,7 +66,9 @@ def test_less_memory_costs_time_and_is_kept_to() -> None:
     assert tight.outcome.price.memory <= limit * 1.0001
     assert tight.outcome.price.seconds >= free.outcome.price.seconds
     assert len(tight.plan.parameters) > len(free.plan.parameters)
-    with pytest.raises(InputError, match=r"no division fits in 1.00 GiB of memory: at least .* GiB are needed"):
+    with pytest.raises(
+        InputError, match=r"no division fits in 1.00 GiB of memory: at least .* GiB are needed"
+    ):
         found(llama(8, 4096), memory_limit=2.0**30)
 
 
