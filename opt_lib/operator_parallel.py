@@ -14,6 +14,7 @@ from pydantic import Field
 from torch.distributed.tensor import Shard
 
 from atorch_ns.capture.blocks import repeated_blocks
+from atorch_ns.capture.random_states import modes_kept
 from atorch_ns.cluster import or_refusal
 from atorch_ns.data import call_arguments, split_batch
 from atorch_ns.errors import BatchSizeError, InputError
@@ -211,5 +212,5 @@ def _captured(job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shallo
     dtypes = {name: stored for name, p in job.module.named_parameters() if lowered and p.is_floating_point()}
     casts = precision.compute_dtype not in (None, precision.parameter_dtype)
     compute = getattr(torch, precision.compute_dtype or "float32")
-    with torch.autocast(job.device.type, compute if casts else None, enabled=casts):
+    with modes_kept(job.module), torch.autocast(job.device.type, compute if casts else None, enabled=casts):
         return capture_shallow(job.module.train(), args, kwargs, dtypes=dtypes, device=job.device)
