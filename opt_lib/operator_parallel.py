@@ -29,6 +29,7 @@ from atorch_ns.operators import (
     batch_plan,
     capture_shallow,
     check_division,
+    check_plan,
     division_of,
     random_plan,
     solved_plan,
@@ -146,6 +147,8 @@ def _planned(job: Job, config: OperatorParallelConfig, batch: Any, degree: int) 
     plan, note = _given(config.plan), "the plan given"
     if plan is None:
         plan, note = _found(job, config, shallow, degree)
+    elif plan.degree in (None, degree):  # what it is for is said below
+        check_plan(plan, shallow.graph, degree)
     division = division_of(plan, shallow.graph, degree)
     division = replace(division, summed=division.partly_used())
     if config.self_test:

@@ -3,6 +3,7 @@
 from atorch_ns.operators.choose import (
     Solved,
     batch_plan,
+    check_plan,
     division_of,
     legal_rules,
     random_plan,
@@ -28,6 +29,7 @@ __all__ = [
     "batch_plan",
     "capture_shallow",
     "check_division",
+    "check_plan",
     "division_of",
     "legal_rules",
     "random_plan",

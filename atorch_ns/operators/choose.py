@@ -201,6 +201,23 @@ def division_of(
     return Division(graph, degree, rules, divided, summed)
 
 
+def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
+    """Raises an :class:`InputError` if a plan names what a model has not, or divides a parameter as it cannot be."""
+    sizes = {
+        graph.parameter_key(n): n.meta["val"].shape for n, o in graph.origins.items() if o.kind == "parameter"
+    }
+    misfit = plan.misfit([*graph.by_key, *sizes], legal_rules(graph, degree))
+    for key, one in plan.parameters.items():
+        if (
+            key in sizes
+            and isinstance(one, Shard)
+            and (one.dim >= len(sizes[key]) or sizes[key][one.dim] % degree)
+        ):
+            misfit += f"\n{key}: {list(sizes[key])} is not divided along {one.dim} by {degree} ranks."
+    if misfit:
+        raise InputError(f"the operator plan does not fit this model:\n{misfit.strip()}")
+
+
 def _equal(wanted: Rule, legal: Iterable[Rule]) -> Rule:
     """The legal rule that a plan means: it has the kernel, which plans do not name."""
     return next(rule for rule in legal if rule == wanted)

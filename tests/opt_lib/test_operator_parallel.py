@@ -99,6 +99,18 @@ def test_plans_are_files_and_misfits_are_named(tmp_path: Path) -> None:
     (refusal, other) = run_ranks(applied, 2, args=({"plan": str(file)},))
     assert refusal == other
     assert f"{key}: 1 <- 2,1 is no legal rule of this call. Legal are" in refusal
+    file.write_text(
+        json.dumps(
+            {
+                **plan,
+                "operators": {key.replace("down", "dwn"): "P <- 2,1"},
+                "parameters": {key[:-9] + ".weight": "5"},
+            }
+        )
+    )
+    refusal = run_ranks(applied, 2, args=({"plan": str(file)},))[0]
+    assert f"the model has no such key. Did you mean '{key}'" in refusal
+    assert "is not divided along 5 by 2 ranks" in refusal
     file.write_text(json.dumps({**plan, "degree": 4}))
     assert "is made for 4 ranks, and there are 2" in run_ranks(applied, 2, args=({"plan": str(file)},))[0]
     assert run_ranks(applied, 2, args=({"plan": plan},)) == ["", ""]
