@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.operators.rules.confirm import call_of
 from atorch_ns.torch_compat import dtensor_rules
+from tests.operators.confirm import call_of
 from tests.operators.rules.values import confirmed, const, x
 
 aten = torch.ops.aten

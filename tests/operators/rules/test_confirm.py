@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.rules.confirm import call_of, confirm
 from atorch_ns.operators.rules.rule import Rule
+from tests.operators.confirm import call_of, confirm
 from tests.operators.rules.values import const, ids, up, x
 
 aten = torch.ops.aten

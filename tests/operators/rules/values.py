@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from atorch_ns.operators.rules.confirm import call_of, confirm
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.rules.table import rules_of
+from tests.operators.confirm import call_of, confirm
 
 
 def x(*shape: int) -> torch.Tensor:
