@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -150,7 +149,6 @@ def _planned(job: Job, config: OperatorParallelConfig, batch: Any, degree: int) 
     elif plan.degree in (None, degree):  # what it is for is said below
         check_plan(plan, shallow.graph, degree)
     division = division_of(plan, shallow.graph, degree)
-    division = replace(division, summed=division.partly_used())
     if config.self_test:
         check_division(division, job.module, shallow.inputs, job.device)
     names = {plain_name(name): p for name, p in job.module.named_parameters(remove_duplicate=False)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -163,12 +163,13 @@ def _follows(rule: Rule, one: Operator, wanted: Sequence[int | None]) -> bool:
 
 
 def division_of(
-    plan: OperatorPlan, graph: OperatorGraph, degree: int, summed: frozenset[str] = frozenset()
+    plan: OperatorPlan, graph: OperatorGraph, degree: int, summed: frozenset[str] | None = None
 ) -> Division:
     """The rules of a graph's operators, by a plan; operators that it does not name are whole.
 
     Args:
-        summed: names of parameters whose gradients are summed after the backward pass.
+        summed: names of parameters whose gradients are summed after the backward pass; by default those of which every use is
+            divided.
 
     Raises:
         InputError: if the plan is for another number of ranks, or divides an operator as it cannot be divided.
@@ -198,7 +199,8 @@ def division_of(
     divided = {
         name: placement for name, placement in parameters.items() if not isinstance(placement, Replicate)
     }
-    return Division(graph, degree, rules, divided, summed)
+    division = Division(graph, degree, rules, divided)
+    return replace(division, summed=division.partly_used() if summed is None else summed)
 
 
 def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:

@@ -44,6 +44,7 @@ from atorch_ns.torch_compat.fake import (
     outside_fake_mode,
     quiet_fake_kernels,
     registered_children,
+    sample_size,
     tensor_without_storage,
     without_transforms,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "reduced_parameters",
     "registered_children",
     "replicate",
+    "sample_size",
     "stood_for",
     "tensor_without_storage",
     "unreached_parameters",

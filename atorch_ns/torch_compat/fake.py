@@ -30,6 +30,13 @@ def exporting_fake_mode() -> AbstractContextManager[Any]:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def sample_size(size: int | torch.SymInt, otherwise: int) -> int:
+    """The sample's value of a size that may vary; ``otherwise`` for one that depends on values."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else otherwise
+
+
 def fake_tensor_type() -> type[torch.Tensor]:
     """The class of fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -26,6 +26,7 @@ from torch import fx
 from atorch_ns.operators.graph.capture import UNKNOWN_SIZE, Captured, Modes, Origin
 from atorch_ns.operators.rules.rule import Call, TensorSpec
 from atorch_ns.text import is_library
+from atorch_ns.torch_compat import sample_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,9 +195,7 @@ def spec_of(value: torch.Tensor, *, learnt: bool = False) -> TensorSpec:
 
 
 def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    return size.node.hint if size.node.has_hint() else UNKNOWN_SIZE
+    return sample_size(size, UNKNOWN_SIZE)
 
 
 def module_path(node: fx.Node) -> str:

@@ -21,7 +21,7 @@ from atorch_ns.operators.graph.graph import spec_of
 from atorch_ns.operators.rules.annotation import Annotation, Shape
 from atorch_ns.operators.rules.rule import TensorSpec
 from atorch_ns.text import counted, error_line, with_article
-from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
+from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels, sample_size
 
 Annotating = str | Callable[..., str]
 """An annotation, or a function of a call's arguments that gives it."""
@@ -172,7 +172,7 @@ def run(entry: Entry, values: Sequence[Any], num_results: int) -> Any:
 
 def _needs_values(entry: Entry, values: Sequence[Any]) -> Exception | None:
     """The error with which a function ends that looks at the values of tensors; ``None`` for others."""
-    plain = [value.node.hint if isinstance(value, torch.SymInt) else value for value in values]
+    plain = [sample_size(value, 1) if isinstance(value, torch.SymInt) else value for value in values]
     with fake_tensor_mode(), quiet_fake_kernels():
         tensors = map_tensors(
             lambda one: torch.empty(spec_of(one).shape, dtype=one.dtype, device=one.device), plain

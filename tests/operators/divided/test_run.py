@@ -80,7 +80,7 @@ def divided(name: str, shallow: Shallow, plan: OperatorPlan) -> tuple[nn.Module,
     group = TensorGroup(mesh)
     model, _ = network(name)
     first = division_of(plan, shallow.graph, group.size)
-    summed = first.partly_used()
+    summed = first.summed
     divide = functools.partial(division_of, plan, degree=group.size, summed=summed)
     blocks = [block.name for block in repeated_blocks(model)]
     forward = DividedForward(model, blocks, divide, group.process_group, CPU)
