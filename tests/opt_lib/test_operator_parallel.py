@@ -116,6 +116,29 @@ def test_plans_are_files_and_misfits_are_named(tmp_path: Path) -> None:
     assert run_ranks(applied, 2, args=({"plan": plan},)) == ["", ""]
 
 
+def short_batches() -> list[str]:
+    from tests.opt_lib.scenarios import accelerate_case
+
+    case = CASES["hf_llama"]
+    result = accelerate_case(case, [MESH, BATCH])
+    texts = []
+    for rows in (3, 4, 5):  # the first capture of any, of one that is divided, and one more for that
+        try:
+            result.train_step(case.make_batch(rows, 0))
+            texts.append("")
+        except InputError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_samples_that_are_not_divisible_are_refused_in_words() -> None:
+    for first, even, odd in run_ranks(short_batches, 2):
+        assert "cannot be divided for inputs of [3, " in first
+        assert even == ""
+        assert "5 is not divisible by 2" in odd
+        assert "drop_last=True" in odd
+
+
 def test_too_little_memory_names_what_needs_it() -> None:
     (text, _) = run_ranks(applied, 2, args=({"memory_gib": 1e-6},))
     assert "no division fits in 1.05 KiB of memory: at least " in text

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
@@ -18,7 +20,8 @@ from atorch_ns.operators.graph.capture import Captured, capture, filled, flat_ar
 from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import local_part
-from atorch_ns.torch_compat import plain_name, unwrap_checkpoint
+from atorch_ns.text import first_few
+from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
 
 Divide = Callable[[OperatorGraph], Division]
 """Gives every operator of a captured graph its rule."""
@@ -86,13 +89,17 @@ class DividedForward:
         states = self._states(model)
         for known, found in self._passes:
             if known == states and found.captured.fits(tensors, structure):
+                found.check(tensors)
                 return found
         modules = {plain_name(path): module for path, module in model.named_modules()}
         for path, module in self._structure.named_modules():
             module.training = modules[path].training
         dtypes = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
         captured = capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
-        division = self._divide(OperatorGraph(captured, self._blocks))
+        try:
+            division = self._divide(OperatorGraph(captured, self._blocks))
+        except InputError as error:
+            raise _indivisible(tensors, str(error)) from error
         made = _Pass(captured, division, pieces(division))
         self._passes.append((states, made))
         return made
@@ -106,6 +113,14 @@ class DividedForward:
 
 def _without_memory(kind: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor
+
+
+def _indivisible(tensors: Sequence[torch.Tensor], why: str) -> InputError:
+    shapes = first_few([str(list(tensor.shape)) for tensor in tensors], 4)
+    return InputError(
+        f"the model's operators cannot be divided for inputs of {shapes}: {why} Give batches, micro-batches and lengths that "
+        "the ranks divide where the plan does; drop_last=True leaves out an epoch's last, short batch."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +138,44 @@ class _Pass:
             where = self.division.graph.segments[self.pieces.index(piece)].kind or "between blocks"
             shown.setdefault(id(piece.body), f"# {where}\n{piece.code}")
         return "\n".join(shown.values())
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises an :class:`InputError` if a size that follows the number of samples is divided and is not divisible."""
+        samples = self._samples(tensors)
+        degree = self.division.degree
+        odd = [each for each in self._multiples if each * samples % degree]
+        if odd:
+            raise _indivisible(tensors, f"{round(odd[0] * samples)} is not divisible by {degree}.")
+
+    def _samples(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The first size that may vary."""
+        rows = zip(tensors, self.captured.guards, strict=True)
+        sizes = (
+            size
+            for x, (shape, _) in rows
+            for size, one in zip(x.shape, shape, strict=True)
+            if isinstance(one, str)
+        )
+        return next(sizes, 1)
+
+    @functools.cached_property
+    def _multiples(self) -> frozenset[Fraction]:
+        """The sizes that vary and are divided, in units of the number of samples."""
+        inputs = [
+            node.meta["val"] for node, origin in self.captured.origins.items() if origin.kind == "input"
+        ]
+        varying = (size for value in inputs for size in value.shape if not isinstance(size, int))
+        samples = next((sample_size(size, 1) for size in varying), 1)
+        found: set[Fraction] = set()
+        for one, rule in self.division.rules.items():
+            for value, placement in zip(
+                (*one.inputs, *one.results), (*rule.inputs, *rule.outputs), strict=True
+            ):
+                if value is not None and isinstance(placement, Shard):
+                    size = value.meta["val"].shape[placement.dim]
+                    if not isinstance(size, int):
+                        found.add(Fraction(sample_size(size, 1), samples))
+        return frozenset(found)
 
     @functools.cached_property
     def _outputs(self) -> tuple[tuple[str, Placement], ...]:
