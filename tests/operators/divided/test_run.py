@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.operators import (
     DividedForward,
+    OperatorGraph,
     OperatorPlan,
     Shallow,
     capture_shallow,
+    check_division,
+    check_plan,
     division_of,
     random_plan,
 )
 from atorch_ns.operators.divided import calls, run
+from atorch_ns.operators.rules.constraints import read_constraints, unused
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding import TensorGroup, divide_parameters
 from atorch_ns.testing.workers import run_ranks
@@ -153,3 +160,59 @@ def test_random_plans_train_as_one_process_does(name: str, num_ranks: int, bf16:
     loss, parameter = (5e-2, 5e-2) if bf16 else (1e-5, 1e-5)
     wrong = [row for rank in found for row in rank if row[1] > loss or row[2] > parameter]
     assert not wrong
+
+
+def masks(divides: bool) -> list[list[float]]:
+    """What dropout leaves of ones on this rank, and a number that all ranks draw after it."""
+    dim = Shard(0)
+    rule = Rule((dim,), (dim,)) if divides else Rule((Replicate(),), (Replicate(),))
+    model = nn.Sequential(nn.Dropout(0.5))
+    captured = run.capture(model.train(), (torch.ones(64, 8),), {}, device=CPU)
+    (one,) = OperatorGraph(captured).operators
+    target, needs_group = calls.runnable(one, rule)
+    torch.manual_seed(3)
+    given = torch.ones(32 if divides else 64, 8)
+    group = torch.distributed.group.WORLD
+    left = target(group, given, 0.5, True) if needs_group else target(given, 0.5, True)
+    return [left.flatten().tolist(), torch.rand(4).tolist()]
+
+
+def test_divided_masks_differ_by_rank_and_whole_ones_are_equal() -> None:
+    (one, after), (other, after_other) = run_ranks(masks, 2, args=(True,))
+    alike = sum(mine == theirs for mine, theirs in zip(one, other, strict=True)) / len(one)
+    assert 0.35 < alike < 0.65  # of fair coins, half; 256 of them are off by less than a tenth
+    assert after == after_other
+    first, second = run_ranks(masks, 2, args=(False,))
+    assert first == second
+
+
+def test_the_plan_of_the_guide_is_one() -> None:
+    """The JSON and the YAML of docs/operators.md, on a Llama."""
+    page = (Path(__file__).parents[3] / "docs" / "operators.md").read_text()
+    plan = OperatorPlan.from_text(page.split("```json\n")[1].split("```")[0])
+    model, batch = network("llama")
+    shallow = capture_shallow(copy.deepcopy(model), (), batch, device=CPU)
+    check_plan(plan, shallow.graph, 2)
+    check_division(division_of(plan, shallow.graph, 2), model, list(batch.values()), CPU)
+
+
+def test_the_constraints_of_the_guide_are_some(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operators.md").read_text()
+    file = tmp_path / "constraints.yaml"
+    file.write_text(page.split("```yaml\n")[1].split("```")[0])
+    constraints = read_constraints(file)
+    model, batch = network("llama", rows=4)
+    graph = capture_shallow(model, (), batch, device=CPU).graph
+    calls_of = [(one.call.name, (one.path, one.classes)) for one in graph.operators]
+    assert len(constraints) == 1
+    assert "LlamaAttention" in {one.classes.rpartition(".")[2] for one in graph.operators}
+    assert all("scaled_dot_product_attention" in text for text in unused(calls_of, constraints))  # eager here
+
+
+def test_the_operator_of_the_guide_runs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operators.md").read_text()
+    script = page.split("```python\n")[2].split("```")[0]
+    file = (
+        f"{script}\nx, w = torch.randn(2, 3, 4), torch.rand(4)\nassert scaled_norm(x, w).shape == x.shape\n"
+    )
+    subprocess.run([sys.executable, "-c", file], check=True, timeout=100)
