@@ -22,6 +22,7 @@ NAMES = (
     "memory",
     "model_axes",
     "models",
+    "operator_planning",
     "overhead",
     "peers",
     "planning",

@@ -130,6 +130,16 @@ def _cutting(data: Data) -> Iterator[Claim]:
         yield Claim(what=what, asked="≤ 60", found=f"{row['seconds']:.1f}", holds=holds, shortfall=shortfall)
 
 
+def _operator_planning(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        what = f"an operator plan of a Llama, {row['layers']} layers, {row['devices']} devices"
+        found, holds = f"{row['plan_s']['median']:.2f} cpu s, {row['mib']} MiB", bool(row["holds"])
+        shortfall = "" if holds else f"{what}: {found}; 5 s and 1024 MiB are asked."
+        yield Claim(
+            what=what, asked="≤ 5 cpu s, ≤ 1024 MiB", found=found, n=3, holds=holds, shortfall=shortfall
+        )
+
+
 def _estimate_memory(data: Data) -> Iterator[Claim]:
     errors = sorted(abs(detail["error"]) for row in data["rows"] for detail in row.get("details", ()))
     if not errors:
@@ -400,6 +410,7 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "search_quality": _search_quality,
     "search_time": _search_time,
     "cutting": _cutting,
+    "operator_planning": _operator_planning,
     "imports": _imports,
     "gpu": _gpu,
 }
