@@ -74,10 +74,6 @@ class DividedForward:
         tensors, structure = flat_arguments(args, kwargs)
         return filled(*self._pass(model, args, kwargs, tensors, structure).run(model, tensors, self._group))
 
-    def captured(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Pass:
-        """The pass for a call, captured and divided."""
-        return self._pass(model, args, kwargs, *flat_arguments(args, kwargs))
-
     def _pass(
         self,
         model: nn.Module,
