@@ -21,7 +21,7 @@ from atorch_ns.search import StopRule
 from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.workers import run_ranks
 from tests.engine.inputs import case_inputs
-from tests.engine.trials import DONE, Ran, run_tasks, task
+from tests.engine.trials import DONE, SHORT, Ran, run_tasks, task
 from tests.processes import child_processes
 
 pytestmark = pytest.mark.usefixtures("cold_python")
@@ -68,7 +68,10 @@ def test_one_process_measures(worker: TrialWorker, folder: Path) -> None:
 
 
 def test_the_strategy_is_applied(worker: TrialWorker) -> None:
-    plain, recomputed = worker.run(task(2), never), worker.run(task(3, "checkpoint"), never)
+    rule = replace(SHORT, min_steps=2, max_steps=2)  # a loss is that of the last step: as many in both
+    plain = worker.run(task(2, rule=rule), never)
+    recomputed = worker.run(task(3, "checkpoint", rule=rule), never)
+    assert len(plain.step_seconds) == len(recomputed.step_seconds)
     assert plain.peak_bytes is not None
     assert recomputed.peak_bytes is not None
     assert recomputed.peak_bytes < 0.8 * plain.peak_bytes
