@@ -70,14 +70,9 @@ def _agree_over_model_axes(job: Job) -> None:
     if job.gradients.sums:
         job.gradients.sums.watch(job.module)
     if job.mesh is not None and job.mesh.divides_model:
-        stages = job.stage_group
-        job.step.randomness = SharedRandomness(
-            seed=job.seed,
-            data_rank=job.data_rank,
-            stage=0 if stages is None else stages.rank(),
-            device=job.device,
-        )
-        job.step.randomness.attach([job.module, *job.parts.stages])
+        job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
+        if not job.parts.stages:  # a pipeline seeds every unit's call itself
+            job.step.randomness.attach([job.module])
 
 
 def _wrap_forward(job: Job) -> None:

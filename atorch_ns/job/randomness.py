@@ -11,7 +11,7 @@ from torch import nn
 
 
 class SharedRandomness:
-    """Gives every forward pass in training random states that depend on the job, the data, the stage and a count.
+    """Gives every forward pass in training random states that depend on the job, the data and a count.
 
     Ranks that hold parts of one layer must draw the same masks for what they compute alike, however differently
     the user has seeded them. The caller's random states are as before afterwards. Recomputation in the backward
@@ -20,13 +20,12 @@ class SharedRandomness:
     Args:
         seed: a number that is the same on every rank.
         data_rank: this rank's place among those that see different data.
-        stage: this rank's place in a pipeline, so that layers of two stages do not draw the same masks.
         device: the device on which the model computes.
     """
 
-    def __init__(self, *, seed: int, data_rank: int, stage: int = 0, device: torch.device) -> None:
+    def __init__(self, *, seed: int, data_rank: int, device: torch.device) -> None:
         self._seed = seed
-        self._place = (data_rank, stage)
+        self._data_rank = data_rank
         self._device = device
         self._count = 0
         self._depth = 0
@@ -40,6 +39,12 @@ class SharedRandomness:
         """Goes on where :meth:`state` was taken, on any number of ranks."""
         self._seed, self._count = state.tolist()
 
+    def next_seed(self) -> int:
+        """The seed of the next forward pass, or of the next batch of a pipeline."""
+        self._count += 1
+        text = repr((self._seed, self._data_rank, self._count)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Surrounds the forward passes of ``modules``; of those that run inside each other, the outermost."""
         for module in dict.fromkeys(modules):
@@ -50,9 +55,7 @@ class SharedRandomness:
         self._depth += 1
         if self._depth > 1 or not (module.training and torch.is_grad_enabled()):
             return
-        self._count += 1
-        text = repr((self._seed, *self._place, self._count)).encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        seed = self.next_seed()
         cuda = None
         if self._device.type == "cuda":
             cuda = torch.cuda.get_rng_state(self._device)

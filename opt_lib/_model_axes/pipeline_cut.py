@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -173,9 +172,8 @@ def _shapes(traced: Signature) -> str:
 
 def _seed(job: Job) -> int:
     """Seed of the next batch: it continues after a checkpoint is loaded, and differs between data ranks."""
-    state = job.step.randomness.state().tolist() if job.step.randomness is not None else [job.seed]
-    text = repr((*state, job.data_rank)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    assert job.step.randomness is not None
+    return job.step.randomness.next_seed()
 
 
 def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:

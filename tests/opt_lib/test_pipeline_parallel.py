@@ -34,7 +34,7 @@ from atorch_ns.testing.parity import (
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from atorch_ns.torch_compat import plain_name
 from opt_lib.pipeline_parallel import PipelineParallel
-from tests.pipeline.odd_models import Dropouts, LooksAtValues, build, mean_loss
+from tests.pipeline.odd_models import LooksAtValues, build, mean_loss
 
 Strategy = list[Any]
 
@@ -228,37 +228,6 @@ def _live(schedules: Sequence[str], num_micro_batches: int) -> list[int]:
 def test_1f1b_holds_as_many_micro_batches_as_its_stage_is_deep() -> None:
     by_rank = run_ranks(_live, 3, args=(["1F1B", "GPipe"], 8), timeout_s=90)
     assert by_rank == [[3, 8], [2, 8], [1, 8]]
-
-
-def _dropouts(user_seed: int) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    torch.manual_seed(user_seed + dist.get_rank())
-    case = get_case("tied_llama")
-    runs = []
-    for schedule in ("1F1B", "Interleaved1F1B", "pre_recompute_1f1b", "shifted_critical_path"):
-        torch.manual_seed(user_seed)
-        result = accelerate_case(
-            case,
-            _with(schedule, "checkpoint", num_micro_batches=4),
-            model=build(Dropouts),
-            dataset=[torch.arange(6) % 5 + row % 3 for row in range(40)],
-            loss_func=mean_loss,
-        )
-        losses = [float(result.train_step(batch)) for batch in result.dataloader]
-        runs.append((losses, whole_parameters(result)))
-    return runs
-
-
-def test_dropout_masks_agree_on_all_stages_and_schedules() -> None:
-    # A seed beyond 2**63, as torch gives half of all scripts that set none.
-    by_rank = run_ranks(_dropouts, 2, args=(-3,), timeout_s=60)
-    (losses, parameters), in_four, *recomputed = by_rank[0]
-    assert [own for own, _ in by_rank[0]] == [other for other, _ in by_rank[1]]
-    assert len(set(losses)) == len(losses)
-    # Cut in two or in four, the masks are the same, since each call draws its own.
-    assert in_four[0][0] == pytest.approx(losses[0], abs=1e-6)
-    for own, its_parameters in recomputed:
-        assert own == losses
-        torch.testing.assert_close(its_parameters, parameters, rtol=0, atol=0)
 
 
 class _Slow(nn.Module):

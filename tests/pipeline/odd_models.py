@@ -237,6 +237,8 @@ class Dropouts(Base):
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout(0.5)
+        for block in self.blocks:
+            block.linear = nn.Sequential(block.linear, nn.Dropout(0.2))
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.drop(self.embed(x))

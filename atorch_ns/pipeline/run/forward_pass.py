@@ -17,7 +17,7 @@ from atorch_ns.pipeline.cut.crossing import Carried, Crossing, stage_parameters
 from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec, Value
 from atorch_ns.torch_compat import is_view
 
-_CALL_STRIDE = 7_919
+CALL_STRIDE = 7_919
 """The difference of the seeds of two calls of one pass."""
 
 
@@ -108,7 +108,7 @@ class StagePass:
             raise StepError(f"this rank was to run {path}, which it does not have.")
         if number == self._stage.begin:
             self._fill_arguments(args, kwargs)
-        with self._inside(), random_stream(self.seed + number * _CALL_STRIDE, self._device):
+        with self._inside(), random_stream(self.seed + number * CALL_STRIDE, self._device):
             output = unit(*args, **kwargs)
         self._keep(number, output)
         return output

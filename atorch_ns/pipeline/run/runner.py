@@ -55,7 +55,7 @@ class StageSet:
         self.stages = tuple(stages)
         self.rank_of = tuple(rank_of)
         self._cuts = tuple(cuts)
-        self._paths = tuple(paths)
+        self.paths = tuple(paths)
         self._trace = trace
         self._draw_seed = draw_seed
         self._traced: dict[Signature, tuple[CallGraph, tuple[StageRange, ...]]] = {}
@@ -88,7 +88,10 @@ class StageSet:
             StepError: if the model calls other units than when it was cut.
         """
         known = [self._known(micro_batch) for micro_batch in micro_batches]
-        seed = self._draw_seed()
+        draws = any(
+            stage.model_training for stage in self.stages
+        )  # an evaluation leaves the masks to come alone
+        seed = self._draw_seed() if draws else 0
         for stage in self.stages:
             passes = [(graph, own[stage.number]) for graph, own in known]
             stage.begin(micro_batches, passes, loss_of, seed=seed)
@@ -104,8 +107,8 @@ class StageSet:
         if key not in self._traced:
             with torch.enable_grad():  # also where an evaluation is the first to have such shapes
                 graph = self._trace(micro_batch)
-            if graph.paths != self._paths:
-                raise StepError(_other_calls(self._paths, graph.paths))
+            if graph.paths != self.paths:
+                raise StepError(_other_calls(self.paths, graph.paths))
             self._traced[key] = (graph, ranges(graph, self._cuts))
         return self._traced[key]
 

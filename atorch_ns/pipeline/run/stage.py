@@ -16,7 +16,7 @@ from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageEnd, StagePass, StageRange, random_stream
 from atorch_ns.pipeline.schedule.schedules import train_step_only
 
-_BATCH_STRIDE = 1_000_003
+MICRO_BATCH_STRIDE = 1_000_003
 """The difference of the seeds of two micro-batches."""
 
 LossOf = Callable[[int, Any, Any], torch.Tensor]
@@ -145,6 +145,11 @@ class StageModule(nn.Module):
         self._loss_of: LossOf | None = None
         self.failed = False
 
+    @property
+    def model_training(self) -> bool:
+        """Whether the user's model is in training mode."""
+        return bool(self.__dict__["_model"].training)
+
     def begin(
         self,
         micro_batches: Sequence[Any],
@@ -187,32 +192,29 @@ class StageModule(nn.Module):
             raise StepError("a stage of a pipeline is run by train_step only.")
         number = int(index)
         batch, (graph, own) = self._micro_batches[number], self._passes[number]
-        seed = self._seed + number * _BATCH_STRIDE
+        seed = self._seed + number * MICRO_BATCH_STRIDE
         stage_pass = StagePass(graph, own, received, device=self._device, seed=seed)
-        output = self._run(stage_pass, batch)
-        if not self.is_last:
-            if stage_pass.sent is None:
-                raise StepError(
-                    f"the model ended after {stage_pass.num_calls} of its units, but stage {self.number} ends "
-                    f"before unit {own.end}: it does not call what it called when it was cut."
-                )
-            return stage_pass.sent
-        assert self._loss_of is not None
         try:
-            return torch.stack([self._loss_of(number, batch, output)])
+            with random_stream(seed, self._device):
+                output = self._run(stage_pass, batch)
+                if self.is_last:
+                    assert self._loss_of is not None
+                    return torch.stack([self._loss_of(number, batch, output)])
         except Exception:
             self.failed = True
             raise
+        if stage_pass.sent is None:
+            raise StepError(
+                f"the model ended after {stage_pass.num_calls} of its units, but stage {self.number} ends "
+                f"before unit {own.end}: it does not call what it called when it was cut."
+            )
+        return stage_pass.sent
 
     def _run(self, stage_pass: StagePass, batch: Any) -> Any:
         self._switch.running = stage_pass
         try:
-            with random_stream(stage_pass.seed, self._device):
-                return call_model(self.__dict__["_model"], batch, self._format)
+            return call_model(self.__dict__["_model"], batch, self._format)
         except StageEnd:
             return None
-        except Exception:
-            self.failed = True
-            raise
         finally:
             self._switch.running = None
