@@ -23,6 +23,9 @@ _LOST_CONNECTION = re.compile(
 )
 """Of :func:`_reaching`, of gloo, and of NCCL."""
 
+_TURNS_BACK = 6
+"""How many blocks may begin between a failure and the next exchange: the phases of a step, where a loop calls each."""
+
 
 def agree(
     action: Callable[[], T], *, what: str, distributed: bool, group: dist.ProcessGroup | None = None
@@ -72,7 +75,8 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
     """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
 
     A rank that waits in a collective for one that failed notices it when that one's process ends, in the backend's words
-    about a lost connection; it raises the failed rank's reason instead. The block itself communicates nothing.
+    about a lost connection; it raises the failed rank's reason instead. The block itself communicates nothing. A failed
+    rank that catches its error and lives on keeps the others waiting: nothing ends another process's wait in gloo.
 
     Args:
         what: name of the code, for the message.
@@ -102,8 +106,8 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
         failures: dict[int, str] = {}
         with suppress(RuntimeError):
             store, ranks = default_store(), range(dist.get_world_size())
-            # A rank that failed after the last exchange of a block is noticed in the next one of that name.
-            for one in (turn, turn - 1):
+            # A rank that failed after the last exchange of a block is noticed in a later one of that name.
+            for one in range(turn, turn - _TURNS_BACK, -1):
                 failures = failures or {
                     rank: store.get(key(one, rank)).decode()
                     for rank in ranks

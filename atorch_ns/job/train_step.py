@@ -69,6 +69,7 @@ class TrainStep:
     ) -> None:
         self.num_steps = 0
         self._num_calls = 0
+        self._is_shared = False
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
         self.observers: list[StepObserver] = []
@@ -171,8 +172,7 @@ class TrainStep:
         self, work: Callable[[], StepWork], divisor: Callable[[StepOutput], float] | None = None
     ) -> StepOutput:
         self._require()
-        self._num_calls += 1
-        with self._job.cluster.sharing_failures("a training step", turn=self._num_calls):
+        with self._sharing_failures():
             self.times.start()
             self.zero()
             found, loss_arrives = self._forward_backward(work())
@@ -199,7 +199,8 @@ class TrainStep:
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
-        return _arrived(self._forward_backward(self._mean_of(batch))).loss
+        with self._sharing_failures():
+            return _arrived(self._forward_backward(self._mean_of(batch))).loss
 
     def reduce(self) -> None:
         """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
@@ -254,7 +255,7 @@ class TrainStep:
         """
         if self._loss_func is None:
             raise StepError("evaluate needs loss_func; pass it to auto_accelerate.")
-        return self._evaluated(self._mean_of(batch)).loss
+        return self._evaluated(lambda: self._mean_of(batch)).loss
 
     def infer(self, samples: Sequence[Any], *, outputs: bool = True) -> StepOutput:
         """The losses and outputs of micro-batches without training on them; collective.
@@ -262,25 +263,40 @@ class TrainStep:
         The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without a loss function
         losses are zero.
         """
-        return self._evaluated(
-            self._weighed(
-                samples,
-                weights=None,
-                losses="means",
-                reduction="mean",
-                dummies=None,
-                scale_fn=None,
-                outputs=outputs,
-            )
+        work = partial(
+            self._weighed,
+            samples,
+            weights=None,
+            losses="means",
+            reduction="mean",
+            dummies=None,
+            scale_fn=None,
+            outputs=outputs,
         )
+        return self._evaluated(work)
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        for observer in tuple(self._watching.get(("before", phase), ())):
-            observer()
-        yield
-        for observer in tuple(self._watching.get(("after", phase), ())):
-            observer()
+        with self._sharing_failures():
+            for observer in tuple(self._watching.get(("before", phase), ())):
+                observer()
+            yield
+            for observer in tuple(self._watching.get(("after", phase), ())):
+                observer()
+
+    @contextmanager
+    def _sharing_failures(self) -> Iterator[None]:
+        """Around a step, or a phase that a loop calls by itself: a failure of one rank ends all."""
+        if self._is_shared:
+            yield
+            return
+        self._num_calls += 1
+        self._is_shared = True
+        try:
+            with self._job.cluster.sharing_failures("a training step", turn=self._num_calls):
+                yield
+        finally:
+            self._is_shared = False
 
     def _forward_backward(self, work: StepWork) -> _Arriving:
         with self._phase("forward_backward"), self._context(work):
@@ -319,14 +335,14 @@ class TrainStep:
         return _passed(losses, outputs, work)
 
     @torch.no_grad()
-    def _evaluated(self, work: StepWork) -> StepOutput:
+    def _evaluated(self, make_work: Callable[[], StepWork]) -> StepOutput:
         job = self._job
         roots = (job.model, *job.parts.stages)
         modes = {module: module.training for root in roots for module in root.modules()}
         for root in roots:
             root.eval()
         try:
-            with self._context(work):
+            with self._sharing_failures(), self._context(work := make_work()):
                 passed = self._inferred(work) if self._runner is None else self._runner.forward(work)
                 return _arrived(self._output(work, passed))
         finally:

@@ -268,6 +268,29 @@ def test_an_observer_that_raises_on_one_rank_ends_all() -> None:
     assert "in the hook of a rank" in first.message
 
 
+def _fails_between_phases() -> None:
+    result = _accelerated(["ddp"], mean_loss)
+    step = result.train_step
+
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in a phase of a rank")
+
+    step.observe("update", fail)
+    for sample in _samples()[:2]:
+        step.zero()
+        step.forward_backward(sample)
+        step.reduce()
+        step.update()
+
+
+def test_an_observer_that_raises_in_a_loop_of_ones_own_ends_all() -> None:
+    first, second = catch_ranks(_fails_between_phases, 2, timeout_s=60)
+    assert second.error_type == "ZeroDivisionError"
+    assert first.error_type == "RankError"
+    assert "in a phase of a rank" in first.message
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
