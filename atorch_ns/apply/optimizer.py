@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,12 @@ from atorch_ns.errors import InputError
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
-from atorch_ns.job.optimizer import MasterWeights, StepOptimizer
+from atorch_ns.job.optimizer import MasterWeights, StepOptimizer, inner_optimizer
 from atorch_ns.job.optimizer_checks import require_separable
 from atorch_ns.job.result import Result
 from atorch_ns.job.states import reshard
 from atorch_ns.job.user_optimizer import make_user_optimizer
-from atorch_ns.text import with_article
+from atorch_ns.text import did_you_mean, with_article
 from atorch_ns.torch_compat import plain_name
 
 
@@ -58,7 +58,10 @@ def attach_optimizer(
         reshard(job.module)
         job.original = replace(job.original, groups=groups)
         job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
-        return make_optimizer(job)
+        made = make_optimizer(job)
+        assert made is not None
+        _refuse_misspelt(groups or (), inner_optimizer(made).defaults)
+        return made
 
     optimizer = job.cluster.agree(make, what="attaching the optimizer")
     result.train_step.optimizer = optimizer
@@ -83,6 +86,13 @@ def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[
         else:
             names.append(name)
     return tuple(NamedGroup(tuple(names), options) for options, names in groups)
+
+
+def _refuse_misspelt(groups: Iterable[NamedGroup], known: Collection[str]) -> None:
+    """Torch takes any key in a group, also one that is nearly an option of the optimizer."""
+    for option in {option for group in groups for option in group.options}:
+        if option not in known and (meant := did_you_mean(option, known)):
+            raise InputError(f"options_of gave {option!r}, which the optimizer does not know.{meant}")
 
 
 def make_optimizer(job: Job) -> torch.optim.Optimizer | None:

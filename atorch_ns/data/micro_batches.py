@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.capture.nests import tensors_of
+from atorch_ns.cluster import gathered
 from atorch_ns.errors import InputError
-from atorch_ns.text import counted, with_article
+from atorch_ns.text import clipped, counted, with_article
 
 LossScale = Callable[[torch.Tensor], torch.Tensor]
 """Changes a loss, 0-d, before its backward pass."""
@@ -58,6 +59,10 @@ class StepWork:
         """What the backward pass of a loss begins with."""
         if self.scale_fn is not None:
             loss = self.scale_fn(loss)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise InputError(
+                    f"scale_fn must return the loss, changed: a tensor of one number. It returned {with_article(loss)}."
+                )
         if number in self.dummies:  # it may be of anything, and infinite
             return (loss * 0.0).nan_to_num(0.0, 0.0, 0.0)
         return loss if self.shares[number] == 1.0 else loss * self.shares[number]
@@ -121,19 +126,17 @@ def weigh(
     """
     is_list = isinstance(samples, (list, tuple))
     num, (place, n) = len(samples) if is_list else 0, data_ranks or (0, 1)
-    given = [1.0] * num if weights is None else [float(weight) for weight in weights]
+    given = [1.0] * num if weights is None else _numbers(weights)
     idle = [False] * num if dummies is None else [bool(one) for one in dummies]
-    problem = ""
     if not is_list:
         problem = f"samples is a list of micro-batches, and not {with_article(samples)}"
     elif losses not in ("means", "sums") or reduction not in ("mean", "sum"):
         problem = f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
-    elif len(given) != num or len(idle) != num:
-        problem = f"there are {counted(num, 'sample')}, {counted(len(given), 'weight')} and {counted(len(idle), 'dummy flag')}"
-    elif not all(0.0 <= weight < float("inf") for weight in given):
-        problem = f"weights must be numbers from 0 on, and are {given}"
-    elif not num:
-        problem = "a rank has no micro-batch, not even one to be a dummy"
+    elif given is None:
+        problem = f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
+    else:
+        problem = _misfit(num, given, idle)
+    given = given or []
     own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
     digest = _digest(losses, reduction, idle, [] if problem else samples)
     told = torch.tensor(
@@ -147,7 +150,8 @@ def weigh(
     by_place = {row[0]: row for row in rows}
     failed = [rank for rank, row in enumerate(rows) if row[3]]
     if failed:
-        raise InputError(f"{problem or f'rank {failed[0]} was given micro-batches that do not fit'}.")
+        problems = [problem] if data_ranks is None else gathered(problem, distributed=True)
+        raise InputError(f"{problem or f'rank {failed[0]}: {problems[failed[0]]}'}.")
     for rank, row in enumerate(rows):
         if row[1:3] != by_place[row[0]][1:3]:
             raise InputError(
@@ -177,6 +181,22 @@ def weigh(
         "wants_outputs": outputs,
         "askers": frozenset(rank for rank, row in enumerate(rows) if row[4]),
     }
+
+
+def _misfit(num: int, weights: Sequence[float], idle: Sequence[bool]) -> str:
+    if len(weights) != num or len(idle) != num:
+        return f"there are {counted(num, 'sample')}, {counted(len(weights), 'weight')} and {counted(len(idle), 'dummy flag')}"
+    if not all(0.0 <= weight < float("inf") for weight in weights):
+        return f"weights must be numbers from 0 on, and are {list(weights)}"
+    return "" if num else "a rank has no micro-batch, not even one to be a dummy"
+
+
+def _numbers(weights: Sequence[float]) -> list[float] | None:
+    """The weights; ``None`` if they are no list of numbers."""
+    try:
+        return [float(weight) for weight in weights]
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError of a tensor of several numbers
+        return None
 
 
 def _digest(losses: str, reduction: str, idle: Sequence[bool], samples: Sequence[Any]) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.data import TrainLoader
+from atorch_ns.errors import InputError
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction
 from atorch_ns.job.reducer import GradientReducer
@@ -190,7 +191,13 @@ class Result(_Fields):
         return self.job.cluster.world_size
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The mean of a number over all data ranks, 0-d float32 and detached; collective."""
+        """The mean of a number over all data ranks, 0-d float32 and detached; collective.
+
+        Raises:
+            InputError: if ``value`` is not one number.
+        """
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise InputError(f"mean takes one number, and got a tensor of shape {list(value.shape)}.")
         total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
         if self.job.mesh is not None and self.job.num_data_ranks > 1:
             dist.all_reduce(total, group=self.job.mesh.data_group)

@@ -50,7 +50,7 @@ class TrainStep:
 
     Attributes:
         optimizer: what updates the weights; ``None`` until there is one.
-        num_steps: batches trained on.
+        num_steps: updates so far.
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
         skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
         times: how long the last steps took on this rank.
@@ -186,7 +186,6 @@ class TrainStep:
             self.update()
             loss_arrives()
             self.times.stop()
-        self.num_steps += 1
         for observer in tuple(self.observers):  # one may take itself out
             observer(self.num_steps, found.loss, self.grad_norm)
         return found
@@ -227,6 +226,7 @@ class TrainStep:
         optimizer, _ = self._require()
         with self._phase("update"):
             optimizer.step()
+            self.num_steps += 1
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all ranks together; call it between the backward pass and the step.
@@ -401,8 +401,11 @@ class TrainStep:
 
     def _require(self) -> tuple[torch.optim.Optimizer, LossFunction]:
         if self.optimizer is None or self._loss_func is None:
-            missing = "optim_func" if self.optimizer is None else "loss_func"
-            raise StepError(f"train_step needs {missing}; pass it to auto_accelerate.")
+            if self.optimizer is None:
+                raise StepError(
+                    "train_step needs optim_func; pass it to auto_accelerate, or call attach_optimizer(result, …)."
+                )
+            raise StepError("train_step needs loss_func; pass it to auto_accelerate.")
         if isinstance(inner_optimizer(self.optimizer), torch.optim.LBFGS):
             raise StepError(
                 "LBFGS evaluates the model several times in one step; write the loop with optim.step(closure)."

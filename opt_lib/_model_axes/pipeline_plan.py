@@ -132,6 +132,8 @@ def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
 
     def split(data: Any) -> list[Any]:
         number, rows = plan.num_micro_batches, num_rows(data)
+        if rows == 0:
+            raise BatchSizeError("the batch has no rows.")
         if rows is not None and rows % number:
             if plan.num_is_requested:
                 raise BatchSizeError(number_problem(plan.info, num_ranks, plan.stages_per_rank, number, rows))

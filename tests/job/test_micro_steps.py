@@ -282,6 +282,7 @@ def _fails_between_phases() -> None:
         step.forward_backward(sample)
         step.reduce()
         step.update()
+        assert step.num_steps == 1
 
 
 def test_an_observer_that_raises_in_a_loop_of_ones_own_ends_all() -> None:
@@ -298,6 +299,8 @@ def test_an_observer_that_raises_in_a_loop_of_ones_own_ends_all() -> None:
         ({"weights": [1.0, -1.0]}, "weights must be numbers from 0 on"),
         ({"weights": [1.0, float("nan")]}, "weights must be numbers from 0 on"),
         ({"weights": [0.0, 0.0]}, "sum to nothing"),
+        ({"weights": ["many", 1.0]}, "weights is a list of numbers, one for each sample, and is"),
+        ({"weights": torch.ones(2, 2)}, "weights is a list of numbers, one for each sample, and is"),
         ({"dummies": [True, True]}, "sum to nothing"),
         ({"samples": []}, "has no micro-batch"),
         ({"samples": torch.zeros(2, 6)}, "is a list of micro-batches, and not a Tensor"),
@@ -320,13 +323,20 @@ def _refused(strategy: list[Any]) -> list[str]:
             result.train_step.micro_steps(_samples()[:2], weights=weights if dist.get_rank() else None)
         except AtorchError as error:
             texts.append(str(error))
-    return texts
+    with pytest.raises(InputError) as caught:
+        result.train_step.micro_steps(_samples()[:2], scale_fn=lambda _: None)  # type: ignore[arg-type,return-value]
+    return [*texts, str(caught.value)]
 
 
 def test_bad_weights_on_one_rank_are_refused_on_all() -> None:
     first, second = run_ranks(_refused, 2, args=(["ddp"],), timeout_s=60)
-    assert "rank 1 was given" in first[0]
-    assert "2 samples, 1 weight" in second[0]
+    assert "rank 1: there are 2 samples, 1 weight" in first[0]
+    assert "there are 2 samples, 1 weight" in second[0]
+    for texts in (first, second):
+        assert (
+            "scale_fn must return the loss, changed: a tensor of one number. It returned a NoneType"
+            in texts[-1]
+        )
 
 
 def _asked(strategy: list[Any]) -> tuple[list[Tensor], list[str]]:

@@ -291,6 +291,8 @@ def _misused() -> list[str]:
         lambda: attach_optimizer(result, lambda parameters: None),  # type: ignore[arg-type,return-value]
         lambda: attach_optimizer(result, torch.optim.SGD, options_of=lambda name: [name], lr=0.1),  # type: ignore[arg-type,return-value]
         lambda: attach_optimizer(_accelerated(["ddp"], torch.optim.SGD), torch.optim.SGD, lr=0.1),
+        lambda: attach_optimizer(result, torch.optim.SGD, options_of=lambda _: {"weight_decy": 0.0}, lr=0.1),
+        lambda: result.mean(torch.ones(2)),
         lambda: _accelerated([("ddp", {"predivide": 2.0})], torch.optim.SGD),
     ):
         with pytest.raises(AtorchError) as caught:
@@ -301,8 +303,11 @@ def _misused() -> list[str]:
 
 
 def test_what_cannot_be_attached_is_refused_in_words() -> None:
-    for none, nothing, options, twice, predivide in run_ranks(_misused, 2, timeout_s=60):
+    for none, nothing, options, twice, misspelt, vector, predivide in run_ranks(_misused, 2, timeout_s=60):
         assert "needs optim_func" in none
+        assert "or call attach_optimizer" in none
+        assert "'weight_decy', which the optimizer does not know. Did you mean" in misspelt
+        assert "mean takes one number, and got a tensor of shape [2]" in vector
         assert "returned a NoneType, not a torch.optim.Optimizer" in nothing
         assert "options_of gave a list" in options
         assert "has an optimizer already" in twice
