@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+from atorch_ns.capture.random_states import save_generators, seed_generators
 
 
 class SharedRandomness:
@@ -29,7 +31,7 @@ class SharedRandomness:
         self._device = device
         self._count = 0
         self._depth = 0
-        self._saved: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._restore: Callable[[], None] | None = None
 
     def state(self) -> torch.Tensor:
         """What the next forward passes draw from, int64; the same on all ranks after the same steps."""
@@ -55,20 +57,11 @@ class SharedRandomness:
         self._depth += 1
         if self._depth > 1 or not (module.training and torch.is_grad_enabled()):
             return
-        seed = self.next_seed()
-        cuda = None
-        if self._device.type == "cuda":
-            cuda = torch.cuda.get_rng_state(self._device)
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
-        self._saved = (torch.get_rng_state(), cuda)
-        torch.default_generator.manual_seed(seed)
+        self._restore = save_generators(self._device)
+        seed_generators(self.next_seed(), self._device)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth > 0 or self._saved is None:
-            return
-        (cpu, cuda), self._saved = self._saved, None
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, self._device)
+        if self._depth == 0 and self._restore is not None:
+            self._restore()
+            self._restore = None

@@ -226,7 +226,7 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info)
     known = _cuts(config, graph, units, num_ranks * on_rank, refused)
     choice, recompute = None, RecomputeShare.of(job.plan.recomputation)
-    if known is None or config.schedule == "auto" or recompute.is_chosen:
+    if known is None or config.schedule == "auto" or recompute.depends_on_cuts:
         try:
             choice = (
                 choose_for_device(  # the fastest cut, and the fastest schedule where none is named, that fits

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from atorch_ns.capture.random_states import random_stream
 from atorch_ns.job import SharedRandomness
-from atorch_ns.pipeline.run.forward_pass import CALL_STRIDE, random_stream
+from atorch_ns.pipeline.run.forward_pass import CALL_STRIDE
 from atorch_ns.pipeline.run.stage import MICRO_BATCH_STRIDE
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.testing.models import get_case

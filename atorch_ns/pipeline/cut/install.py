@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.blocks import NamedModule
+from atorch_ns.capture.random_states import seed_generators
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.crossing import Crossing, plan_crossings, stage_parameters
 from atorch_ns.pipeline.cut.graph import CallGraph
-from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageRange, seed_generators
+from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageRange
 from atorch_ns.pipeline.run.stage import StageModule, Stub, Unit
 from atorch_ns.pipeline.schedule.schedules import train_step_only
 

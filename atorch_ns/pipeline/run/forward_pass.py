@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.nests import map_instances, tensors_of
-from atorch_ns.capture.random_states import save_generators
+from atorch_ns.capture.random_states import random_stream
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.crossing import Carried, Crossing, stage_parameters
 from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec, Value
@@ -174,26 +174,6 @@ class StagePass:
             for one in self._stage.sent.carried
         )
         self._outputs.clear()
-
-
-@contextmanager
-def random_stream(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from ``seed`` inside the block, so that the code between units draws the same on every stage."""
-    restore = save_generators(device)
-    seed_generators(seed, device)
-    try:
-        yield
-    finally:
-        restore()
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seeds the default generators of the CPU and of ``device``; ``torch.manual_seed`` takes a hundred times as long,
-    since it looks for every kind of device."""
-    torch.default_generator.manual_seed(seed % 2**63)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed % 2**63)
 
 
 def _outputs(crossing: Crossing | None) -> list[Carried]:

@@ -61,11 +61,6 @@ class StageSet:
         self._traced: dict[Signature, tuple[CallGraph, tuple[StageRange, ...]]] = {}
         self._splits: dict[tuple[Signature, int], bool] = {}
 
-    @property
-    def has_last(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.stages[-1].is_last
-
     def splits_backward(self, micro_batch: Any, stage: int) -> bool:
         """Whether a stage's gradients of inputs and of weights can be computed separately for such micro-batches."""
         key = (signature(micro_batch), stage)

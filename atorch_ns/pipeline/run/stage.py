@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.capture.random_states import random_stream
 from atorch_ns.data import call_model
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
-from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageEnd, StagePass, StageRange, random_stream
+from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageEnd, StagePass, StageRange
 from atorch_ns.pipeline.schedule.schedules import train_step_only
 
 MICRO_BATCH_STRIDE = 1_000_003

@@ -331,6 +331,21 @@ class _Pipeline:
             kept.append(sum(of_block.values()))
         return held, kept, every
 
+    def most_able(self, cuts: Sequence[int]) -> int:
+        """The most blocks that a stage can recompute."""
+        return max(map(len, self.costs.recomputed(cuts, [1.0] * self.num_stages)))
+
+    def with_share(self, rank: int, share: float, most: Sequence[float]) -> _Pipeline:
+        """The same with a share of the stages of a rank, up to the most of each."""
+        stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
+        shares = (min(most[s], share) if s in stages else own for s, own in enumerate(self.shares))
+        return replace(self, shares=tuple(shares))
+
+    def moving_bytes(self, cuts: Sequence[int], rank: int) -> float:
+        """The most bytes of activations that a rank holds."""
+        _, kept, every = self.stage_bytes(cuts)
+        return live_bytes([self.orders[rank]], kept, every)[0]
+
     def peaks(self, cuts: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[float, ...]:
         """The most bytes that each rank holds, or each of some."""
         chosen = range(self.num_ranks) if ranks is None else ranks
@@ -376,6 +391,8 @@ def _evaluated(
         chosen = _cut(pipeline, limit_bytes) if cuts is None else tuple(cuts)
         if recompute.is_chosen:
             pipeline, chosen = _least_recomputing(pipeline, chosen, limit_bytes, look=cuts is None)
+        elif recompute.by_stage == "level":
+            pipeline = _levelled(pipeline, chosen)
         step = pipeline.step(chosen)
         timeline = simulate(orders, step.costs)
     except InputError as error:
@@ -440,21 +457,34 @@ def _fitted(
     pipeline: _Pipeline, most: Sequence[float], cuts: tuple[int, ...], limit_bytes: float
 ) -> _Pipeline | None:
     """The pipeline with the least shares with which every rank fits, block by block; ``None`` if none do."""
-    able = max(map(len, pipeline.costs.recomputed(cuts, [1.0] * pipeline.num_stages)))
-    on_rank = pipeline.num_stages // pipeline.num_ranks
-    shares = list(pipeline.shares)
+    able = pipeline.most_able(cuts)
     for rank in range(pipeline.num_ranks):
-        stages = pipeline.info.stages_of(rank, pipeline.num_ranks, on_rank)
+
+        def fitting(count: int) -> _Pipeline:
+            share = count / able if able else 0.0
+            return pipeline.with_share(rank, share, most)  # noqa: B023 the function does not outlive its round
 
         def fits(count: int) -> bool:
-            for stage in stages:  # noqa: B023 the function does not outlive its round
-                shares[stage] = min(most[stage], count / able if able else 0.0)
-            return replace(pipeline, shares=tuple(shares)).peaks(cuts, [rank])[0] <= limit_bytes  # noqa: B023
+            return fitting(count).peaks(cuts, [rank])[0] <= limit_bytes  # noqa: B023
 
-        least = bisect_left(range(able + 1), True, key=fits)
-        if not fits(min(least, able)):
+        least = min(able, bisect_left(range(able + 1), True, key=fits))
+        if not fits(least):
             return None
-    return replace(pipeline, shares=tuple(shares))
+        pipeline = fitting(least)
+    return pipeline
+
+
+def _levelled(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
+    """The pipeline whose ranks hold as nearly as many bytes of activations as the first one as whole blocks allow."""
+    able = pipeline.most_able(cuts)
+    most = [1.0] * (pipeline.num_stages - 1) + [0.0 if pipeline.info.keeps_last else 1.0]
+    target = pipeline.moving_bytes(cuts, 0)
+    for rank in range(1, pipeline.num_ranks):
+        candidates = [
+            pipeline.with_share(rank, count / able if able else 0.0, most) for count in range(able + 1)
+        ]
+        pipeline = min(candidates, key=lambda one: abs(one.moving_bytes(cuts, rank) - target))
+    return pipeline
 
 
 def _parts(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) -> Iterator[list[float]]:

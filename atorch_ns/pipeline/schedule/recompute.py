@@ -58,10 +58,15 @@ class RecomputeShare:
         """Whether the shares are those that fit."""
         return self.share == "auto"
 
+    @property
+    def depends_on_cuts(self) -> bool:
+        """Whether the shares follow from the bytes of the stages."""
+        return self.is_chosen or self.by_stage == "level"
+
     def of_stages(
         self, live: Sequence[int], kept: float = 0.0, *, keeps_last: bool = False
     ) -> tuple[float, ...]:
-        """The share of each stage; 1 for all while they are to be chosen.
+        """The share of each stage: before the model is cut, for blocks that are alike; 1 for all while they are to be chosen.
 
         Args:
             live: the micro-batches whose activations a stage holds at one time, by stage.
