@@ -49,15 +49,15 @@ def _ratios(data: Data, *, clock: str, bar: float, label: str, than: str) -> Ite
     for row in data["rows"]:
         if row["step"].startswith("control"):
             continue
-        spread = row[f"{clock}_ratio"]
+        spread, asked = row[f"{clock}_ratio"], row.get("asked", bar)
         what, holds = f"{row[label]}: {row['step']}", bool(row["holds"])
         yield Claim(
             what=f"{what} over {than}, {clock} time",
-            asked=f"≤ {bar}",
+            asked=f"≤ {asked}",
             found=_interval(spread),
             n=row["pairs"],
             holds=holds,
-            shortfall="" if holds else _slower(what, than, spread["median"], bar),
+            shortfall="" if holds else _slower(what, than, spread["median"], asked),
         )
 
 
