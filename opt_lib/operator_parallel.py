@@ -177,12 +177,16 @@ def _found(
     def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         return allowed(rules, one.call.name, (one.path, one.classes), constraints)
 
-    sharded = job.plan.num_data_ranks if job.plan.sharding.optimizer_over else 1
+    sharding, num_data_ranks = job.plan.sharding, job.plan.num_data_ranks
+    states = States(
+        shards=num_data_ranks if sharding.optimizer_over else 1,
+        gradients_stay=job.step.num_micro_batches > 1 or (num_data_ranks > 1 and not sharding.gradients_over),
+    )
     solved = solved_plan(
         shallow.graph,
         degree,
         prices,
-        States(shards=sharded),
+        states,
         job.device,
         memory_limit=limit,
         recomputed=job.plan.recomputation.kind != "none",

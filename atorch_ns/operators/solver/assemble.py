@@ -18,11 +18,25 @@ from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule, TensorSpec, placement_text
 from atorch_ns.operators.solver.costs import Prices, Work, work_of
-from atorch_ns.operators.solver.problem import Conversion, Group, Input, Label, Node, Option, Problem, Use
+from atorch_ns.operators.solver.problem import (
+    Conversion,
+    Group,
+    Input,
+    Label,
+    Node,
+    Option,
+    Price,
+    Problem,
+    Use,
+    price,
+)
 from atorch_ns.operators.solver.solve import Outcome
 
 LegalRules = Mapping[str, tuple[Rule, ...]]
 """By operator key the rules that hold for all its operators; the first divides nothing."""
+
+RESULTS = "results of the model"
+"""Key of the node that reads them."""
 
 _FORWARD = 1 / 3
 """The forward pass's part of the time: a backward pass computes two gradients."""
@@ -30,21 +44,25 @@ _FORWARD = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes that a training keeps for each parameter.
+    """Bytes that a training keeps for each parameter, in units of the parameter's.
 
     Attributes:
-        gradient: bytes of the gradient, in units of the parameter's.
-        optimizer: bytes of the optimizer's states, in the same units; 2 for Adam in one precision.
+        gradient: of the gradient.
+        optimizer: of the optimizer's states; 2 for Adam in one precision.
         shards: the number of data ranks that share gradients and states.
+        gradients_stay: whether gradients are there in forward passes too: with several micro-batches, or in buckets.
     """
 
     gradient: float = 1.0
     optimizer: float = 2.0
     shards: int = 1
+    gradients_stay: bool = False
 
-    def of(self, parameter_bytes: float) -> float:
-        """Bytes of a parameter with what belongs to it."""
-        return parameter_bytes * (1 + (self.gradient + self.optimizer) / self.shards)
+    def of(self, parameter_bytes: float) -> tuple[float, float]:
+        """Bytes that are always held for a parameter, and bytes of a gradient that comes in the backward pass."""
+        gradient = parameter_bytes * self.gradient / self.shards
+        resident = parameter_bytes * (1 + self.optimizer / self.shards)
+        return (resident + gradient, 0.0) if self.gradients_stay else (resident, gradient)
 
 
 @dataclass(frozen=True)
@@ -79,6 +97,20 @@ class Assembled:
             parameters={key: one for key, one in stored.items() if not isinstance(one, Replicate)},
             degree=degree,
         )
+
+    def choices(self, plan: OperatorPlan) -> list[int]:
+        """The option of each node by a legal plan; what it does not name is whole."""
+        found = []
+        for key, rules, placements in zip(self.keys, self.rules, self.placements, strict=True):
+            if rules:
+                found.append(rules.index(plan.operators.get(key, rules[0])))
+            else:
+                found.append(placements.index(plan.parameters.get(key, WHOLE)) if placements else 0)
+        return found
+
+    def price(self, plan: OperatorPlan) -> Price:
+        """What a plan is predicted to take."""
+        return price(self.problem, self.choices(plan))
 
 
 def assemble(
@@ -160,6 +192,7 @@ class _Assembly:
                 seconds=one.seconds * draft.count,
                 forward_seconds=one.forward_seconds * draft.count,
                 resident=one.resident * draft.count,
+                gradients=one.gradients * draft.count,
                 transient=one.transient,
             )
             for one in draft.options
@@ -207,15 +240,16 @@ class _Assembly:
             Option(
                 outputs=(placement_text(one),),
                 seconds=0.0 if one == WHOLE else self._prices.device.launch_s / 10,
-                resident=self._held(spec, one),
+                resident=resident,
+                gradients=gradients,
             )
-            for one in placements
+            for one, (resident, gradients) in ((one, self._held(spec, one)) for one in placements)
         )
         return _Draft(key, options, placements=tuple(placements))
 
-    def _held(self, spec: TensorSpec, placement: Placement) -> float:
-        local = spec.num_bytes / (self._prices.degree if isinstance(placement, Shard) else 1)
-        return self._states.of(local) if spec.requires_grad else local
+    def _held(self, spec: TensorSpec, placement: Placement) -> tuple[float, float]:
+        local = self._local(spec, placement)
+        return self._states.of(local) if spec.requires_grad else (local, 0.0)
 
     def _operator(self, one: Operator) -> None:
         number = self._draft(one.key, lambda: self._choices(one))
@@ -244,7 +278,7 @@ class _Assembly:
             seconds=seconds,
             forward_seconds=seconds * _FORWARD,
             resident=0.0 if self._recomputed else kept,
-            transient=2 * local,
+            transient=local,  # besides what is saved: what it reads and makes, or in the backward pass their gradients
         )
 
     def _local(self, spec: TensorSpec, placement: Placement) -> float:
@@ -260,12 +294,25 @@ class _Assembly:
             source = self._results[value]
             marks = tuple((self._numbers[one.key], place) for one, place in found)
             kind = self._graph.segments[segment].kind or segment
-            use = self._use(value, source, segment, (source, kind, marks))
-            for number, place in marks:
-                work = self._work[self._drafts[number].key]
-                self._drafts[number].inputs[place, use] = Input(use, work.saved_inputs[place])
+            saved = [self._work[self._drafts[number].key].saved_inputs[place] for number, place in marks]
+            use = self._use(value, source, segment, (source, kind, marks), saved=any(saved))
+            for (number, place), one_saves in zip(marks, saved, strict=True):
+                self._drafts[number].inputs[place, use] = Input(use, one_saves)
+        self._leave()
 
-    def _use(self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any) -> int:
+    def _leave(self) -> None:
+        """The model's results, which are whole on every rank and held until the step ends."""
+        leaving = self._graph.outputs
+        number = self._draft(
+            RESULTS, lambda: _Draft(RESULTS, (Option(needs=("R",) * len(leaving)),), count=1)
+        )
+        for place, value in enumerate(leaving):
+            produced = self._graph.producers.get(value)
+            segment = produced[0].segment if produced else 0
+            use = self._use(value, self._results[value], segment, (RESULTS, place), saved=True)
+            self._drafts[number].inputs[place, use] = Input(use, True)
+
+    def _use(self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, saved: bool) -> int:
         if mark not in self._uses:
             self._uses[mark] = len(self._made)
             spec = self._graph.spec(value)
@@ -275,13 +322,14 @@ class _Assembly:
                 produced is not None
                 and self._graph.segments[produced[0].segment].path == self._graph.segments[segment].path
             )
+            is_parameter = origin is not None and origin.kind == "parameter"
             node, result = source
             self._made.append(
                 {
                     "node": node,
                     "result": result,
-                    "conversions": self._conversions(spec),
-                    "saved": {} if origin is not None and origin.kind == "parameter" else self._saved(spec),
+                    "conversions": self._conversions(spec, is_parameter, saved=saved),
+                    "saved": {} if is_parameter else self._saved(spec),
                     "count": 0,
                     "enters": self._recomputed and not inside and bool(self._graph.segments[segment].path),
                 }
@@ -290,12 +338,21 @@ class _Assembly:
         self._made[number]["count"] += self._graph.count(segment)
         return number
 
-    def _conversions(self, spec: TensorSpec) -> Mapping[tuple[Label, Label], Conversion]:
+    def _conversions(
+        self, spec: TensorSpec, is_parameter: bool, *, saved: bool
+    ) -> Mapping[tuple[Label, Label], Conversion]:
         found: dict[tuple[Label, Label], Conversion] = {}
         for source in self._placements(spec):
             for need in self._needs(spec):
-                seconds, moved = self._prices.conversion(spec, source, need)
-                found[placement_text(source), str(need)] = Conversion(seconds, moved, seconds / 2)
+                if is_parameter and (source, need) == (WHOLE, Need(WHOLE, True)):
+                    seconds, moved = self._prices.gradient_sum(spec)
+                    forward = 0.0
+                else:
+                    seconds, moved = self._prices.conversion(spec, source, need)
+                    forward = seconds / 2
+                copied = is_parameter and saved and source != need.placement
+                held = self._local(spec, need.placement) if copied else 0.0
+                found[placement_text(source), str(need)] = Conversion(seconds, moved, forward, held)
         return found
 
     def _placements(self, spec: TensorSpec) -> Sequence[Placement]:

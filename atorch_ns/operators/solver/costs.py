@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import Groups, collective_seconds
+from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, Groups, collective_seconds
 from atorch_ns.cluster.hardware import Device, Hardware
 from atorch_ns.operators.divided.conversions import Need, steps
 from atorch_ns.operators.graph.graph import Operator
@@ -159,6 +159,16 @@ class Prices:
 
     def _local(self, spec: TensorSpec, placement: Placement) -> float:
         return spec.num_bytes / (self.degree if placement.is_shard() else 1)
+
+    def gradient_sum(self, spec: TensorSpec) -> tuple[float, float]:
+        """Seconds and bytes exchanged of summing the gradient of a whole parameter: it travels in a bucket with others."""
+        if not spec.requires_grad:
+            return 0.0, 0.0
+        sizes = (float(spec.num_bytes), 0.0)
+        whole, empty = (
+            float(collective_seconds("all_reduce", size, self.groups, self.hardware)[0]) for size in sizes
+        )
+        return whole - empty * (1 - min(1.0, spec.num_bytes / DEFAULT_BUCKET_BYTES)), float(spec.num_bytes)
 
     def conversion(self, spec: TensorSpec, source: Placement, need: Need) -> tuple[float, float]:
         """Seconds and bytes exchanged of a conversion of one value, forward and backward."""

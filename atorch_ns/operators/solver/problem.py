@@ -29,7 +29,8 @@ class Option:
         needs: the label in which each of :attr:`Node.inputs` is needed.
         seconds: time of the forward and the backward pass.
         forward_seconds: the part of it that is paid once more where the node is recomputed.
-        resident: bytes that are always held: parameters, gradients, optimizer states.
+        resident: bytes that are always held: parameters, optimizer states.
+        gradients: bytes that come in the backward pass, while what is saved goes.
         transient: bytes that one instance holds only while it runs, at their peak.
     """
 
@@ -38,6 +39,7 @@ class Option:
     seconds: float = 0.0
     forward_seconds: float = 0.0
     resident: float = 0.0
+    gradients: float = 0.0
     transient: float = 0.0
 
 
@@ -71,11 +73,12 @@ class Node:
 
 class Conversion(NamedTuple):
     """The cost of converting one instance of a value, as :class:`Option` counts time: forward and backward, and the part of
-    it that recomputation repeats."""
+    it that recomputation repeats; and the bytes of a copy that is held until the backward pass, as of a gathered parameter."""
 
     seconds: float = 0.0
     bytes_moved: float = 0.0
     forward_seconds: float = 0.0
+    held: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +188,7 @@ class Price:
         conversion_seconds: time of all conversions, recomputation included.
         bytes_moved: bytes that conversions move, without recomputation.
         resident: bytes that are always held.
+        gradients: bytes of gradients that stand where activations stood.
         saved: bytes held until the backward pass.
         transient: bytes of the two largest peaks inside operators.
         recomputing: bytes that the largest recomputed group saves while its backward pass runs.
@@ -194,6 +198,7 @@ class Price:
     conversion_seconds: float
     bytes_moved: float
     resident: float
+    gradients: float
     saved: float
     transient: float
     recomputing: float
@@ -205,8 +210,8 @@ class Price:
 
     @property
     def memory(self) -> float:
-        """Bytes of all parts together."""
-        return self.resident + self.saved + self.transient + self.recomputing
+        """The most bytes at one time: in the backward pass gradients come as what was saved goes."""
+        return self.resident + max(self.saved, self.gradients) + self.transient + self.recomputing
 
 
 def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] | None = None) -> Price:
@@ -226,6 +231,7 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
     inner = dict.fromkeys(again, 0.0)
     for use, readers, group in problem.read():
         label = use.label(options[use.node])
+        copies = 0.0
         needed = {reader.label(options[reader.node]): reader for reader in readers}
         for other, reader in needed.items():
             if (label, other) not in use.conversions:
@@ -237,9 +243,10 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
             repeated = conversion.forward_seconds if group in again and not use.enters else 0.0
             conversion_seconds += use.count * (conversion.seconds + repeated)
             bytes_moved += use.count * conversion.bytes_moved
+            copies += conversion.held
         whole = group in again and use.enters
         kept = {one.label(options[one.node]) for one in readers if whole or problem.saves(one)}
-        held = use.count * sum(use.saved.get(other, 0.0) for other in kept)
+        held = use.count * (copies + sum(use.saved.get(other, 0.0) for other in kept))
         if group in again and not use.enters:
             inner[group] += held / problem.groups[group].count
         else:
@@ -255,6 +262,7 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
         conversion_seconds=conversion_seconds,
         bytes_moved=bytes_moved,
         resident=sum(one.resident for one in options),
+        gradients=sum(one.gradients for one in options),
         saved=saved,
         transient=sum(nlargest(2, peaks)),
         recomputing=max(inner.values(), default=0.0),

@@ -36,6 +36,8 @@ class Program:
         self._milp = Milp()
         self._seconds: Terms = {}
         self._memory: Terms = {}
+        self._saved: Terms = {}
+        self._gradients: Terms = {}
         self._inner: dict[str, Terms] = defaultdict(dict)
         column = self._milp.column
         self._groups: dict[str, Terms] = {
@@ -49,6 +51,7 @@ class Program:
         for use, readers, group in problem.read():
             self._add_use(use, readers, group)
         self._add_peaks()
+        add(self._memory, self._milp.largest([self._saved, self._gradients], math.inf))
         add(self._memory, self._milp.largest(self._inner.values(), math.inf))
 
     @property
@@ -84,6 +87,7 @@ class Program:
             for index, column in columns.items():
                 option = node.options[index]
                 add(self._memory, {column: option.resident / self._unit})
+                add(self._gradients, {column: option.gradients / self._unit})
                 self._charge({column: 1.0}, option.seconds, option.forward_seconds, node.group)
 
     def _add_use(self, use: Use, readers: Sequence[Reader], group: str) -> None:
@@ -103,13 +107,17 @@ class Program:
             if not size:
                 continue
             if use.enters:
-                add(self._memory, self._milp.largest([held, self._again(terms, group)]), size)
-                continue
-            again = self._again(held, group) if held else {}
-            add(self._memory, held, size)
-            add(self._memory, again, -size)
-            if again:
-                add(self._inner[group], again, size / self._problem.groups[group].count)
+                add(self._saved, self._milp.largest([held, self._again(terms, group)]), size)
+            else:
+                self._hold(held, size, group)
+
+    def _hold(self, terms: Terms, size: float, group: str) -> None:
+        """Holds bytes wherever a sum is 1: until the backward pass, or while the group is recomputed."""
+        again = self._again(terms, group) if terms else {}
+        add(self._saved, terms, size)
+        add(self._saved, again, -size)
+        if again:
+            add(self._inner[group], again, size / self._problem.groups[group].count)
 
     def _labels(self, node: int, label: Callable[[Option], Label]) -> dict[Label, Terms]:
         """The sum of the options of each label; it is 1 for the label that is chosen."""
@@ -135,19 +143,22 @@ class Program:
                 for source in given
                 if (source, target) in use.conversions
             }
-            costs = {(way.seconds, way.forward_seconds) for way in ways.values()}
+            costs = {(way.seconds, way.forward_seconds, way.held) for way in ways.values()}
             if len(ways) == len(given) and len(costs) == 1:
                 columns = [(terms, *costs.pop())]
             else:
                 split = {source: self._milp.column() for source in ways}
                 self._milp.at_least(dict.fromkeys(split.values(), 1.0), terms, equal=True)
                 columns = [
-                    ({split[source]: 1.0}, way.seconds, way.forward_seconds) for source, way in ways.items()
+                    ({split[source]: 1.0}, way.seconds, way.forward_seconds, way.held)
+                    for source, way in ways.items()
                 ]
                 for source, column in split.items():
                     leaving[source][column] = 1.0
-            for one, seconds, forward_seconds in columns:
+            for one, seconds, forward_seconds, held in columns:
                 self._charge(one, use.count * seconds, use.count * forward_seconds, group)
+                if held:
+                    self._hold(one, use.count * held / self._unit, group)
         for source, columns_of in leaving.items():
             for part in [{column: 1.0} for column in columns_of] if shared else [columns_of]:
                 self._milp.at_least(given[source], part)

@@ -135,7 +135,7 @@ def _undominated(options: Sequence[Option], *, memory: bool) -> list[int]:
 
     def costs(option: Option) -> tuple[float, ...]:
         time = (option.seconds, option.forward_seconds)
-        return (*time, option.resident, option.transient) if memory else time
+        return (*time, option.resident, option.gradients, option.transient) if memory else time
 
     alike: dict[object, list[int]] = defaultdict(list)
     for index in sorted(range(len(options)), key=lambda index: costs(options[index])):

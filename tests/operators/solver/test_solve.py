@@ -59,7 +59,9 @@ def _random(rng: random.Random) -> Problem:
 
 def _random_use(rng: random.Random, node: int) -> Use:
     pairs = [pair for pair in itertools.product(_LABELS, repeat=2) if rng.random() < 0.8]
-    costs = {pair: Conversion(rng.randint(0, 9), rng.randint(0, 9), rng.randint(0, 4)) for pair in pairs}
+    costs = {
+        pair: Conversion(*(rng.randint(0, most) for most in (9, 9, 4, rng.choice((0, 30))))) for pair in pairs
+    }
     return Use(
         node=node,
         conversions=costs | _FREE,
@@ -76,6 +78,7 @@ def _random_option(rng: random.Random, num_inputs: int) -> Option:
         seconds=rng.randint(0, 20),
         forward_seconds=rng.randint(0, 8),
         resident=rng.randint(0, 90),
+        gradients=rng.choice((0, rng.randint(0, 90))),
         transient=rng.randint(0, 60),
     )
 
