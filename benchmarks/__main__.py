@@ -23,6 +23,7 @@ NAMES = (
     "model_axes",
     "models",
     "operator_planning",
+    "operator_predictions",
     "overhead",
     "peers",
     "planning",

@@ -130,6 +130,33 @@ def _cutting(data: Data) -> Iterator[Claim]:
         yield Claim(what=what, asked="≤ 60", found=f"{row['seconds']:.1f}", holds=holds, shortfall=shortfall)
 
 
+def _operator_predictions(data: Data) -> Iterator[Claim]:
+    correlation = float(data["settings"]["rank correlation"])
+    yield Claim(
+        what="rank correlation of predicted and measured steps of operator plans, 4 ranks",
+        asked="≥ 0.8",
+        found=f"{correlation:.2f}",
+        n=len(data["rows"]),
+        holds=correlation >= 0.8,
+        shortfall=""
+        if correlation >= 0.8
+        else f"Operator plans are ranked with {correlation:.2f}; 0.8 is asked.",
+    )
+    shares = {row["plan"]: row["predicted_mib"] / row["measured_mib"] - 1 for row in data["rows"]}
+    worst = max(shares, key=lambda plan: abs(shares[plan]))
+    num = sum(bool(row["holds"]) for row in data["rows"])
+    yield Claim(
+        what="predicted memory of operator plans within 10 % of measured, 4 ranks",
+        asked=f"{len(shares)} of {len(shares)} plans",
+        found=f"{num}, worst {worst} {shares[worst]:+.0%}",
+        n=len(shares),
+        holds=num == len(shares),
+        shortfall=""
+        if num == len(shares)
+        else f"The memory of the plan {worst} is predicted {shares[worst]:+.0%}.",
+    )
+
+
 def _operator_planning(data: Data) -> Iterator[Claim]:
     for row in data["rows"]:
         what = f"an operator plan of a Llama, {row['layers']} layers, {row['devices']} devices"
@@ -411,6 +438,7 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "search_time": _search_time,
     "cutting": _cutting,
     "operator_planning": _operator_planning,
+    "operator_predictions": _operator_predictions,
     "imports": _imports,
     "gpu": _gpu,
 }

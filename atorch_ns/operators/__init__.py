@@ -15,7 +15,7 @@ from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.register import register_op
-from atorch_ns.operators.solver.assemble import States
+from atorch_ns.operators.solver.assemble import States, assemble
 from atorch_ns.operators.solver.costs import Prices
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Shallow",
     "Solved",
     "States",
+    "assemble",
     "batch_plan",
     "capture_shallow",
     "check_division",
