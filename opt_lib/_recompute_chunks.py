@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from atorch_ns.capture.random_states import random_stream
 from atorch_ns.errors import StepError
 from atorch_ns.text import with_article
 
 
 class _Together(nn.Module):
-    """Blocks one after the other, each with the result of the one before, and otherwise the arguments of the first."""
+    """Blocks one after the other, each with the result of the one before, and otherwise the arguments of the first.
 
-    def __init__(self) -> None:
+    Args:
+        device: the device of whose random numbers each block has a stream of its own, where there are seeds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
+        self._device = device
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, seeds: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         first, *others = self.blocks
         value = first(*args, **kwargs)
-        for block in others:
+        for number, block in enumerate(others, 1):
             handed = value[0] if isinstance(value, tuple) else value
             given, named = _with_first(handed, args, kwargs)
-            value = block(*given, **named)
+            with random_stream(seeds[number], self._device) if seeds else nullcontext():
+                value = block(*given, **named)
         return value
 
 
@@ -39,11 +47,20 @@ class Chunk:
 
     Args:
         function: ``function(module, *args, **kwargs)``, a recomputation.
+        device: the device that blocks compute on.
+        draw_seeds: gives so many calls, of which this is the first, the seeds of their random numbers, where a pipeline
+            has one for each call; ``None`` for one stream of all.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        draw_seeds: Callable[[int], tuple[int, ...]] | None = None,
+    ) -> None:
         self._function = function
-        self._together = _Together()
+        self._together = _Together(device)
+        self._draw_seeds = draw_seeds
         self._result: Any = None
         self._between: Any = None
         self._expected: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
@@ -61,7 +78,8 @@ class Chunk:
         if not torch.is_grad_enabled():
             return block(*args, **kwargs)
         self._together.training = self._together.blocks[0].training
-        self._result = self._function(self._together, *args, **kwargs)
+        seeds = () if self._draw_seeds is None else self._draw_seeds(len(self))
+        self._result = self._function(self._together, seeds, *args, **kwargs)
         self._num_called = 1
         if len(self) == 1:
             return self._handed_on()

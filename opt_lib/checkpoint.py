@@ -19,7 +19,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job, KeptActivations
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
-from atorch_ns.pipeline import RecomputeShare, num_recomputed
+from atorch_ns.pipeline import RecomputeShare, StageModule, num_recomputed
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper, plain_name
@@ -169,7 +169,9 @@ class Checkpoint(Method[CheckpointConfig]):
         if config.chunk > 1:
             _refuse_chunks(job, config)
         for blocks in _chunks(_chosen(targets, job, config), config.chunk):
-            chunk = Chunk(BufferSafeRecompute(function))
+            stage = next(iter(job.parts.stages), None)
+            draw_seeds = stage.call_seeds if isinstance(stage, StageModule) else None
+            chunk = Chunk(BufferSafeRecompute(function), job.device, draw_seeds)
             for block in blocks:
                 recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
                 wrapper = checkpoint_wrapper(block.module, _UnlessKept(job.step.kept_activations, recomputed))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -14,12 +15,13 @@ from torch.distributed.tensor import Shard
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.random_states import modes_kept
-from atorch_ns.cluster import or_refusal
+from atorch_ns.cluster import Cluster, or_refusal
 from atorch_ns.data import call_arguments, split_batch
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job
 from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Phase
 from atorch_ns.operators import (
+    CaptureError,
     DividedForward,
     OperatorPlan,
     Prices,
@@ -29,6 +31,7 @@ from atorch_ns.operators import (
     capture_shallow,
     check_division,
     check_plan,
+    costs_text,
     division_of,
     random_plan,
     solved_plan,
@@ -36,11 +39,13 @@ from atorch_ns.operators import (
 from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.constraints import allowed, read_constraints, unused
 from atorch_ns.operators.rules.rule import Rule
+from atorch_ns.profile import Profile
 from atorch_ns.sharding import TensorGroup, divide_parameters
 from atorch_ns.text import bytes_text, seconds_text
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.sample_batch import common_sample, local_batch_size
 from opt_lib._sharded.units import broadcast_from_first
+from opt_lib.tensor_parallel import TensorParallel, TensorParallelConfig
 
 
 class OperatorParallelConfig(MethodConfig):
@@ -101,6 +106,11 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         )
     )
 
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[OperatorParallelConfig]:
+        """The fastest plan that the solver finds, where layers may be divided too."""
+        if cluster.world_size > 1 and profile.trace is not None:
+            yield OperatorParallelConfig()
+
     def apply(self, job: Job, config: OperatorParallelConfig) -> None:
         """Plans, divides the parameters in place and lets the model run by its divided graph; collective."""
         assert job.mesh is not None
@@ -114,6 +124,9 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             lambda: or_refusal(lambda: _planned(job, config, batch, group.size)),
             what="finding an operator plan",
         )
+        if isinstance(found, CaptureError) and config.plan is None:
+            self._divide_layers(job, str(found))
+            return
         if isinstance(found, InputError):  # which every rank raises
             raise found
         blocks = [block.name for block in repeated_blocks(job.module)]
@@ -128,6 +141,17 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         job.resolved_settings[self.name] = {"plan": found.plan.as_json()}
         for text in (found.note, found.plan.describe()):
             job.explain(self.name, text)
+
+    def _divide_layers(self, job: Job, reason: str) -> None:
+        """Divides layers, which needs no graph, and says so."""
+        text = f"layers are divided instead, as tensor_parallel does: {reason}"
+        job.warn(f"operator_parallel: {text}")
+        job.explain(self.name, text)
+        instead, config = TensorParallel(), TensorParallelConfig()
+        job.plan = instead.plan(job.plan, config)
+        instead.apply(job, config)
+        for done in job.explained(instead.name):
+            job.explain(self.name, done)
 
 
 def _rows(job: Job) -> int | None:
@@ -199,7 +223,8 @@ def _found(
     return solved.plan, (
         f"found: predicted {seconds_text(price.seconds)} a step for its operators, of them "
         f"{seconds_text(price.conversion_seconds)} of collectives, and {bytes_text(price.memory)}; no plan is more than "
-        f"{solved.outcome.gap:.1%} faster by the same figures ({prices.device.source})"
+        f"{solved.outcome.gap:.1%} faster by the same figures ({prices.device.source}). The longest operators:\n"
+        f"{textwrap.indent(costs_text(solved.costs, top=5), '    ')}"
     )
 
 

@@ -50,8 +50,9 @@ def attach_optimizer(
     def make() -> torch.optim.Optimizer | None:
         if result.train_step.optimizer is not None:
             raise InputError("the job has an optimizer already; apply it without optim_func to attach one.")
-        if not callable(optim_func):
-            raise InputError(f"optim_func must be callable; it is {with_article(optim_func)}.")
+        for name, given in (("optim_func", optim_func), ("options_of", options_of)):
+            if not callable(given) and (given is not None or name == "optim_func"):
+                raise InputError(f"{name} must be callable; it is {with_article(given)}.")
         if job.precision.scaler is not None and job.inputs.loss_func is None:
             raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
         groups = None if options_of is None else _grouped(job, options_of)
@@ -75,9 +76,10 @@ def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[
         if name in frozen:
             continue
         options = options_of(name)
-        if not isinstance(options, Mapping):
+        if not isinstance(options, Mapping) or "params" in options:
+            given = "'params'" if isinstance(options, Mapping) else with_article(options)
             raise InputError(
-                f"options_of gave {with_article(options)} for {name}; it must give a dictionary, such as "
+                f"options_of gave {given} for {name}; it must give a dictionary of options, such as "
                 "{'weight_decay': 0.0}, or an empty one."
             )
         names = next((names for known, names in groups if known == options), None)

@@ -15,7 +15,10 @@ from atorch_ns.text import error_text, with_period
 from atorch_ns.usercode import build_model, check_format, chosen_format, gibibytes, load_object, load_sample
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from atorch_ns.cluster import Cluster
+    from atorch_ns.engine.offline import InputFormat
     from atorch_ns.profile import Profile
     from atorch_ns.report import TrainingReport
     from atorch_ns.search import SearchSettings
@@ -66,6 +69,32 @@ def make_cluster(spec: str | None) -> Cluster:
     return Cluster.detect().with_hardware()
 
 
+def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
+    """The model, the sample, and how the one is given the other.
+
+    Raises:
+        InputError: if options are missing or cannot be used.
+    """
+    missing = [
+        name for name, value in (("--model", options.model), ("--sample", options.sample)) if not value
+    ]
+    if missing:
+        raise InputError(
+            f"{' and '.join(missing)} missing. Give --model pkg.mod:build and --sample pkg.mod:sample, or "
+            "--profile with a file that --save-profile wrote."
+        )
+    wanted = check_format(options.input_format)
+    assert options.model is not None
+    assert options.sample is not None
+    model, how = build_model(options.model)
+    say(how)
+    sample = load_sample(options.sample)
+    chosen, why = chosen_format(wanted, model, sample)
+    if why:
+        say(why)
+    return model, sample, chosen
+
+
 def make_profile(options: ModelOptions) -> tuple[Profile, Cluster, float]:
     """The profile, the cluster, and the seconds that profiling took.
 
@@ -88,23 +117,7 @@ def _profile(options: ModelOptions, *, device: str) -> tuple[Profile, float]:
 
     if options.profile is not None:
         return Profile.from_json(read_text(options.profile)), 0.0
-    missing = [
-        name for name, value in (("--model", options.model), ("--sample", options.sample)) if not value
-    ]
-    if missing:
-        raise InputError(
-            f"{' and '.join(missing)} missing. Give --model pkg.mod:build and --sample pkg.mod:sample, or "
-            "--profile with a file that --save-profile wrote."
-        )
-    wanted = check_format(options.input_format)
-    assert options.model is not None
-    assert options.sample is not None
-    model, how = build_model(options.model)
-    say(how)
-    sample = load_sample(options.sample)
-    chosen, why = chosen_format(wanted, model, sample)
-    if why:
-        say(why)
+    model, sample, chosen = make_model(options)
     loss = None if options.loss is None else load_object(options.loss, option="--loss")
     no_optimizer = options.optimizer.lower() == "none"
     optimizer = None if no_optimizer else load_object(options.optimizer, option="--optimizer")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atorch_ns.cli import _options as options
-from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, say
+from atorch_ns.cli._planning import ModelOptions, make_cluster, make_model, make_profile, make_settings, say
 from atorch_ns.errors import InputError
-from atorch_ns.usercode import constraint
+from atorch_ns.usercode import constraint, gibibytes
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
@@ -41,6 +41,14 @@ def plan(
         Path | None,
         typer.Option(help="Write the profile here, to plan again without the model."),
     ] = None,
+    operators: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="RANKS",
+            help="Instead a plan of operator_parallel for the sample on so many neighbouring ranks; --save writes it.",
+        ),
+    ] = None,
     input_format: options.InputFormatOption = "auto",
     verbose: Annotated[
         bool,
@@ -60,6 +68,10 @@ def plan(
     problems = options.unwritable(save=save, report=report, save_profile=save_profile)
     if problems:
         raise InputError("\n".join(problems))
+    if operators is not None:
+        asked = ModelOptions(model=model, sample=sample, input_format=input_format, cluster=cluster)
+        _plan_operators(asked, operators, memory_limit, top=top, save=save, as_json=as_json)
+        return
     settings = make_settings(objective=objective, memory_limit=memory_limit)
     known, place, seconds = make_profile(
         ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
@@ -94,6 +106,49 @@ def plan(
         requires = replace(found.requires, device=place.device_type)
         Strategy(found, requires=requires, provenance=found.provenance).save(save)
         say(f"strategy written to {save}")
+
+
+def _plan_operators(
+    asked: ModelOptions, degree: int, memory_limit: str | None, *, top: int, save: Path | None, as_json: bool
+) -> None:
+    """Finds, shows and saves a plan that divides operators."""
+    import torch
+
+    from atorch_ns.data import call_arguments
+    from atorch_ns.operators import Prices, States, capture_shallow, costs_text, solved_plan
+    from atorch_ns.text import bytes_text, percent_text, seconds_text
+
+    place = make_cluster(asked.cluster)
+    known, batch, how = make_model(asked)
+    args, kwargs = call_arguments(known, batch, None if how == "none" else how)
+    device = torch.device("cpu")
+    shallow = capture_shallow(known.train(), args, kwargs, device=device)
+    parameters = next(iter(known.parameters()), None)
+    dtype = "float32" if parameters is None else str(parameters.dtype).removeprefix("torch.")
+    prices = Prices.on(place, degree, dtype)
+    limit = gibibytes(memory_limit)
+    solved = solved_plan(
+        shallow.graph,
+        degree,
+        prices,
+        States(),
+        device,
+        memory_limit=float(prices.device.memory_bytes) or None if limit is None else limit * 2**30,
+    )
+    if as_json:
+        typer.echo(solved.plan.text, nl=False)
+    else:
+        price = solved.outcome.price
+        typer.echo(
+            f"{type(known).__name__} on {degree} ranks: {seconds_text(price.seconds)} a step of forward and backward "
+            f"pass, of them {seconds_text(price.conversion_seconds)} of collectives; {bytes_text(price.memory)} a rank "
+            f"(predicted). No plan is more than {percent_text(solved.outcome.gap)} faster by the same figures.\n"
+            f"Figures of the device: {prices.device.source}.\n\n{solved.plan.describe()}\n\n"
+            f"The longest operators (predicted)\n{costs_text(solved.costs, top=top)}"
+        )
+    if save is not None:
+        solved.plan.write(save)
+        say(f'operator plan written to {save}; use it with ("operator_parallel", {{"plan": "{save}"}})')
 
 
 def _operators(profile: Profile, outcome: SearchOutcome, cluster: Cluster) -> str:

@@ -128,7 +128,7 @@ def or_refusal(action: Callable[[], T]) -> T | InputError:
     try:
         return action()
     except InputError as refusal:
-        return InputError(str(refusal))
+        return type(refusal)(str(refusal))
 
 
 def _failed_elsewhere(what: str, failures: Mapping[int, str]) -> RankError:

@@ -6,7 +6,7 @@ Legend: l_i the loss of a micro-batch, w_i its weight, n the number of data rank
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -103,6 +103,7 @@ def weigh(
     reduction: Reduction,
     dummies: Sequence[bool] | None,
     outputs: bool,
+    functions: Mapping[str, Callable[..., Any] | None],
     data_ranks: tuple[int, int] | None,
     device: torch.device,
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -115,6 +116,7 @@ def weigh(
         reduction: whether the step's loss is a mean over what the weights count on all ranks, or a sum.
         dummies: which micro-batches count nothing; ``None`` for none.
         outputs: whether this rank wants the model's outputs.
+        functions: by name what is to be called in the step, where it is given; a ``divisor`` on all ranks or on none.
         data_ranks: this rank's place among the data ranks, and how many they are; ``None`` for a rank by itself.
 
     Returns:
@@ -127,21 +129,26 @@ def weigh(
     is_list = isinstance(samples, (list, tuple))
     num, (place, n) = len(samples) if is_list else 0, data_ranks or (0, 1)
     given = [1.0] * num if weights is None else _numbers(weights)
-    idle = [False] * num if dummies is None else [bool(one) for one in dummies]
+    idle = [False] * num if dummies is None else _numbers(dummies)
+    wrong = next((name for name, one in functions.items() if not (one is None or callable(one))), None)
     if not is_list:
         problem = f"samples is a list of micro-batches, and not {with_article(samples)}"
     elif losses not in ("means", "sums") or reduction not in ("mean", "sum"):
         problem = f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
     elif given is None:
         problem = f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
+    elif idle is None:
+        problem = f"dummies is a list of flags, one for each sample, and is {clipped(repr(dummies), 80)}"
+    elif wrong is not None:
+        problem = f"{wrong} must be a function, and is {with_article(functions[wrong])}"
     else:
-        problem = _misfit(num, given, idle)
-    given = given or []
+        problem = _misfit(num, given, None if dummies is None else idle)
+    given, idle = given or [], [bool(one) for one in idle or ()]
     own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
     digest = _digest(losses, reduction, idle, [] if problem else samples)
-    told = torch.tensor(
-        [place, num, sum(own), bool(problem), outputs, digest], dtype=torch.float64, device=device
-    )
+    divides = functions.get("divisor") is not None
+    words = [place, num, sum(own), bool(problem), bool(outputs), digest, divides]
+    told = torch.tensor(words, dtype=torch.float64, device=device)
     every = [told]
     if data_ranks is not None:
         every = [torch.empty_like(told) for _ in range(dist.get_world_size())]
@@ -152,18 +159,7 @@ def weigh(
     if failed:
         problems = [problem] if data_ranks is None else gathered(problem, distributed=True)
         raise InputError(f"{problem or f'rank {failed[0]}: {problems[failed[0]]}'}.")
-    for rank, row in enumerate(rows):
-        if row[1:3] != by_place[row[0]][1:3]:
-            raise InputError(
-                f"ranks {rank} and {rows.index(by_place[row[0]])} work on the same data and must be given the same "
-                f"micro-batches, but have {row[1]:.0f} that weigh {row[2]:g} and {by_place[row[0]][1]:.0f} that weigh "
-                f"{by_place[row[0]][2]:g}."
-            )
-        if row[5] != by_place[row[0]][5]:
-            raise InputError(
-                f"ranks {rank} and {rows.index(by_place[row[0]])} work on the same data and must be given the same "
-                "micro-batches, but differ in their shapes, or in losses, reduction or dummies."
-            )
+    _refuse_unlike(rows)
     most, total = max(row[1] for row in rows), sum(row[2] for row in by_place.values())
     if reduction == "mean" and total <= 0.0:
         raise InputError(
@@ -183,9 +179,29 @@ def weigh(
     }
 
 
-def _misfit(num: int, weights: Sequence[float], idle: Sequence[bool]) -> str:
-    if len(weights) != num or len(idle) != num:
-        return f"there are {counted(num, 'sample')}, {counted(len(weights), 'weight')} and {counted(len(idle), 'dummy flag')}"
+def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:
+    """Raises an :class:`InputError` if ranks were told what does not go together; of each rank what it has told."""
+    by_place = {row[0]: row for row in rows}
+    divides = [row[6] for row in rows]
+    if len(set(divides)) > 1:
+        raise InputError(
+            f"divisor was given on rank {divides.index(1.0)}, and not on rank {divides.index(0.0)}."
+        )
+    for rank, row in enumerate(rows):
+        other = by_place[row[0]]
+        both = f"ranks {rank} and {rows.index(other)} work on the same data and must be given the same micro-batches, but"
+        if row[1:3] != other[1:3]:
+            raise InputError(
+                f"{both} have {row[1]:.0f} that weigh {row[2]:g} and {other[1]:.0f} that weigh {other[2]:g}."
+            )
+        if row[5] != other[5]:
+            raise InputError(f"{both} differ in their shapes, or in losses, reduction or dummies.")
+
+
+def _misfit(num: int, weights: Sequence[float], idle: Sequence[float] | None) -> str:
+    if len(weights) != num or len(idle or weights) != num:
+        flags = "" if idle is None else f" and {counted(len(idle), 'dummy flag')}"
+        return f"there are {counted(num, 'sample')}, {counted(len(weights), 'weight')}{flags}"
     if not all(0.0 <= weight < float("inf") for weight in weights):
         return f"weights must be numbers from 0 on, and are {list(weights)}"
     return "" if num else "a rank has no micro-batch, not even one to be a dummy"

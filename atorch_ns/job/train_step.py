@@ -18,7 +18,7 @@ from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction, first_loss
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job.step_times import StepTimes
-from atorch_ns.text import did_you_mean
+from atorch_ns.text import did_you_mean, with_article
 
 Phase = Literal["zero", "forward_backward", "reduce", "scale", "clip", "update"]
 PHASES: Final[tuple[Phase, ...]] = ("zero", "forward_backward", "reduce", "scale", "clip", "update")
@@ -31,7 +31,8 @@ _Arriving = tuple[StepOutput, Callable[[], object]]
 """What a step gave, and what waits until its loss is that of all ranks."""
 
 PhaseObserver = Callable[[], object]
-"""Called before or after a phase; what it raises ends the step on all ranks."""
+"""Called before or after a phase. What it raises on one rank ends the others too, where they next wait for that rank: in this
+step, or in the next one if the ranks have exchanged all that this one needs."""
 
 
 class TrainStep:
@@ -101,6 +102,8 @@ class TrainStep:
                 f"there is no phase {phase!r} to observe {when!r} of.{did_you_mean(phase, PHASES)} Phases are "
                 f"{', '.join(PHASES)}, observed 'before' or 'after'."
             )
+        if not callable(observer):
+            raise InputError(f"an observer must be a function, and is {with_article(observer)}.")
         watching = self._watching.setdefault((when, phase), [])
         watching.append(observer)
         return partial(watching.remove, observer)
@@ -149,7 +152,8 @@ class TrainStep:
             dummies: micro-batches that add exactly nothing: neither gradients nor statistics.
             scale_fn: changes a loss, 0-d, before its backward pass.
             divisor: what the gradients are divided by besides, from what the step gave on this rank; summed over the data
-                ranks, and 0 on ranks that have nothing to count. For numbers that only the outputs tell.
+                ranks, of whose ranks along other axes the largest counts: 0 is for those that have nothing to count. For
+                numbers that only the outputs tell.
             outputs: whether this rank wants the model's outputs, which a pipeline's last stage sends to those that do.
 
         Raises:
@@ -163,7 +167,7 @@ class TrainStep:
             losses=losses,
             reduction=reduction,
             dummies=dummies,
-            scale_fn=scale_fn,
+            functions={"scale_fn": scale_fn, "divisor": divisor},
             outputs=outputs,
         )
         return self._step(work, divisor)
@@ -181,7 +185,7 @@ class TrainStep:
                 self.scale()
             else:
                 loss_arrives()
-                self.scale(self._one_over(divisor(found)))
+                self.scale(self._one_over(divisor, found))
             self.clip()
             self.update()
             loss_arrives()
@@ -270,7 +274,7 @@ class TrainStep:
             losses="means",
             reduction="mean",
             dummies=None,
-            scale_fn=None,
+            functions={},
             outputs=outputs,
         )
         return self._evaluated(work)
@@ -373,26 +377,39 @@ class TrainStep:
         losses = passed.losses if len(real) == len(work.counts) else passed.losses[real]
         return StepOutput(loss=loss, losses=losses, outputs=passed.outputs), arrives
 
-    def _one_over(self, divisor: float) -> float:
+    def _one_over(self, divisor: Callable[[StepOutput], float], found: StepOutput) -> float:
         """The factor that makes a sum of gradients a mean over what all data ranks count."""
-        total = torch.tensor(float(divisor), dtype=torch.float64, device=self._job.device)
-        if self._job.mesh is not None and self._job.num_data_ranks > 1:
-            dist.all_reduce(total, group=self._job.mesh.data_group)
-        if not float(total) > 0.0:
-            raise InputError(
-                f"the divisor of the gradients is {float(total)} over all data ranks, not positive."
+        value = divisor(found)
+        try:
+            own = torch.tensor(
+                [self._job.data_rank, float(value)], dtype=torch.float64, device=self._job.device
             )
-        return 1.0 / float(total)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"divisor must return one number, and returned {with_article(value)}."
+            ) from error
+        every = [own]
+        if self._job.mesh is not None:
+            every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, own)
+        counted: dict[float, float] = {}
+        for place, number in torch.stack(every).tolist():
+            counted[place] = max(number, counted.get(place, 0.0))
+        total = sum(counted.values())
+        if not total > 0.0:
+            raise InputError(f"the divisor of the gradients is {total} over all data ranks, not positive.")
+        return 1.0 / total
 
     def _mean_of(self, batch: Any) -> StepWork:
         micro_batches = self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
         return StepWork.mean(micro_batches, self._job.num_data_ranks)
 
-    def _weighed(self, samples: Sequence[Any], *, scale_fn: LossScale | None, **weights: Any) -> StepWork:
+    def _weighed(self, samples: Sequence[Any], **given_by_user: Any) -> StepWork:
         job = self._job
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
-        given, fields = weigh(samples, data_ranks=data_ranks, device=job.device, **weights)
+        given, fields = weigh(samples, data_ranks=data_ranks, device=job.device, **given_by_user)
         prepared = [self._prepare_input(sample, job.device) for sample in given]
+        scale_fn = given_by_user["functions"].get("scale_fn")
         return StepWork(micro_batches=prepared, scale_fn=scale_fn, **fields)
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -26,9 +26,16 @@ def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
     :func:`explained_groups` says so to a function that takes them for parameters.
     """
     whole = job.plan.sharding.layout == "rows" and job.stage_group is None
-    if not whole or job.inputs.optim_param_func is not None or len(groups) != 1 or not groups[0]["params"]:
+    (first, *others) = groups
+    if (
+        not whole
+        or job.inputs.optim_param_func is not None
+        or others
+        or len(first) > 1
+        or not first["params"]
+    ):
         return list(groups)
-    return list(groups[0]["params"])
+    return list(first["params"])
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Operators: a placement for each operator of a captured model, and the divided model that runs by it."""
 
+from atorch_ns.operators.analysis import OperatorCost, costs_text, operator_costs
 from atorch_ns.operators.choose import (
     Solved,
     batch_plan,
@@ -11,6 +12,7 @@ from atorch_ns.operators.choose import (
 )
 from atorch_ns.operators.divided.check import check_division
 from atorch_ns.operators.divided.run import DividedForward
+from atorch_ns.operators.graph.capture import CaptureError
 from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
@@ -19,7 +21,9 @@ from atorch_ns.operators.solver.assemble import States, assemble
 from atorch_ns.operators.solver.costs import Prices
 
 __all__ = [
+    "CaptureError",
     "DividedForward",
+    "OperatorCost",
     "OperatorGraph",
     "OperatorPlan",
     "Prices",
@@ -31,8 +35,10 @@ __all__ = [
     "capture_shallow",
     "check_division",
     "check_plan",
+    "costs_text",
     "division_of",
     "legal_rules",
+    "operator_costs",
     "random_plan",
     "register_op",
     "solved_plan",

@@ -11,6 +11,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
 from atorch_ns.errors import InputError
+from atorch_ns.operators.analysis import OperatorCost, operator_costs
 from atorch_ns.operators.divided.divide import Division
 from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
@@ -103,10 +104,12 @@ class Solved:
 
     Attributes:
         outcome: predicted seconds and bytes, and the bound that no plan is faster than.
+        costs: of its operators, the longest first.
     """
 
     plan: OperatorPlan
     outcome: Outcome
+    costs: Sequence[OperatorCost]
 
 
 def solved_plan(
@@ -133,7 +136,8 @@ def solved_plan(
     legal = legal_rules(graph, degree, allow)
     problem = assemble(graph, legal, prices, states, device, recomputed=recomputed)
     outcome = solve(problem.problem, memory_limit=memory_limit, gap=_GAP, time_limit=_SECONDS)
-    return Solved(plan=problem.plan(outcome, degree), outcome=outcome)
+    plan = problem.plan(outcome, degree)
+    return Solved(plan=plan, outcome=outcome, costs=operator_costs(problem, plan))
 
 
 _GAP = 1e-3

@@ -82,9 +82,10 @@ class PipelineParallelConfig(MethodConfig):
     @classmethod
     def _known_schedule(cls, name: str) -> str:
         try:
-            return name if name == "auto" else get_schedule(name).name
+            found = None if name == "auto" else get_schedule(name)
         except InputError as error:
             raise ValueError(str(error)) from error
+        return name if found is None or found.note else found.name  # the report has the note of an alias
 
 
 def requested_micro_batches(job: Job, config: PipelineParallelConfig) -> int | None:

@@ -20,6 +20,7 @@ from atorch_ns.errors import (
     SearchError,
     StrategyError,
 )
+from atorch_ns.operators import OperatorPlan
 from atorch_ns.report import TrainingReport
 from atorch_ns.usercode import load_object
 from tests.cli.conftest import Run
@@ -48,6 +49,29 @@ def test_a_ranked_table_with_parts_and_reasons(job: Path) -> None:
         assert words in done.stdout
     assert "profiling one step" in done.stderr
     assert "on meta, without memory" in done.stderr
+
+
+def test_a_plan_of_operators(job: Path) -> None:
+    """Shown with the operators by time, and saved in the form that operator_parallel reads."""
+    save = job / "operators.json"
+    done = _plan("--operators", "2", "--save", str(save), "--top", "3")
+    assert done.exit_code == 0
+    for words in (
+        "Model on 2 ranks:",
+        "a rank (predicted). No plan is more than",
+        "The longest operators (predicted)",
+        "operator",
+        "exchanges",
+        "more",
+    ):
+        assert words in done.stdout
+    plan = OperatorPlan.read(save)
+    assert plan.degree == 2
+    assert plan.operators
+    shown = _plan("--operators", "2", "--json")
+    assert OperatorPlan.from_text(shown.stdout) == plan
+    with pytest.raises(InputError, match="no division fits in"):
+        _plan("--operators", "2", "--memory-limit", "0.001MiB")
 
 
 def test_json_alone_is_on_standard_output(job: Path) -> None:

@@ -295,13 +295,15 @@ def test_an_observer_that_raises_in_a_loop_of_ones_own_ends_all() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"weights": [1.0]}, "there are 2 samples, 1 weight and 2 dummy flags"),
+        ({"weights": [1.0]}, "there are 2 samples, 1 weight."),
         ({"weights": [1.0, -1.0]}, "weights must be numbers from 0 on"),
         ({"weights": [1.0, float("nan")]}, "weights must be numbers from 0 on"),
         ({"weights": [0.0, 0.0]}, "sum to nothing"),
         ({"weights": ["many", 1.0]}, "weights is a list of numbers, one for each sample, and is"),
         ({"weights": torch.ones(2, 2)}, "weights is a list of numbers, one for each sample, and is"),
         ({"dummies": [True, True]}, "sum to nothing"),
+        ({"dummies": 3}, "dummies is a list of flags, one for each sample, and is 3"),
+        ({"functions": {"scale_fn": 2.0}}, "scale_fn must be a function, and is a float"),
         ({"samples": []}, "has no micro-batch"),
         ({"samples": torch.zeros(2, 6)}, "is a list of micro-batches, and not a Tensor"),
         ({"losses": "mean"}, "they are 'mean' and 'mean'"),
@@ -309,7 +311,7 @@ def test_an_observer_that_raises_in_a_loop_of_ones_own_ends_all() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> None:
-    usual = {"weights": None, "dummies": None, "losses": "means", "reduction": "mean"}
+    usual = {"weights": None, "dummies": None, "losses": "means", "reduction": "mean", "functions": {}}
     given: dict[str, Any] = {"samples": _samples()[:2], **usual, **fields}
     with pytest.raises(InputError, match=words):
         weigh(**given, outputs=False, data_ranks=None, device=torch.device("cpu"))
@@ -325,6 +327,11 @@ def _refused(strategy: list[Any]) -> list[str]:
             texts.append(str(error))
     with pytest.raises(InputError) as caught:
         result.train_step.micro_steps(_samples()[:2], scale_fn=lambda _: None)  # type: ignore[arg-type,return-value]
+    texts.append(str(caught.value))
+    with pytest.raises(InputError) as caught:
+        result.train_step.micro_steps(_samples()[:2], divisor=None if dist.get_rank() else lambda _: 1.0)
+    with pytest.raises(InputError, match="an observer must be a function, and is an int"):
+        result.train_step.observe("clip", 3)  # type: ignore[arg-type]
     return [*texts, str(caught.value)]
 
 
@@ -334,9 +341,9 @@ def test_bad_weights_on_one_rank_are_refused_on_all() -> None:
     assert "there are 2 samples, 1 weight" in second[0]
     for texts in (first, second):
         assert (
-            "scale_fn must return the loss, changed: a tensor of one number. It returned a NoneType"
-            in texts[-1]
+            "scale_fn must return the loss, changed: a tensor of one number. It returned a None" in texts[-2]
         )
+        assert texts[-1] == "divisor was given on rank 0, and not on rank 1."
 
 
 def _asked(strategy: list[Any]) -> tuple[list[Tensor], list[str]]:

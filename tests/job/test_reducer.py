@@ -283,6 +283,20 @@ def test_an_optimizer_that_joins_late_is_the_one_of_the_start() -> None:
                 assert torch.equal(value, early[name]), name
 
 
+def _attached_with_one_group() -> tuple[float, bool]:
+    result = _accelerated(["ddp"])
+    result = attach_optimizer(result, torch.optim.SGD, options_of=lambda _: {"lr": 0.0}, lr=0.1)
+    assert result.optim is not None
+    before = whole_parameters(result)
+    result.train_step(_batch())
+    after = whole_parameters(result)
+    return result.optim.param_groups[0]["lr"], all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_options_that_are_the_same_for_all_parameters_hold() -> None:
+    assert run_ranks(_attached_with_one_group, 2, timeout_s=60) == [(0.0, True)] * 2
+
+
 def _misused() -> list[str]:
     messages = []
     result = _accelerated(["ddp"])
@@ -293,6 +307,7 @@ def _misused() -> list[str]:
         lambda: attach_optimizer(_accelerated(["ddp"], torch.optim.SGD), torch.optim.SGD, lr=0.1),
         lambda: attach_optimizer(result, torch.optim.SGD, options_of=lambda _: {"weight_decy": 0.0}, lr=0.1),
         lambda: result.mean(torch.ones(2)),
+        lambda: attach_optimizer(result, torch.optim.SGD, options_of=lambda _: {"params": []}, lr=0.1),
         lambda: _accelerated([("ddp", {"predivide": 2.0})], torch.optim.SGD),
     ):
         with pytest.raises(AtorchError) as caught:
@@ -303,10 +318,13 @@ def _misused() -> list[str]:
 
 
 def test_what_cannot_be_attached_is_refused_in_words() -> None:
-    for none, nothing, options, twice, misspelt, vector, predivide in run_ranks(_misused, 2, timeout_s=60):
+    for none, nothing, options, twice, misspelt, vector, params, predivide in run_ranks(
+        _misused, 2, timeout_s=60
+    ):
         assert "needs optim_func" in none
         assert "or call attach_optimizer" in none
         assert "'weight_decy', which the optimizer does not know. Did you mean" in misspelt
+        assert "options_of gave 'params'" in params
         assert "mean takes one number, and got a tensor of shape [2]" in vector
         assert "returned a NoneType, not a torch.optim.Optimizer" in nothing
         assert "options_of gave a list" in options

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from atorch_ns import Strategy
+from atorch_ns import Strategy, auto_accelerate
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.operators import OperatorPlan
 from atorch_ns.testing.models import CASES
@@ -61,6 +63,57 @@ def test_bf16() -> None:
     strategy = [MESH, anything(7), ("amp_native", "bf16")]
     (run, _) = run_ranks(accelerated_run, 2, args=(CASES["hf_llama"], strategy))
     assert compare(run, reference).max_loss_error < 2e-2
+
+
+class _Box:
+    """A result that is no container which torch knows."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class _GivesABox(torch.nn.Module):
+    """Cannot be captured; its layers can be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> _Box:
+        return _Box(self.down(torch.relu(self.up(x))))
+
+
+def _uncapturable() -> tuple[list[float], list[str], list[int]]:
+    torch.manual_seed(0)
+    model = _GivesABox()
+    batch = torch.randn(4, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, result, _ = auto_accelerate(
+            model,
+            torch.optim.SGD,
+            loss_func=lambda batch, output: (output.value - batch).square().mean(),
+            optim_args={"lr": 0.5},
+            sample_batch=batch,
+            load_strategy=[MESH, "operator_parallel"] if dist.is_initialized() else [],
+        )
+    assert result is not None
+    losses = [float(result.train_step(batch)) for _ in range(3)]
+    said = [str(one.message) for one in caught if "operator_parallel" in str(one.message)]
+    rows = [row.why for row in result.report.rows if row.name == "operator_parallel"]
+    return losses, said + rows, [p.numel() for p in result.job.module.parameters()]
+
+
+def test_a_model_that_cannot_be_captured_has_its_layers_divided() -> None:
+    alone, _, _ = _uncapturable()
+    first, second = run_ranks(_uncapturable, 2, timeout_s=60)
+    for losses, _, _ in (first, second):
+        assert losses == pytest.approx(alone, rel=1e-6)
+    warned, row = first[1]
+    for text in (warned, row):
+        assert "layers are divided instead, as tensor_parallel does" in text
+        assert "_GivesABox returns _Box, a container that cannot be opened" in text
+    assert "up" in row
 
 
 def units() -> tuple[int, int, str]:

@@ -95,7 +95,9 @@ def one_process(name: str, batches: Sequence[torch.Tensor], paths: Sequence[str]
 def _in_pipeline(name: str, variants: Sequence[tuple[str, dict[str, Any]]]) -> list[Run]:
     make, loss_func = MODELS[name]
     runs = []
-    for schedule, config in variants:
+    for schedule, given in variants:
+        config = dict(given)
+        chunk = config.pop("chunk", 1)
         model = make()
         torch.manual_seed(USER_SEED)
         result = accelerate_case(
@@ -106,7 +108,7 @@ def _in_pipeline(name: str, variants: Sequence[tuple[str, dict[str, Any]]]) -> l
                     "pipeline_parallel",
                     {"schedule": schedule, "num_micro_batches": NUM_MICRO_BATCHES, **config},
                 ),
-                *(["checkpoint"] if schedule in RECOMPUTING else []),
+                *([("checkpoint", {"chunk": chunk})] if schedule in RECOMPUTING or chunk > 1 else []),
             ],
             model=model,
             dataset=SAMPLES,
@@ -143,12 +145,15 @@ def _variants(num_ranks: int, num_stages: int) -> list[tuple[str, dict[str, Any]
         ("dropouts", 2, 2),
         ("dropouts", 2, 4),
         pytest.param("dropouts", 4, 4, marks=pytest.mark.slow),
+        ("gpt2", 2, 2),
         ("gpt2", 2, 4),
         pytest.param("gpt2", 4, 4, marks=pytest.mark.slow),
     ],
 )
 def test_every_schedule_trains_as_one_process(name: str, num_ranks: int, num_stages: int) -> None:
     variants = _variants(num_ranks, num_stages)
+    if (name, num_stages) == ("gpt2", 2):  # whose blocks follow one another
+        variants += [("1F1B", {"chunk": 2}), ("PreRecompute1F1B", {"chunk": 2})]
     by_rank = run_ranks(_in_pipeline, num_ranks, args=(name, variants), timeout_s=200)
     first = by_rank[0][0]
     assert len(first.batches) == NUM_STEPS

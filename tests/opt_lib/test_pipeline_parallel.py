@@ -230,6 +230,17 @@ def test_1f1b_holds_as_many_micro_batches_as_its_stage_is_deep() -> None:
     assert by_rank == [[3, 8], [2, 8], [1, 8]]
 
 
+def _noted() -> tuple[list[str], str]:
+    result = accelerate_case(get_case("tied_llama"), _with("chimera_direct", num_micro_batches=4))
+    return result.job.explained("pipeline_parallel"), result.job.plan.pipeline.schedule
+
+
+def test_a_schedule_by_its_name_elsewhere_has_a_note_in_the_report() -> None:
+    for said, schedule in run_ranks(_noted, 2, timeout_s=60):
+        assert schedule == "DualPipeV"
+        assert "'chimera_direct' is run as DualPipeV: Chimera keeps two copies" in said[-1]
+
+
 class _Slow(nn.Module):
     """Waits in the backward pass."""
 

@@ -31,6 +31,10 @@ UNKNOWN_SIZE = 2**31 - 1
 """Stands for a size that depends on values: a prime, which no number of ranks divides."""
 
 
+class CaptureError(InputError):
+    """A model whose operators cannot be captured."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where an input of the graph comes from.
@@ -160,7 +164,7 @@ def capture(
         device: device that the tensors claim to be on.
 
     Raises:
-        InputError: if the model's code decides by values, or cannot be captured for another reason; it names the user's
+        CaptureError: if the model's code decides by values, or cannot be captured for another reason; it names the user's
             line.
     """
     tensors, structure = flat_arguments(args, kwargs)
@@ -187,12 +191,12 @@ def capture(
     return _cleaned(program, structure, results[-1], tensors)
 
 
-def _refusal(model: nn.Module, error: Exception) -> InputError:
+def _refusal(model: nn.Module, error: Exception) -> CaptureError:
     frame = user_frame(error)
     where = f" at {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else ""
     by_values = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
     why = "its code decides by the values of tensors" if by_values else error_line(error)
-    return InputError(
+    return CaptureError(
         f"the operators of {type(model).__name__} cannot be captured: {why}{where}. Write the decision with torch.where or "
         "outside of forward, or use tensor_parallel, which needs no graph."
     )
@@ -205,7 +209,7 @@ def _check_outputs(model: nn.Module, outputs: Any) -> None:
         if not isinstance(leaf, (_Place, *_PLAIN, type(None)))
     ]
     if odd:
-        raise InputError(
+        raise CaptureError(
             f"{type(model).__name__} returns {odd[0]}, a container that cannot be opened. Return tensors in tuples, lists, "
             "dictionaries or dataclasses; where it is a cache of keys and values, set use_cache=False."
         )

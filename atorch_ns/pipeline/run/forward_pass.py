@@ -113,6 +113,10 @@ class StagePass:
         self._keep(number, output)
         return output
 
+    def call_seeds(self, number: int) -> tuple[int, ...]:
+        """The seeds of the call that runs now and of those after it, as many as ``number``."""
+        return tuple(self.seed + (self.num_calls - 1 + further) * CALL_STRIDE for further in range(number))
+
     def _next(self, path: str) -> int:
         number = self.num_calls
         traced = self._graph.paths

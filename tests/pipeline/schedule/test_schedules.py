@@ -14,6 +14,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.pipeline import ScheduleInfo, StageCosts, checked_orders, get_schedule, simulate
 from atorch_ns.pipeline.schedule.actions import Action, check_orders, live_micro_batches
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
+from tests.pipeline.schedule import own_schedules
 from tests.warm import COLD_PYTHON
 
 NAMES = [info.name for info in SCHEDULES]
@@ -324,6 +325,8 @@ def test_an_order_that_cannot_end_is_refused(name: str, words: str) -> None:
         InputError, match=f"{OWN}:{name} cannot be run on 2 ranks with 3 micro-batches: .*{words}"
     ):
         checked_orders(get_schedule(f"{OWN}:{name}"), 2, 3)
+    with pytest.raises(InputError, match=f"cannot be run on 2 ranks with 3 micro-batches: .*{words}"):
+        checked_orders(getattr(own_schedules, name), 2, 3)  # the object, as the guide previews it
 
 
 @pytest.mark.parametrize(

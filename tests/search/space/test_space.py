@@ -22,7 +22,7 @@ from atorch_ns.testing.models import SyntheticDataset, get_case
 
 REGISTRY = load_registry()
 WORK = Workload(global_batch=16, num_tokens=8)
-WHOLE = ("tensor_parallel", "pipeline_parallel")
+WHOLE = ("tensor_parallel", "operator_parallel", "pipeline_parallel")
 """Excluded, they leave strategies in which every rank has the whole model and data of its own."""
 
 
@@ -269,7 +269,8 @@ def test_models_are_divided_where_the_ranks_have_no_more_samples() -> None:
     assert found
     for one in found:
         assert dict(one.steps)["parallel_mode"] == {"axes": [["tensor", 2]]}
-        assert "tensor_parallel" in names(one)
+    assert {name for one in found for name in names(one)} >= {"tensor_parallel", "operator_parallel"}
+    assert all(len(names(one) & {"tensor_parallel", "operator_parallel"}) == 1 for one in found)
 
 
 def test_meshes_that_divide_the_model() -> None:
