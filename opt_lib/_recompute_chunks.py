@@ -48,15 +48,15 @@ class Chunk:
     Args:
         function: ``function(module, *args, **kwargs)``, a recomputation.
         device: the device that blocks compute on.
-        draw_seeds: gives so many calls, of which this is the first, the seeds of their random numbers, where a pipeline
-            has one for each call; ``None`` for one stream of all.
+        draw_seeds: gives the seeds of the blocks' random numbers, where a pipeline has one for each call; nothing, or
+            ``None``, for one stream of all.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         device: torch.device,
-        draw_seeds: Callable[[int], tuple[int, ...]] | None = None,
+        draw_seeds: Callable[[], tuple[int, ...]] | None = None,
     ) -> None:
         self._function = function
         self._together = _Together(device)
@@ -78,7 +78,7 @@ class Chunk:
         if not torch.is_grad_enabled():
             return block(*args, **kwargs)
         self._together.training = self._together.blocks[0].training
-        seeds = () if self._draw_seeds is None else self._draw_seeds(len(self))
+        seeds = () if self._draw_seeds is None else self._draw_seeds()
         self._result = self._function(self._together, seeds, *args, **kwargs)
         self._num_called = 1
         if len(self) == 1:

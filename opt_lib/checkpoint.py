@@ -170,7 +170,10 @@ class Checkpoint(Method[CheckpointConfig]):
             _refuse_chunks(job, config)
         for blocks in _chunks(_chosen(targets, job, config), config.chunk):
             stage = next(iter(job.parts.stages), None)
-            draw_seeds = stage.call_seeds if isinstance(stage, StageModule) else None
+            names = [plain_name(block.name) for block in blocks]
+            draw_seeds = (
+                functools.partial(stage.call_seeds, names) if isinstance(stage, StageModule) else None
+            )
             chunk = Chunk(BufferSafeRecompute(function), job.device, draw_seeds)
             for block in blocks:
                 recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)

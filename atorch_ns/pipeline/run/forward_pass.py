@@ -113,9 +113,12 @@ class StagePass:
         self._keep(number, output)
         return output
 
-    def call_seeds(self, number: int) -> tuple[int, ...]:
-        """The seeds of the call that runs now and of those after it, as many as ``number``."""
-        return tuple(self.seed + (self.num_calls - 1 + further) * CALL_STRIDE for further in range(number))
+    def call_seeds(self, paths: Sequence[str]) -> tuple[int, ...]:
+        """The seeds of the calls of units, of which the first runs now; none if such calls do not follow one another."""
+        calls = range(self.num_calls - 1, self.num_calls - 1 + len(paths))
+        if [*self._graph.paths[calls.start : calls.stop]] != [*paths]:
+            return ()
+        return tuple(self.seed + number * CALL_STRIDE for number in calls)
 
     def _next(self, path: str) -> int:
         number = self.num_calls

@@ -151,10 +151,10 @@ class StageModule(nn.Module):
         """Whether the user's model is in training mode."""
         return bool(self.__dict__["_model"].training)
 
-    def call_seeds(self, number: int) -> tuple[int, ...]:
+    def call_seeds(self, paths: Sequence[str]) -> tuple[int, ...]:
         """:meth:`StagePass.call_seeds` of the pass that runs now."""
         assert self._switch.running is not None
-        return self._switch.running.call_seeds(number)
+        return self._switch.running.call_seeds(paths)
 
     def begin(
         self,

@@ -20,7 +20,7 @@ from atorch_ns.pipeline import (
     refused_cuts,
 )
 from atorch_ns.pipeline.cut.install import ranges
-from atorch_ns.pipeline.run.forward_pass import backward_splits
+from atorch_ns.pipeline.run.forward_pass import CALL_STRIDE, StagePass, backward_splits
 from atorch_ns.pipeline.run.stage import Unit
 from atorch_ns.testing.models import get_case
 from atorch_ns.torch_compat import plain_name
@@ -201,6 +201,16 @@ def test_a_batch_for_which_the_model_calls_other_units_is_refused() -> None:
     stages.begin([tokens()], mean_loss)
     with pytest.raises(StepError, match=r"calls blocks\.1 where it called blocks\.0"):
         stages.begin([tokens(length=4)], mean_loss)
+
+
+def test_only_calls_of_units_have_seeds_of_their_own() -> None:
+    """Blocks inside one unit go on with its stream: another's seed would give them the masks of that one."""
+    graph = trace(build(Dropouts), tokens(), mean_loss)
+    (stage,) = ranges(graph, [])
+    running = StagePass(graph, stage, (), device=CPU, seed=5)
+    running.num_calls = 2
+    assert running.call_seeds(graph.paths[1:3]) == (5 + CALL_STRIDE, 5 + 2 * CALL_STRIDE)
+    assert running.call_seeds([graph.paths[1], f"{graph.paths[1]}.0"]) == ()
 
 
 def test_the_model_cannot_be_called_in_parts() -> None:
