@@ -13,8 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from torch.distributed.tensor import Partial
-
 from atorch_ns.errors import InputError
 from atorch_ns.operators.rules.rule import Placement, Rule, placement_text, read_placement
 from atorch_ns.system import write_whole
@@ -244,7 +242,6 @@ def _operator_rule(text: Any) -> Rule:
 
 
 def _parameter_placement(text: Any) -> Placement:
-    found = read_placement(text) if isinstance(text, str) else None
-    if found is None or isinstance(found, Partial):
+    if not isinstance(text, str) or not (text.strip() == "R" or text.strip().isdecimal()):
         raise InputError(f"{text!r} is no placement of a parameter. Write R or the number of a dimension.")
-    return found
+    return read_placement(text)

@@ -57,7 +57,7 @@ def test_a_plan_of_operators(job: Path) -> None:
     done = _plan("--operators", "2", "--save", str(save), "--top", "3")
     assert done.exit_code == 0
     for words in (
-        "Model on 2 ranks:",
+        "Model in float32 on 2 ranks:",
         "a rank (predicted). No plan is more than",
         "The longest operators (predicted)",
         "operator",
@@ -70,6 +70,8 @@ def test_a_plan_of_operators(job: Path) -> None:
     assert plan.operators
     shown = _plan("--operators", "2", "--json")
     assert OperatorPlan.from_text(shown.stdout) == plan
+    with pytest.raises(InputError, match="--operators 4 is more than the cluster's 2 devices"):
+        _plan("--operators", "4")
     with pytest.raises(InputError, match="no division fits in"):
         _plan("--operators", "2", "--memory-limit", "0.001MiB")
 

@@ -188,7 +188,7 @@ def capture(
     except Exception as error:  # of the model's code, or of what it meets in torch
         raise _refusal(model, error) from error
     _check_outputs(model, results[-1])
-    return _cleaned(program, structure, results[-1], tensors)
+    return _cleaned(program, structure, results[-1], tensors, _first_names(flat.inner))
 
 
 def _refusal(model: nn.Module, error: Exception) -> CaptureError:
@@ -218,8 +218,35 @@ def _check_outputs(model: nn.Module, outputs: Any) -> None:
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 
 
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter its first one."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _one_for_each_parameter(
+    graph: fx.Graph, origins: dict[fx.Node, Origin], first_names: Mapping[str, str]
+) -> None:
+    """Leaves one placeholder of a tied parameter, under its first name: export makes one for each name, and reads any."""
+    alike: dict[str, list[fx.Node]] = {}
+    for node, origin in origins.items():
+        if origin.kind == "parameter":
+            alike.setdefault(first_names.get(origin.name, origin.name), []).append(node)
+    for name, (kept, *others) in alike.items():
+        origins[kept] = Origin("parameter", name)
+        for node in others:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            del origins[node]
+
+
 def _cleaned(
-    program: ExportedProgram, structure: Any, outputs: Any, tensors: Sequence[torch.Tensor]
+    program: ExportedProgram,
+    structure: Any,
+    outputs: Any,
+    tensors: Sequence[torch.Tensor],
+    first_names: Mapping[str, str],
 ) -> Captured:
     graph = fx.Graph()
     module = program.graph_module
@@ -238,6 +265,7 @@ def _cleaned(
     pinned = _functional(graph)
     _one_item_each(graph)
     graph.eliminate_dead_code()
+    _one_for_each_parameter(graph, origins, first_names)
     constants = {name.removeprefix("inner."): value for name, value in program.tensor_constants.items()}
     inputs = [node for node, origin in origins.items() if origin.kind == "input"]
     guards = tuple(

@@ -331,7 +331,10 @@ class _Assembly:
                     "conversions": self._conversions(spec, is_parameter, saved=saved),
                     "saved": {} if is_parameter else self._saved(spec),
                     "count": 0,
-                    "enters": self._recomputed and not inside and bool(self._graph.segments[segment].path),
+                    # A parameter is converted inside of the block, again where it is recomputed.
+                    "enters": self._recomputed
+                    and not (inside or is_parameter)
+                    and bool(self._graph.segments[segment].path),
                 }
             )
         number = self._uses[mark]

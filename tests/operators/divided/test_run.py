@@ -6,7 +6,7 @@ import copy
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,33 @@ def compared(name: str, seeds: range, bf16: bool) -> list[tuple[int, float, floa
             losses = trained(model, batch, bf16, complete)
             found.append((seed, apart(losses, whole_losses) / units[0], difference(model, whole) / units[1]))
     return found
+
+
+def tied(dims: Sequence[str]) -> list[tuple[int, float, float]]:
+    """T5 with its one embedding, which has four names, stored divided; and its keys of that."""
+    calls.with_own_randomness = whole_masks  # type: ignore[assignment]
+    reference, batch = network("t5")
+    whole = copy.deepcopy(reference)
+    whole_losses = trained(whole, batch, False, lambda: None)
+    shallow = capture_shallow(reference, (), batch, device=CPU)
+    graph = shallow.graph
+    names = [graph.parameter_key(value) for value, one in graph.origins.items() if one.kind == "parameter"]
+    shared = [name for name in names if "shared" in name or "embed_tokens" in name or "lm_head" in name]
+    found = []
+    for dim in dims:
+        plan = OperatorPlan.from_json({"schema": 1, "parameters": {"shared.weight": dim}})
+        check_plan(plan, graph, 2)
+        model, complete = divided("t5", shallow, plan)
+        losses = trained(model, batch, False, complete)
+        found.append((len(shared), apart(losses, whole_losses), difference(model, whole)))
+    return found
+
+
+def test_a_tied_parameter_is_one_and_divided_under_all_its_names() -> None:
+    for rank in run_ranks(tied, 2, args=(("0", "1"),), timeout_s=110):
+        for num_keys, loss, parameter in rank:
+            assert num_keys == 1
+            assert max(loss, parameter) < 1e-5
 
 
 LONG = pytest.mark.slow
