@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, Literal
@@ -404,13 +404,16 @@ class TrainStep:
         micro_batches = self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
         return StepWork.mean(micro_batches, self._job.num_data_ranks)
 
-    def _weighed(self, samples: Sequence[Any], **given_by_user: Any) -> StepWork:
+    def _weighed(
+        self, samples: Sequence[Any], *, functions: Mapping[str, Callable[..., Any] | None], **weights: Any
+    ) -> StepWork:
         job = self._job
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
-        given, fields = weigh(samples, data_ranks=data_ranks, device=job.device, **given_by_user)
+        given, fields = weigh(
+            samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights
+        )
         prepared = [self._prepare_input(sample, job.device) for sample in given]
-        scale_fn = given_by_user["functions"].get("scale_fn")
-        return StepWork(micro_batches=prepared, scale_fn=scale_fn, **fields)
+        return StepWork(micro_batches=prepared, scale_fn=functions.get("scale_fn"), **fields)
 
     def _parameters(self) -> list[torch.Tensor]:
         assert self.optimizer is not None
