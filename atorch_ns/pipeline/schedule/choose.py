@@ -461,8 +461,7 @@ def _fitted(
     for rank in range(pipeline.num_ranks):
 
         def fitting(count: int) -> _Pipeline:
-            share = count / able if able else 0.0
-            return pipeline.with_share(rank, share, most)  # noqa: B023 the function does not outlive its round
+            return pipeline.with_share(rank, count / max(able, 1), most)  # noqa: B023 the function does not outlive its round
 
         def fits(count: int) -> bool:
             return fitting(count).peaks(cuts, [rank])[0] <= limit_bytes  # noqa: B023
@@ -480,9 +479,7 @@ def _levelled(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
     most = [1.0] * (pipeline.num_stages - 1) + [0.0 if pipeline.info.keeps_last else 1.0]
     target = pipeline.moving_bytes(cuts, 0)
     for rank in range(1, pipeline.num_ranks):
-        candidates = [
-            pipeline.with_share(rank, count / able if able else 0.0, most) for count in range(able + 1)
-        ]
+        candidates = [pipeline.with_share(rank, count / max(able, 1), most) for count in range(able + 1)]
         pipeline = min(candidates, key=lambda one: abs(one.moving_bytes(cuts, rank) - target))
     return pipeline
 
