@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,6 +328,13 @@ def test_an_order_that_cannot_end_is_refused(name: str, words: str) -> None:
         checked_orders(get_schedule(f"{OWN}:{name}"), 2, 3)
     with pytest.raises(InputError, match=f"cannot be run on 2 ranks with 3 micro-batches: .*{words}"):
         checked_orders(getattr(own_schedules, name), 2, 3)  # the object, as the guide previews it
+
+
+def test_an_order_of_ours_under_other_rules_is_checked() -> None:
+    """One stage's passes do not make a whole order of two stages on a rank."""
+    mine = replace(get_schedule("1F1B"), name="mine", most_stages=2, usual_stages=2)
+    with pytest.raises(InputError, match="the order of the schedule mine cannot be run on 2 ranks"):
+        checked_orders(mine, 2, 4)
 
 
 @pytest.mark.parametrize(
