@@ -41,7 +41,6 @@ from atorch_ns.operators.rules.constraints import allowed, read_constraints, unu
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import TensorGroup, divide_parameters
-from atorch_ns.text import bytes_text, seconds_text
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.sample_batch import common_sample, local_batch_size
 from opt_lib._sharded.units import broadcast_from_first
@@ -219,11 +218,8 @@ def _found(
     calls = [(one.call.name, (one.path, one.classes)) for one in shallow.graph.operators]
     for warning in unused(calls, constraints):
         job.warn(warning)
-    price = solved.outcome.price
     return solved.plan, (
-        f"found: predicted {seconds_text(price.seconds)} a step for its operators, of them "
-        f"{seconds_text(price.conversion_seconds)} of collectives, and {bytes_text(price.memory)}; no plan is more than "
-        f"{solved.outcome.gap:.1%} faster by the same figures ({prices.device.source}). The longest operators:\n"
+        f"found: {solved.text} Figures of the device: {prices.device.source}. The longest operators:\n"
         f"{textwrap.indent(costs_text(solved.costs, top=5), '    ')}"
     )
 

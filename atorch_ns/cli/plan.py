@@ -116,7 +116,7 @@ def _plan_operators(
 
     from atorch_ns.data import call_arguments
     from atorch_ns.operators import Prices, States, capture_shallow, costs_text, solved_plan
-    from atorch_ns.text import bytes_text, counted, percent_text, seconds_text
+    from atorch_ns.text import counted
 
     place = make_cluster(asked.cluster)
     if asked.cluster is not None and degree > place.world_size:
@@ -142,11 +142,8 @@ def _plan_operators(
     if as_json:
         typer.echo(solved.plan.text, nl=False)
     else:
-        price = solved.outcome.price
         typer.echo(
-            f"{type(known).__name__} in {dtype} on {degree} ranks: {seconds_text(price.seconds)} a step of forward and backward "
-            f"pass, of them {seconds_text(price.conversion_seconds)} of collectives; {bytes_text(price.memory)} a rank "
-            f"(predicted). No plan is more than {percent_text(solved.outcome.gap)} faster by the same figures.\n"
+            f"{type(known).__name__} in {dtype} on {degree} ranks: {solved.text}\n"
             f"Figures of the device: {prices.device.source}.\n\n{solved.plan.describe()}\n\n"
             f"The longest operators (predicted)\n{costs_text(solved.costs, top=top)}"
         )

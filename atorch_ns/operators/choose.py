@@ -21,6 +21,7 @@ from atorch_ns.operators.rules.table import rules_of
 from atorch_ns.operators.solver.assemble import LegalRules, States, assemble
 from atorch_ns.operators.solver.costs import Prices
 from atorch_ns.operators.solver.solve import Outcome, solve
+from atorch_ns.text import bytes_text, percent_text, seconds_text
 
 Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 """Leaves of an operator's rules those that the user's constraints allow."""
@@ -110,6 +111,16 @@ class Solved:
     plan: OperatorPlan
     outcome: Outcome
     costs: Sequence[OperatorCost]
+
+    @property
+    def text(self) -> str:
+        """What is predicted, in two sentences."""
+        price = self.outcome.price
+        return (
+            f"{seconds_text(price.seconds)} a step of forward and backward pass, of them "
+            f"{seconds_text(price.conversion_seconds)} of collectives; {bytes_text(price.memory)} a rank (predicted). "
+            f"No plan is more than {percent_text(self.outcome.gap)} faster by the same figures."
+        )
 
 
 def solved_plan(
