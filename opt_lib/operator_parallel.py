@@ -6,16 +6,17 @@ import contextlib
 import functools
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import torch
 from pydantic import Field
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.random_states import modes_kept
-from atorch_ns.cluster import Cluster, or_refusal
+from atorch_ns.cluster import Cluster, from_first, or_refusal
 from atorch_ns.data import call_arguments, split_batch
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job
@@ -23,6 +24,8 @@ from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Phase
 from atorch_ns.operators import (
     CaptureError,
     DividedForward,
+    Division,
+    OperatorGraph,
     OperatorPlan,
     Prices,
     Shallow,
@@ -34,13 +37,16 @@ from atorch_ns.operators import (
     costs_text,
     division_of,
     random_plan,
+    refitted,
     solved_plan,
 )
 from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.constraints import allowed, read_constraints, unused
 from atorch_ns.operators.rules.rule import Rule
+from atorch_ns.pipeline import own_units
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import TensorGroup, divide_parameters
+from atorch_ns.sharding.rank_context import isolated
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.sample_batch import common_sample, local_batch_size
 from opt_lib._sharded.units import broadcast_from_first
@@ -78,11 +84,21 @@ class OperatorParallelConfig(MethodConfig):
 
 
 class _Planned(NamedTuple):
-    """What one rank decides for all: the plan, and by name the dims of divided parameters and those that are summed."""
+    """What one rank decides for all.
+
+    Attributes:
+        known: the keys of the operators that it was made for.
+        dims: by name the dims of divided parameters.
+        summed: names of whole parameters whose gradients are summed after the backward pass.
+        kinds: for each unit of a pipeline its path as keys have it.
+        note: what is known of the plan.
+    """
 
     plan: OperatorPlan
+    known: frozenset[str]
     dims: dict[str, int]
     summed: frozenset[str]
+    kinds: dict[str, str]
     note: str
 
 
@@ -98,7 +114,6 @@ class OperatorParallel(Method[OperatorParallelConfig]):
     conflicts = tuple(
         Conflict(other, f"Operators are divided in the graph of the whole model, {what}.")
         for other, what in (
-            ("pipeline_parallel", "not in that of a stage"),
             ("sequence_parallel", "which divides samples along any dimension itself"),
             ("expert_parallel", "which has no exchange of tokens"),
             ("compile", "whose generated code has collectives that the compiler would lose"),
@@ -119,8 +134,9 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         group = TensorGroup(job.mesh.axis("tensor"))
         assert group.mesh is not None
         batch = common_sample(job, self.name, rows=_rows(job))
+        units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))
         found = job.cluster.on_first(
-            lambda: or_refusal(lambda: _planned(job, config, batch, group.size)),
+            lambda: or_refusal(lambda: _planned(job, config, batch, group.size, units)),
             what="finding an operator plan",
         )
         if isinstance(found, CaptureError) and config.plan is None:
@@ -128,15 +144,14 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             return
         if isinstance(found, InputError):  # which every rank raises
             raise found
-        blocks = [block.name for block in repeated_blocks(job.module)]
-        divide = functools.partial(division_of, found.plan, degree=group.size, summed=found.summed)
-        forward = DividedForward(job.module, blocks, divide, group.process_group, job.device)
-        divide_parameters(job.module, found.dims, group)
+        attach = _run_by(found, job, group)
+        names = {plain_name(name) for name, _ in job.module.named_parameters(remove_duplicate=False)}
+        divide_parameters(job.module, {name: dim for name, dim in found.dims.items() if name in names}, group)
         ranks = group.mesh.get_group()
         whole = [p for name, p in job.module.named_parameters() if plain_name(name) not in found.dims]
         broadcast_from_first(job, (*whole, *job.module.buffers()), group=ranks)
-        job.gradients.sums.add(found.summed, ranks)
-        forward.attach(job.module)
+        job.gradients.sums.add(found.summed & names, ranks)
+        attach()
         job.resolved_settings[self.name] = {"plan": found.plan.as_json()}
         for text in (found.note, found.plan.describe()):
             job.explain(self.name, text)
@@ -153,19 +168,76 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             job.explain(self.name, done)
 
 
+def _run_by(found: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]:
+    """What makes the model, or each unit of this rank's stages, run by its divided graph once parameters are divided."""
+    units = own_units(job.module)
+    blocks = [] if units else [block.name for block in repeated_blocks(job.module)]
+    made = []
+    for path, module in units.items() or {"": job.module}.items():
+        start = f"{path}." if path else ""
+        summed = frozenset(name.removeprefix(start) for name in found.summed if name.startswith(start))
+        divide = functools.partial(_division, found, job, group, summed)
+        kind = found.kinds.get(path, "")
+        forward = DividedForward(module, blocks, divide, group.process_group, job.device, within=kind)
+        made.append((module, forward))
+
+    def attach() -> None:
+        for module, forward in made:
+            forward.attach(module)
+
+    return attach
+
+
+def _division(
+    found: _Planned, job: Job, group: TensorGroup, summed: frozenset[str], graph: OperatorGraph
+) -> Division:
+    """The division of one kind of call: by the plan, or where it does not fit, the fastest with the same parameters.
+
+    Other calls than the one that the plan was made for: without a mask, in evaluation, with sizes that are not divisible.
+    Collective over the group in that case, as the call itself.
+    """
+    if found.known.issuperset(graph.by_key):
+        with contextlib.suppress(InputError):
+            return division_of(found.plan, graph, group.size, summed)
+
+    def other() -> OperatorPlan:
+        return refitted(found.plan, graph, group.size, _prices(job, group.size), job.device)
+
+    assert group.mesh is not None
+    own: OperatorPlan | InputError | None = None
+    if group.rank == 0:
+        own = or_refusal(lambda: isolated(other, job.device))
+    made: OperatorPlan | InputError = from_first(own, distributed=True, group=group.mesh.get_group())
+    if isinstance(made, InputError):
+        raise made
+    return division_of(made, graph, group.size, summed)
+
+
+def _prices(job: Job, degree: int) -> Prices:
+    precision = job.plan.precision
+    return Prices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
+
+
 def _rows(job: Job) -> int | None:
     """Samples of a micro-batch, where the loader's arguments say so."""
     local = local_batch_size(job)
     return None if local is None else max(1, local // job.step.num_micro_batches)
 
 
-def _planned(job: Job, config: OperatorParallelConfig, batch: Any, degree: int) -> _Planned:
-    """The plan and what it means for each parameter of the model; nothing is communicated."""
+def _planned(
+    job: Job, config: OperatorParallelConfig, batch: Any, degree: int, units: Sequence[str]
+) -> _Planned:
+    """The plan and what it means for each parameter of the model; nothing is communicated.
+
+    Args:
+        units: paths of the units of a pipeline's stages, each of which is divided by itself.
+    """
+    model = job.module if job.parts.full_structure is None else job.parts.full_structure
     if job.inputs.sample_batch is not None:
         with contextlib.suppress(BatchSizeError):  # train_step says what is wrong with a real batch
             batch = split_batch(batch, job.num_data_ranks * job.step.num_micro_batches)[0]
-    args, kwargs = call_arguments(job.module, batch, job.inputs.model_input_format)
-    shallow = _captured(job, args, kwargs)
+    args, kwargs = call_arguments(model, batch, job.inputs.model_input_format)
+    shallow = _captured(job, model, args, kwargs, units)
     plan, note = _given(config.plan), "the plan given"
     if plan is None:
         plan, note = _found(job, config, shallow, degree)
@@ -173,12 +245,14 @@ def _planned(job: Job, config: OperatorParallelConfig, batch: Any, degree: int) 
         check_plan(plan, shallow.graph, degree)
     division = division_of(plan, shallow.graph, degree)
     if config.self_test:
-        check_division(division, job.module, shallow.inputs, job.device)
-    names = {plain_name(name): p for name, p in job.module.named_parameters(remove_duplicate=False)}
+        check_division(division, model, shallow.inputs, job.device)
+    names = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     placed = {name: division.parameters.get(shallow.copy_name(name)) for name in names}
     dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
     summed = frozenset(name for name in names if shallow.copy_name(name) in division.summed)
-    return _Planned(plan, dims, summed, note)
+    kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
+    of_units = {unit: kinds.get(shallow.copy_name(unit), unit) for unit in units}
+    return _Planned(plan, frozenset(shallow.graph.by_key), dims, summed, of_units, note)
 
 
 def _found(
@@ -192,9 +266,10 @@ def _found(
             else batch_plan(shallow.graph, degree)
         )
         return made, f"the plan of the policy {config.policy}"
-    precision = job.plan.precision
-    prices = Prices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
+    prices = _prices(job, degree)
     limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes) or None
+    if limit is not None and job.mesh is not None:  # the graph is that of all stages, which share it
+        limit *= job.mesh.size("pipeline")
     constraints = read_constraints(config.constraints) if config.constraints else ()
 
     def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -230,13 +305,17 @@ def _given(plan: Mapping[str, Any] | str | None) -> OperatorPlan | None:
     return OperatorPlan.from_text(json.dumps(plan), source="in the strategy")
 
 
-def _captured(job: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shallow:
+def _captured(
+    job: Job, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str]
+) -> Shallow:
     """The operators of the model as it will run: in training, with the strategy's casts and dtypes of parameters."""
     precision = job.plan.precision
     stored = getattr(torch, precision.parameter_dtype)
     lowered = stored != torch.float32
-    dtypes = {name: stored for name, p in job.module.named_parameters() if lowered and p.is_floating_point()}
+    dtypes = {name: stored for name, p in model.named_parameters() if lowered and p.is_floating_point()}
     casts = precision.compute_dtype not in (None, precision.parameter_dtype)
     compute = getattr(torch, precision.compute_dtype or "float32")
-    with modes_kept(job.module), torch.autocast(job.device.type, compute if casts else None, enabled=casts):
-        return capture_shallow(job.module.train(), args, kwargs, dtypes=dtypes, device=job.device)
+    with modes_kept(model), torch.autocast(job.device.type, compute if casts else None, enabled=casts):
+        return capture_shallow(
+            model.train(), args, kwargs, dtypes=dtypes, device=job.device, units=units or None
+        )

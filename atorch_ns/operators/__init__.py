@@ -8,9 +8,11 @@ from atorch_ns.operators.choose import (
     division_of,
     legal_rules,
     random_plan,
+    refitted,
     solved_plan,
 )
 from atorch_ns.operators.divided.check import check_division
+from atorch_ns.operators.divided.divide import Division
 from atorch_ns.operators.divided.run import DividedForward
 from atorch_ns.operators.graph.capture import CaptureError
 from atorch_ns.operators.graph.graph import OperatorGraph
@@ -23,6 +25,7 @@ from atorch_ns.operators.solver.costs import Prices
 __all__ = [
     "CaptureError",
     "DividedForward",
+    "Division",
     "OperatorCost",
     "OperatorGraph",
     "OperatorPlan",
@@ -40,6 +43,7 @@ __all__ = [
     "legal_rules",
     "operator_costs",
     "random_plan",
+    "refitted",
     "register_op",
     "solved_plan",
 ]

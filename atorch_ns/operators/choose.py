@@ -34,7 +34,7 @@ def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -
     for key, operators in graph.by_key.items():
         legal: tuple[Rule, ...] | None = None
         for one in operators:
-            rules = _rules(one, degree, known)
+            rules = (one.call.whole,) if graph.is_between(one) else _rules(one, degree, known)
             if allow is not None:
                 rules = allow(one, rules)
             legal = rules if legal is None else tuple(rule for rule in legal if rule in rules)
@@ -175,6 +175,21 @@ def _follows(rule: Rule, one: Operator, wanted: Sequence[int | None]) -> bool:
         if dim is None and isinstance(placement, Shard):
             return False
     return any(dim is not None for dim in wanted)
+
+
+def refitted(
+    plan: OperatorPlan,
+    graph: OperatorGraph,
+    degree: int,
+    prices: Prices,
+    device: torch.device,
+    allow: Allow | None = None,
+) -> OperatorPlan:
+    """The fastest plan for a call that ``plan`` was not made for, with parameters where it has them."""
+    problem = assemble(
+        graph, legal_rules(graph, degree, allow), prices, States(), device, stored=plan.parameters
+    )
+    return problem.plan(solve(problem.problem, gap=_GAP, time_limit=_SECONDS), degree)
 
 
 def division_of(

@@ -14,7 +14,7 @@ from atorch_ns.pipeline.cut.partition import (
 from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values, without_memory
 from atorch_ns.pipeline.run.executor import Links
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
-from atorch_ns.pipeline.run.stage import StageModule
+from atorch_ns.pipeline.run.stage import StageModule, own_units
 from atorch_ns.pipeline.schedule.actions import Action, Orders, live_bytes, live_micro_batches
 from atorch_ns.pipeline.schedule.choose import (
     BUFFERS,
@@ -61,6 +61,7 @@ __all__ = [
     "live_micro_batches",
     "num_recomputed",
     "num_rows",
+    "own_units",
     "partition",
     "plan_crossings",
     "refused_cuts",

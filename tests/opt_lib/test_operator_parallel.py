@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atorch_ns import Strategy, auto_accelerate
+from atorch_ns import auto_accelerate
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.operators import OperatorPlan
 from atorch_ns.testing.models import CASES
-from atorch_ns.testing.parity import accelerated_run, compare, reference_run
+from atorch_ns.testing.parity import accelerate_case, accelerated_run, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.tensor_cases import check
 
@@ -169,43 +169,53 @@ def test_plans_are_files_and_misfits_are_named(tmp_path: Path) -> None:
     assert run_ranks(applied, 2, args=({"plan": plan},)) == ["", ""]
 
 
-def short_batches() -> list[str]:
-    from tests.opt_lib.scenarios import accelerate_case
-
-    case = CASES["hf_llama"]
-    result = accelerate_case(case, [MESH, BATCH])
-    texts = []
-    for rows in (3, 4, 5):  # the first capture of any, of one that is divided, and one more for that
-        try:
-            result.train_step(case.make_batch(rows, 0))
-            texts.append("")
-        except InputError as error:
-            texts.append(str(error))
-    return texts
+def other_calls(name: str, strategy: list[Any], sizes: list[int]) -> list[float]:
+    """Losses of steps on batches of several sizes, with evaluations in between."""
+    case = CASES[name]
+    result = accelerate_case(case, strategy)
+    losses = []
+    for seed, rows in enumerate(sizes):
+        losses.append(float(result.train_step(case.make_batch(rows, seed))))
+        losses.append(float(result.train_step.evaluate(case.make_batch(rows, 9))))
+    return losses
 
 
-def test_samples_that_are_not_divisible_are_refused_in_words() -> None:
-    for first, even, odd in run_ranks(short_batches, 2):
-        assert "cannot be divided for inputs of [3, " in first
-        assert even == ""
-        assert "5 is not divisible by 2" in odd
-        assert "drop_last=True" in odd
+@pytest.mark.parametrize("plan", [BATCH, anything(3)], ids=["batch", "random"])
+def test_calls_that_the_plan_does_not_fit_are_divided_anew(plan: Any) -> None:
+    sizes = [
+        3,
+        4,
+        5,
+        1,
+    ]  # the first capture of any, of one that is divided, one more for that, and a single sample
+    reference = other_calls("hf_llama", [], sizes)
+    for losses in run_ranks(other_calls, 2, args=("hf_llama", [MESH, plan], sizes)):
+        assert losses == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "hf_gpt2", "hf_llama"])
+def test_stages_of_a_pipeline(name: str) -> None:
+    mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
+    stages = ("pipeline_parallel", {"num_micro_batches": 2})
+    strategies = {
+        "found": [mesh, stages, "operator_parallel"],
+        "at random, with checkpoint": [mesh, stages, anything(4), "checkpoint"],
+    }
+    check(CASES[name], 4, strategies)
+
+
+def test_evaluation_in_a_pipeline() -> None:
+    mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
+    strategy = [mesh, ("pipeline_parallel", {"num_micro_batches": 2}), anything(5)]
+    reference = other_calls("hf_llama", [], [4, 6])
+    for losses in run_ranks(other_calls, 4, args=("hf_llama", strategy, [4, 6])):
+        assert losses == pytest.approx(reference, rel=1e-5)
 
 
 def test_too_little_memory_names_what_needs_it() -> None:
     (text, _) = run_ranks(applied, 2, args=({"memory_gib": 1e-6},))
     assert "no division fits in 1.05 KiB of memory: at least " in text
     assert "The largest parts are the two largest peaks inside operators" in text
-
-
-def test_a_pipeline_is_refused() -> None:
-    from atorch_ns.cluster import Cluster
-    from atorch_ns.method import load_registry, resolve
-
-    cluster = Cluster(world_size=4, local_world_size=4, distributed=True)
-    strategy = Strategy([("parallel_mode", [("tensor", 2), ("pipeline", 2)]), "operator_parallel"])
-    with pytest.raises(StrategyError, match="operator_parallel and pipeline_parallel"):
-        resolve(strategy, cluster, load_registry())
 
 
 def test_constraints_are_obeyed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from atorch_ns.operators.divided.conversions import Need, need_of, steps
 from atorch_ns.operators.graph.graph import Operator, OperatorGraph, Segment
 from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
 from atorch_ns.operators.rules.views import size_argument
+from atorch_ns.sharding.collectives import scale_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,13 +216,18 @@ class _Builder:
         source = self._division.placement(value)
         origin = self._division.graph.origins.get(value)
         summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
-        if summed or not self._division.graph.spec(value).requires_grad:  # no gradient to sum, or not here
+        learns = self._division.graph.spec(value).requires_grad
+        if (
+            summed and learns and need != Need(WHOLE, True)
+        ):  # every rank has all of the gradient, which is summed later
+            raw = self._graph.call_function(scale_gradient, (raw, 1 / self._division.degree))
+        if summed or not learns:  # no gradient to sum, or not here
             need = Need(need.placement, False)
         if (value, need) not in self._converted:
             made = raw
             for step in steps(source, need):
                 made = self._graph.call_function(step.collective, (made, *step.dims, self._group))
-            if made is raw or user.pinned:  # what is written to later is not what it was
+            if made is self._raw[value] or user.pinned:  # what is written to later is not what it was
                 return made
             self._converted[value, need] = made
         return self._converted[value, need]

@@ -19,8 +19,7 @@ from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.graph.capture import Captured, capture, filled, flat_arguments
 from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.rules.rule import WHOLE, Placement
-from atorch_ns.sharding.rank_context import local_part
-from atorch_ns.text import first_few
+from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
 
 Divide = Callable[[OperatorGraph], Division]
@@ -38,20 +37,29 @@ class DividedForward:
         divide: gives the operators of a graph their rules.
         group: the ranks.
         device: this rank's device.
+        within: the path, as keys have it, of the unit that ``model`` is; empty for a whole model.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str], divide: Divide, group: Any, device: torch.device
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        divide: Divide,
+        group: Any,
+        device: torch.device,
+        *,
+        within: str = "",
     ) -> None:
         self._structure = copy_structure(model, _without_memory, {})
         self._blocks = tuple(blocks)
+        self._within = within
         self._divide = divide
         self._group = group
         self._device = device
         self._passes: list[tuple[Any, _Pass]] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Makes ``model``, whose parameters have been divided, run by pieces."""
+        """Makes ``model``, or another of equal structure, run by pieces; its parameters have been divided."""
         _replace_forward(model, _DividedModel)
         vars(model)[_OPERATORS] = self
         for path in self._blocks:
@@ -84,18 +92,21 @@ class DividedForward:
     ) -> _Pass:
         states = self._states(model)
         for known, found in self._passes:
-            if known == states and found.captured.fits(tensors, structure):
-                found.check(tensors)
+            if known == states and found.captured.fits(tensors, structure) and found.divides(tensors):
                 return found
         modules = {plain_name(path): module for path, module in model.named_modules()}
         for path, module in self._structure.named_modules():
             module.training = modules[path].training
         dtypes = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
-        captured = capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
-        try:
-            division = self._divide(OperatorGraph(captured, self._blocks))
-        except InputError as error:
-            raise _indivisible(tensors, str(error)) from error
+        _, casts = states
+        casting = torch.autocast(self._device.type, casts or None, enabled=bool(casts))
+
+        def captured_here() -> Captured:
+            with casting:
+                return capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
+
+        captured = isolated(captured_here, self._device)  # what recomputes a unit counts what is called in it
+        division = self._divide(OperatorGraph(captured, self._blocks, within=self._within))
         made = _Pass(captured, division, pieces(division))
         self._passes.append((states, made))
         return made
@@ -109,14 +120,6 @@ class DividedForward:
 
 def _without_memory(kind: str, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor
-
-
-def _indivisible(tensors: Sequence[torch.Tensor], why: str) -> InputError:
-    shapes = first_few([str(list(tensor.shape)) for tensor in tensors], 4)
-    return InputError(
-        f"the model's operators cannot be divided for inputs of {shapes}: {why} Give batches, micro-batches and lengths that "
-        "the ranks divide where the plan does; drop_last=True leaves out an epoch's last, short batch."
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +138,10 @@ class _Pass:
             shown.setdefault(id(piece.body), f"# {where}\n{piece.code}")
         return "\n".join(shown.values())
 
-    def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises an :class:`InputError` if a size that follows the number of samples is divided and is not divisible."""
+    def divides(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the sizes that follow the number of samples and are divided are divisible."""
         samples = self._samples(tensors)
-        degree = self.division.degree
-        odd = [each for each in self._multiples if each * samples % degree]
-        if odd:
-            raise _indivisible(tensors, f"{round(odd[0] * samples)} is not divisible by {degree}.")
+        return not any(each * samples % self.division.degree for each in self._multiples)
 
     def _samples(self, tensors: Sequence[torch.Tensor]) -> int:
         """The first size that may vary."""

@@ -181,7 +181,8 @@ def capture(
     with mode:
         flat = _Flat(copy_structure(model, fake, containers or {}), structure, results.append)
         inputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors)
-    shapes = tuple({0: Dim.AUTO} if tensor.dim() else None for tensor in tensors)
+    # Export bakes in a size of 1.
+    shapes = tuple({0: Dim.AUTO} if tensor.dim() and tensor.shape[0] != 1 else None for tensor in tensors)
     try:
         with torch.enable_grad(), random_states_kept(device), caches_off(flat.inner), quiet_fake_kernels():
             program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)

@@ -88,16 +88,27 @@ class OperatorGraph:
         captured: the forward pass.
         blocks: paths of repeated blocks in the captured model.
         counts: how many blocks of the whole model each block stands for, where some were left out.
+        units: paths of modules that are divided each by itself, as a pipeline's stages call them: what goes from one to
+            another is whole, and so is what lies between them. ``None`` if the model is divided as one.
+        within: the path, as keys have it, of the unit that the captured model is; empty for a whole model.
     """
 
     def __init__(
-        self, captured: Captured, blocks: Sequence[str] = (), counts: Mapping[str, int] | None = None
+        self,
+        captured: Captured,
+        blocks: Sequence[str] = (),
+        counts: Mapping[str, int] | None = None,
+        *,
+        units: Collection[str] | None = None,
+        within: str = "",
     ) -> None:
         self.captured = captured
         self.origins: Mapping[fx.Node, Origin] = captured.origins
+        self.in_units = units is not None
+        self.within = within
         self._counts = counts or {}
         self._learnt = _learnt(captured)
-        self.segments = _segments(captured.graph, frozenset(blocks))
+        self.segments = _segments(captured.graph, frozenset(blocks), frozenset(units or ()))
         self.operators = tuple(self._operators())
 
     @cached_property
@@ -138,11 +149,20 @@ class OperatorGraph:
         for segment in self.segments:
             if segment.path and name.startswith(f"{segment.path}."):
                 return segment.kind + name.removeprefix(segment.path)
-        return name
+        return self._key(name)
+
+    def _key(self, path: str) -> str:
+        """The key of what lies between blocks."""
+        return ".".join(filter(None, (self.within, path)))
+
+    def is_between(self, one: Operator) -> bool:
+        """Whether an operator lies between the units, which is whole wherever it runs."""
+        return self.in_units and not self.segments[one.segment].path
 
     def _operators(self) -> Iterator[Operator]:
+        between: Counter[tuple[str, str]] = Counter()
         for number, segment in enumerate(self.segments):
-            seen: Counter[tuple[str, str]] = Counter()
+            seen = Counter() if segment.path else between
             for node in segment.nodes:
                 if not _is_operator(node):
                     continue
@@ -150,7 +170,7 @@ class OperatorGraph:
                 name = short_name(node)
                 place = seen[path, name]
                 seen[path, name] += 1
-                kind = segment.kind + path.removeprefix(segment.path) if segment.path else path
+                kind = segment.kind + path.removeprefix(segment.path) if segment.path else self._key(path)
                 call, inputs = _call(node, self._learnt)
                 yield Operator(
                     key=f"{kind}/{name}#{place}",
@@ -269,8 +289,9 @@ def _results(node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(items.get(number) for number, value in enumerate(held) if isinstance(value, torch.Tensor))
 
 
-def _segments(graph: fx.Graph, blocks: frozenset[str]) -> tuple[Segment, ...]:
-    """Cuts the nodes where calls of blocks begin and end; nodes without a module stay where they are."""
+def _segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) -> tuple[Segment, ...]:
+    """Cuts the nodes where calls of blocks or units begin and end; nodes without a module stay where they are."""
+    held = blocks | units
     placed: list[tuple[str, str, fx.Node]] = []
     before = ("", "")
     for node in graph.nodes:
@@ -280,17 +301,18 @@ def _segments(graph: fx.Graph, blocks: frozenset[str]) -> tuple[Segment, ...]:
         paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
         if paths and node.target is not operator.getitem:
             plain = ((re.sub(r"@\d+", "", path).removeprefix("inner."), path) for path in paths)
-            before = next((pair for pair in plain if pair[0] in blocks), ("", ""))
+            before = next((pair for pair in plain if pair[0] in held), ("", ""))
         placed.append((*before, node))
     runs = [
         (path, tuple(node for *_, node in run)) for (path, _), run in groupby(placed, lambda item: item[:2])
     ]
-    kinds = _kinds(runs)
+    kinds = _kinds(runs, units - blocks)
     return tuple(Segment(path, nodes, kind) for (path, nodes), kind in zip(runs, kinds, strict=True))
 
 
-def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]]) -> list[str]:
-    """The paths of blocks with ``*`` for their numbers, and a mark where blocks of one container differ."""
+def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[str]) -> list[str]:
+    """The paths of blocks with ``*`` for their numbers, and a mark where blocks of one container, or calls of
+    another unit, differ."""
     seen: dict[str, list[Any]] = {}
     kinds = []
     for path, nodes in runs:
@@ -298,12 +320,13 @@ def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]]) -> list[str]:
             kinds.append("")
             continue
         container, _, _ = path.rpartition(".")
+        base = path if path in single else f"{container}.*".removeprefix(".")
         alike = tuple(_likeness(path, node) for node in nodes if _is_operator(node))
-        known = seen.setdefault(container, [])
+        known = seen.setdefault(base, [])
         if alike not in known:
             known.append(alike)
         mark = known.index(alike)
-        kinds.append(f"{container}.*" + (f"~{mark}" if mark else "") if container else "*")
+        kinds.append(base + (f"~{mark}" if mark else ""))
     return kinds
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,18 @@ def capture_shallow(
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
     device: torch.device,
+    units: Collection[str] | None = None,
 ) -> Shallow:
     """Captures the first block, the last, and one of each kind in between of every list of blocks.
+
+    Args:
+        units: paths of modules that are divided each by itself; ``None`` if the model is divided as one.
 
     Raises:
         InputError: as :func:`~atorch_ns.operators.graph.capture.capture` does.
     """
-    blocks = {block.name: block.module for block in repeated_blocks(model)}
+    found = {block.name: block.module for block in repeated_blocks(model)}
+    blocks = {path: module for path, module in found.items() if units is None or path in units}
     containers = truncate(model, blocks, fingerprints(blocks))
     captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
     paths: dict[str, int] = {}
@@ -65,4 +70,5 @@ def capture_shallow(
             places = Counter(container.stands_for)
             paths.update((container.copy_path(place), places[place]) for place in range(len(container.kept)))
     tensors, _ = flat_arguments(args, kwargs)
-    return Shallow(OperatorGraph(captured, tuple(paths), paths), containers, tensors)
+    single = None if units is None else [path for path in units if path not in blocks]
+    return Shallow(OperatorGraph(captured, tuple(paths), paths, units=single), containers, tensors)

@@ -121,6 +121,7 @@ def assemble(
     device: torch.device,
     *,
     recomputed: bool = False,
+    stored: Mapping[str, Placement] | None = None,
 ) -> Assembled:
     """The problem of dividing a graph.
 
@@ -128,8 +129,9 @@ def assemble(
         states: what parameters keep.
         device: the device that operators are measured on as fakes.
         recomputed: whether blocks are recomputed in the backward pass.
+        stored: by key, where parameters are divided already; the others are whole. ``None`` if they may be divided.
     """
-    return _Assembly(graph, legal, prices, states, device, recomputed).done()
+    return _Assembly(graph, legal, prices, states, device, recomputed, stored).done()
 
 
 @dataclass
@@ -155,9 +157,10 @@ class _Assembly:
         states: States,
         device: torch.device,
         recomputed: bool,
+        stored: Mapping[str, Placement] | None,
     ) -> None:
         self._graph, self._legal, self._prices = graph, legal, prices
-        self._states, self._device, self._recomputed = states, device, recomputed
+        self._states, self._device, self._recomputed, self._stored = states, device, recomputed, stored
         self._drafts: list[_Draft] = []
         self._numbers: dict[str, int] = {}
         self._results: dict[fx.Node, tuple[int, int]] = {}
@@ -235,6 +238,8 @@ class _Assembly:
         degree = self._prices.degree
         dims = [dim for dim, size in enumerate(spec.shape) if size and size % degree == 0]
         placements: list[Placement] = [WHOLE, *(Shard(dim) for dim in dims)]
+        if self._stored is not None:
+            placements = [self._stored.get(key, WHOLE)]
         # Of plans that are as fast, the one whose parameters are whole: their gradients travel together.
         options = tuple(
             Option(
@@ -328,7 +333,9 @@ class _Assembly:
                 {
                     "node": node,
                     "result": result,
-                    "conversions": self._conversions(spec, is_parameter, saved=saved),
+                    "conversions": self._conversions(
+                        spec, is_parameter, saved=saved, by_whole=self._graph.in_units and not inside
+                    ),
                     "saved": {} if is_parameter else self._saved(spec),
                     "count": 0,
                     # A parameter is converted inside of the block, again where it is recomputed.
@@ -342,8 +349,9 @@ class _Assembly:
         return number
 
     def _conversions(
-        self, spec: TensorSpec, is_parameter: bool, *, saved: bool
+        self, spec: TensorSpec, is_parameter: bool, *, saved: bool, by_whole: bool
     ) -> Mapping[tuple[Label, Label], Conversion]:
+        """By labels; ``by_whole`` for a value that is whole on the way."""
         found: dict[tuple[Label, Label], Conversion] = {}
         for source in self._placements(spec):
             for need in self._needs(spec):
@@ -351,7 +359,11 @@ class _Assembly:
                     seconds, moved = self._prices.gradient_sum(spec)
                     forward = 0.0
                 else:
-                    seconds, moved = self._prices.conversion(spec, source, need)
+                    way = [(source, need)]
+                    if by_whole and not is_parameter and source != WHOLE:
+                        way = [(source, Need(WHOLE, False)), (WHOLE, need)]
+                    costs = [self._prices.conversion(spec, *step) for step in way]
+                    seconds, moved = sum(one for one, _ in costs), sum(one for _, one in costs)
                     forward = seconds / 2
                 copied = is_parameter and saved and source != need.placement
                 held = self._local(spec, need.placement) if copied else 0.0

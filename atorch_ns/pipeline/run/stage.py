@@ -111,6 +111,11 @@ class Stub(nn.Module):
         return running.call(self._path, None, args, kwargs)
 
 
+def own_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The units that this rank calls, by path, without their wrappers."""
+    return {unit._path: unit._pipeline_unit for unit in model.modules() if isinstance(unit, Unit)}
+
+
 class StageModule(nn.Module):
     """One stage: runs the user's model on a micro-batch from the first to the last of the stage's calls.
 
