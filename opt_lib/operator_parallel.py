@@ -7,7 +7,7 @@ import functools
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, cast, final
 
 import torch
 from pydantic import Field
@@ -207,7 +207,8 @@ def _division(
     own: OperatorPlan | InputError | None = None
     if group.rank == 0:
         own = or_refusal(lambda: isolated(other, job.device))
-    made: OperatorPlan | InputError = from_first(own, distributed=True, group=group.mesh.get_group())
+    given = from_first(own, distributed=True, group=group.mesh.get_group())
+    made = cast("OperatorPlan | InputError", given)
     if isinstance(made, InputError):
         raise made
     return division_of(made, graph, group.size, summed)
