@@ -250,9 +250,12 @@ def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
 
 
 def _with_settings(step: Step, found: Mapping[str, Any]) -> Step:
-    """The step with what its method found for itself; what the user wrote stays as it is."""
+    """The step with what its method found for itself; what the user wrote stays as it is, but for paths of what was read."""
     written = step.config if isinstance(step.config, dict) else {}
-    return Step(step.name, {**found, **written})
+    read = [
+        key for key, value in written.items() if isinstance(value, str) and isinstance(found.get(key), dict)
+    ]
+    return Step(step.name, {**found, **{key: value for key, value in written.items() if key not in read}})
 
 
 def _save(

@@ -112,11 +112,11 @@ class Ddp(Method[DdpConfig]):
         job.place()
         if config.sync_batchnorm:
             synchronise_batch_norms(job)
+        if config.reducer == "own" and not expert_parameters(job):
+            _reduce_by_buckets(job, config)
+            return
         if job.mesh.divides_model:
             _replicate_parts(job, self.name)
-            return
-        if config.reducer == "own":
-            _reduce_by_buckets(job, config)
             return
         find_unused = config.find_unused_parameters
         model = DistributedDataParallel(
@@ -198,9 +198,16 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
     if config.broadcast_buffers and any(True for _ in model.buffers()):
         group = job.mesh.data_group
         model.register_forward_pre_hook(lambda *_: broadcast_together(model.buffers(), group))
+    kept = parameters_kept_whole(job)
     reducer = GradientReducer(
-        model, job.mesh.data_group, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
+        model,
+        job.mesh.data_group,
+        [parameter for parameter in model.parameters() if parameter not in kept],
+        bucket_bytes=_bucket_bytes(config),
+        predivide=config.predivide,
     )
+    if job.parts.stages:
+        reducer.wait_until_told()  # micro-batches come in the order of a schedule
     job.gradients.reducer, job.gradients.skip_sync = reducer, reducer.no_sync
     job.explain(
         "ddp", f"gradients are averaged in {counted(reducer.num_buckets, 'bucket')} of result.reducer"

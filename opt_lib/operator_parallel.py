@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -30,19 +28,13 @@ from atorch_ns.operators import (
     Prices,
     Shallow,
     States,
-    batch_plan,
+    Wanted,
     capture_shallow,
     check_division,
-    check_plan,
-    costs_text,
     division_of,
-    random_plan,
+    find_plan,
     refitted,
-    solved_plan,
 )
-from atorch_ns.operators.graph.graph import Operator
-from atorch_ns.operators.rules.constraints import allowed, read_constraints, unused
-from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.pipeline import own_units
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import TensorGroup, divide_parameters
@@ -69,7 +61,8 @@ class OperatorParallelConfig(MethodConfig):
 
     constraints: str | None = Field(
         default=None,
-        description="Path of a YAML file in nnScaler's form: the dimensions along which operators may be divided.",
+        description="Path of a YAML file in nnScaler's form, for the policy solve: the dimensions along which operators may "
+        "be divided.",
     )
     memory_gib: float | None = Field(
         default=None,
@@ -81,6 +74,15 @@ class OperatorParallelConfig(MethodConfig):
         description="Run the divided graph of a shallow copy on simulated ranks, and compare every operator's results and "
         "gradients with those of the whole graph.",
     )
+
+    @model_validator(mode="after")
+    def _used(self) -> OperatorParallelConfig:
+        idle = [name for name in ("constraints", "memory_gib") if getattr(self, name) is not None]
+        if idle and self.plan is None and self.policy != "solve":
+            raise ValueError(
+                f"{' and '.join(idle)} count with the policy solve alone, and it is {self.policy}"
+            )
+        return self
 
 
 class _Planned(NamedTuple):
@@ -119,6 +121,12 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             ("compile", "whose generated code has collectives that the compiler would lose"),
         )
     )
+
+    def notices(self, config: OperatorParallelConfig, cluster: Cluster) -> Iterable[str]:
+        """Settings of a search for a plan, beside a plan."""
+        written = {"policy", "seed", "constraints", "memory_gib"} & config.model_fields_set
+        if config.plan is not None and written:
+            yield f"operator_parallel has a plan, so {', '.join(sorted(written))} are not used"
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[OperatorParallelConfig]:
         """The fastest plan that the solver finds, where layers may be divided too."""
@@ -234,16 +242,16 @@ def _planned(
         units: paths of the units of a pipeline's stages, each of which is divided by itself.
     """
     model = job.module if job.parts.full_structure is None else job.parts.full_structure
-    if job.inputs.sample_batch is not None:
+    if job.inputs.sample_batch is not None and not job.inputs.sample_is_micro_batch:
         with contextlib.suppress(BatchSizeError):  # train_step says what is wrong with a real batch
             batch = split_batch(batch, job.num_data_ranks * job.step.num_micro_batches)[0]
     args, kwargs = call_arguments(model, batch, job.inputs.model_input_format)
     shallow = _captured(job, model, args, kwargs, units)
-    plan, note = _given(config.plan), "the plan given"
-    if plan is None:
-        plan, note = _found(job, config, shallow, degree)
-    elif plan.degree in (None, degree):  # what it is for is said below
-        check_plan(plan, shallow.graph, degree)
+    prices = _prices(job, degree)
+    found = find_plan(shallow.graph, degree, _wanted(job, config, prices), prices, _states(job), job.device)
+    for warning in found.warnings:
+        job.warn(warning)
+    plan = found.plan
     division = division_of(plan, shallow.graph, degree)
     if config.self_test:
         check_division(division, model, shallow.inputs, job.device)
@@ -253,57 +261,29 @@ def _planned(
     summed = frozenset(name for name in names if shallow.copy_name(name) in division.summed)
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     of_units = {unit: kinds.get(shallow.copy_name(unit), unit) for unit in units}
-    return _Planned(plan, frozenset(shallow.graph.by_key), dims, summed, of_units, note)
+    return _Planned(plan, frozenset(shallow.graph.by_key), dims, summed, of_units, found.note)
 
 
-def _found(
-    job: Job, config: OperatorParallelConfig, shallow: Shallow, degree: int
-) -> tuple[OperatorPlan, str]:
-    """A plan by the policy, and what is known of it."""
-    if config.policy != "solve":
-        made = (
-            random_plan(shallow.graph, degree, config.seed)
-            if config.policy == "random"
-            else batch_plan(shallow.graph, degree)
-        )
-        return made, f"the plan of the policy {config.policy}"
-    prices = _prices(job, degree)
-    limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes) or None
-    if limit is not None and job.mesh is not None:  # the graph is that of all stages, which share it
+def _wanted(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:
+    limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes)
+    if job.mesh is not None:  # the graph is that of all stages, which share it
         limit *= job.mesh.size("pipeline")
-    constraints = read_constraints(config.constraints) if config.constraints else ()
+    return Wanted(
+        plan=config.plan,
+        policy=config.policy,
+        seed=config.seed,
+        constraints=config.constraints,
+        memory_bytes=limit or None,
+        recomputed=job.plan.recomputation.kind != "none",
+    )
 
-    def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return allowed(rules, one.call.name, (one.path, one.classes), constraints)
 
+def _states(job: Job) -> States:
     sharding, num_data_ranks = job.plan.sharding, job.plan.num_data_ranks
-    states = States(
+    return States(
         shards=num_data_ranks if sharding.optimizer_over else 1,
         gradients_stay=job.step.num_micro_batches > 1 or (num_data_ranks > 1 and not sharding.gradients_over),
     )
-    solved = solved_plan(
-        shallow.graph,
-        degree,
-        prices,
-        states,
-        job.device,
-        memory_limit=limit,
-        recomputed=job.plan.recomputation.kind != "none",
-        allow=allow,
-    )
-    calls = [(one.call.name, (one.path, one.classes)) for one in shallow.graph.operators]
-    for warning in unused(calls, constraints):
-        job.warn(warning)
-    return solved.plan, (
-        f"found: {solved.text} Figures of the device: {prices.device.source}. The longest operators:\n"
-        f"{textwrap.indent(costs_text(solved.costs, top=5), '    ')}"
-    )
-
-
-def _given(plan: Mapping[str, Any] | str | None) -> OperatorPlan | None:
-    if plan is None or isinstance(plan, str):
-        return None if plan is None else OperatorPlan.read(plan)
-    return OperatorPlan.from_text(json.dumps(plan), source="in the strategy")
 
 
 def _captured(

@@ -17,7 +17,7 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 # Bounds for what stands: they are lowered when it shrinks, and raised by the budget of a new capability alone. Lines are
 # those that are not blank.
-MOST_FILES, MOST_LINES = 428, 66_200  # operators: capture, rules, divided graphs, solver, stages
+MOST_FILES, MOST_LINES = 430, 67_100  # parallel: nnScaler's front end
 GENERATED = "coordinator_pb2.py"
 
 
@@ -65,7 +65,7 @@ def test_rooms_have_at_most_twenty_things_in_sight() -> None:
     for folder in {file.parent for file in FILES}:
         seen = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
         in_sight = [path.name for path in seen if not path.name.startswith("_")]
-        assert len(in_sight) <= (20 if folder.parent != ROOT else 30), (
+        assert len(in_sight) <= (20 if folder.parent != ROOT else 33), (
             f"{folder.relative_to(ROOT)}: {sorted(in_sight)}"
         )
 

@@ -121,8 +121,8 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 _FLAG = "use_cache"
 
 
-def turn_off_caches(model: nn.Module) -> list[RemovableHandle]:
-    """Has modules whose config sets ``use_cache`` run without a cache wherever gradients are computed.
+def turn_off_caches(model: nn.Module, *, always: bool = False) -> list[RemovableHandle]:
+    """Has modules whose config sets ``use_cache`` run without a cache wherever gradients are computed, or ``always``.
 
     Their configs stay as they are, for evaluation and generation, and so does what a caller passes for ``use_cache``.
     Returned are the handles of their hooks.
@@ -133,15 +133,15 @@ def turn_off_caches(model: nn.Module) -> list[RemovableHandle]:
             continue
         names = list(inspect.signature(module.forward).parameters)
         if _FLAG in names:
-            hook = partial(_without_cache, names.index(_FLAG))
+            hook = partial(_without_cache, names.index(_FLAG), always)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
     return handles
 
 
 @contextmanager
-def caches_off(model: nn.Module) -> Iterator[None]:
+def caches_off(model: nn.Module, *, always: bool = False) -> Iterator[None]:
     """:func:`turn_off_caches` inside the block, for copies of the model that are made there too."""
-    handles = turn_off_caches(model)
+    handles = turn_off_caches(model, always=always)
     try:
         yield
     finally:
@@ -150,8 +150,8 @@ def caches_off(model: nn.Module) -> Iterator[None]:
 
 
 def _without_cache(
-    position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    position: int, always: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not torch.is_grad_enabled() or len(args) > position or kwargs.get(_FLAG) is not None:
+    if not (always or torch.is_grad_enabled()) or len(args) > position or kwargs.get(_FLAG) is not None:
         return None
     return args, {**kwargs, _FLAG: False}

@@ -38,6 +38,7 @@ class Inputs:
         max_grad_norm: norm that ``train_step`` clips gradients to; ``None`` for no clipping.
         sample_batch: one collated batch, where methods need its shapes before training; ``None`` to look into the
             dataset.
+        sample_is_micro_batch: whether that is what one data rank gives to the model at a time, and no global batch.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Inputs:
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     sample_batch: Any = None
+    sample_is_micro_batch: bool = False
 
     def check(self) -> None:
         """Checks every argument and reports all that is wrong at once.

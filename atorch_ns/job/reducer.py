@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.errors import InputError, StepError
@@ -24,19 +25,19 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_flags: int) -> None:
         self.parameters = parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        self.whole = torch.zeros(
-            sum(sizes) + num_flags, dtype=parameters[0].dtype, device=parameters[0].device
-        )
+        locals_ = [_local(parameter) for parameter in parameters]
+        sizes = [one.numel() for one in locals_]
+        self.whole = torch.zeros(sum(sizes) + num_flags, dtype=locals_[0].dtype, device=locals_[0].device)
         self.gradients, self.flags = self.whole.split([sum(sizes), num_flags])
         parts = self.gradients.split(sizes)
-        self.views = [part.view_as(one) for part, one in zip(parts, parameters, strict=True)]
+        self.views = [part.view_as(one) for part, one in zip(parts, locals_, strict=True)]
+        self.placed = [_placed(view, one) for view, one in zip(self.views, parameters, strict=True)]
         self.ready: set[int] = set()
         self.work: Any = None
 
 
 class GradientReducer:
-    """Averages gradients of parameters that every rank of a group holds whole.
+    """Averages gradients of parameters of which every rank of a group holds the same: all, or the same part.
 
     Buckets are reduced in one order on all ranks, each once its gradients and all buckets before it are ready, so that
     communication overlaps with the backward pass. A parameter that no rank has used has no gradient afterwards, as in one
@@ -44,7 +45,7 @@ class GradientReducer:
 
     Args:
         module: a forward pass of it announces a backward pass.
-        group: the ranks, which hold equal parameters.
+        group: the ranks, which hold equal parameters; those that are divided, are over other ranks.
         parameters: those to reduce, in the same order on all ranks; ``None`` for all of ``module`` that are trained.
         bucket_bytes: the least size of a bucket.
         predivide: what gradients are divided by before they are summed, against overflows in 16 bits; the rest of the
@@ -54,7 +55,7 @@ class GradientReducer:
         synchronised: whether gradients are those of all ranks since the last forward pass.
 
     Raises:
-        InputError: if a parameter is divided over ranks, or a number is not positive.
+        InputError: if a number is not positive.
     """
 
     def __init__(
@@ -72,10 +73,6 @@ class GradientReducer:
                 f"bucket_bytes and predivide must be positive; they are {bucket_bytes} and {first}."
             )
         chosen = [p for p in (module.parameters() if parameters is None else parameters) if p.requires_grad]
-        if any(type(parameter.data) is not torch.Tensor for parameter in chosen):
-            raise InputError(
-                "a gradient reducer needs parameters that are whole on every rank, and some are divided."
-            )
         self._group = group
         self._before, self._after = 1.0 / first, first / group.size()
         self._hooks: dict[str, list[BucketHook]] = {"before": [], "after": []}
@@ -110,6 +107,16 @@ class GradientReducer:
         """Calls ``hook`` with each bucket once it holds the means; returns what takes it out again."""
         self._hooks["after"].append(hook)
         return partial(self._hooks["after"].remove, hook)
+
+    def wait_until_told(self, *, sums: bool = False) -> None:
+        """Leaves gradients on their ranks until :meth:`sync_grad`.
+
+        Args:
+            sums: whether they are then summed, not averaged.
+        """
+        self._sync = False
+        if sums:
+            self._before, self._after = 1.0, 1.0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,7 +214,7 @@ class GradientReducer:
     def _move(self, bucket: _Bucket, place: int, factor: float) -> None:
         """Makes a gradient, times a factor, a view of its bucket."""
         parameter, view = bucket.parameters[place], bucket.views[place]
-        gradient = parameter.grad
+        gradient = None if parameter.grad is None else _local(parameter.grad)
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
@@ -218,7 +225,7 @@ class GradientReducer:
             torch.mul(gradient, factor, out=view)
         elif factor != 1.0:
             view.mul_(factor)
-        parameter.grad = view
+        parameter.grad = bucket.placed[place]
 
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
@@ -232,13 +239,31 @@ class GradientReducer:
         bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placed(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A view of a bucket as the gradient of a parameter, divided as that is."""
+    if not isinstance(parameter, DTensor):
+        return view
+    return DTensor.from_local(
+        view,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
     """The parameters from the last one to the first, as backward passes reach them.
 
     The last bucket ends with a number for every parameter of all buckets: on how many ranks it has a gradient.
     """
     arriving = parameters[::-1]
-    sizes = [((p.dtype, p.device), p.numel() * p.element_size()) for p in arriving]
+    sizes = [((p.dtype, p.device), _local(p).numel() * p.element_size()) for p in arriving]
     places = gradient_buckets(sizes, bucket_bytes)
     num_flags = [0] * (len(places) - 1) + [len(parameters)]
     return [

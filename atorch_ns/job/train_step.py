@@ -172,6 +172,31 @@ class TrainStep:
         )
         return self._step(work, divisor)
 
+    def micro_gradients(
+        self,
+        samples: Sequence[Any],
+        *,
+        dummies: Sequence[bool] | None = None,
+        scale_fn: LossScale | None = None,
+    ) -> StepOutput:
+        """The phases ``zero`` and ``forward_backward`` on micro-batches of one's own, for a loop that goes on itself.
+
+        Gradients are those of the sum of the losses of all micro-batches of all data ranks, once ``reduce`` has run.
+        The arguments are those of :meth:`micro_steps`.
+        """
+        with self._sharing_failures():
+            self.zero()
+            work = self._weighed(
+                samples,
+                weights=None,
+                losses="means",
+                reduction="sum",
+                dummies=dummies,
+                functions={"scale_fn": scale_fn},
+                outputs=True,
+            )
+            return _arrived(self._forward_backward(work))
+
     def _step(
         self, work: Callable[[], StepWork], divisor: Callable[[StepOutput], float] | None = None
     ) -> StepOutput:

@@ -18,6 +18,7 @@ from atorch_ns.operators.graph.capture import CaptureError
 from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
+from atorch_ns.operators.request import FoundPlan, Wanted, find_plan
 from atorch_ns.operators.rules.register import register_op
 from atorch_ns.operators.solver.assemble import States, assemble
 from atorch_ns.operators.solver.costs import Prices
@@ -26,6 +27,7 @@ __all__ = [
     "CaptureError",
     "DividedForward",
     "Division",
+    "FoundPlan",
     "OperatorCost",
     "OperatorGraph",
     "OperatorPlan",
@@ -33,6 +35,7 @@ __all__ = [
     "Shallow",
     "Solved",
     "States",
+    "Wanted",
     "assemble",
     "batch_plan",
     "capture_shallow",
@@ -40,6 +43,7 @@ __all__ = [
     "check_plan",
     "costs_text",
     "division_of",
+    "find_plan",
     "legal_rules",
     "operator_costs",
     "random_plan",

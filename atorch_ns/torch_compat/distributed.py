@@ -67,6 +67,13 @@ def is_strided_shard(placement: object) -> bool:
     return isinstance(placement, placement_types._StridedShard)
 
 
+def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offset and the sizes of this rank's part of a DTensor, also of one that is divided twice along a dimension (the
+    protocol of ``torch.distributed.checkpoint``, ``DTensor.__create_chunk_list__``)."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,24 @@ def plain_name(name: str) -> str:
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "").removesuffix("." + prefix.removesuffix("."))
     return name
+
+
+@contextmanager
+def refusing_autograd_functions(refuse: Callable[[type], None]) -> Iterator[None]:
+    """Calls ``refuse`` with the class of each ``torch.autograd.Function`` that is applied, but for torch's own."""
+    function: Any = torch.autograd.Function
+    own = function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            refuse(cls)
+        return own.__func__(cls, *args, **kwargs)
+
+    function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function.apply = own
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

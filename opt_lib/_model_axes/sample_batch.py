@@ -78,7 +78,7 @@ def sample_micro_batch(job: Job, num_micro_batches: int) -> Any:
     is_whole = (
         inputs.sample_batch is not None or dict(inputs.dataloader_args or {}).get("batch_size", 1) is None
     )
-    if not is_whole:
+    if not is_whole or inputs.sample_is_micro_batch:
         return batch
     try:
         return split_batch(batch, num_micro_batches)[0]

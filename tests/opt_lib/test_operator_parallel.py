@@ -193,6 +193,50 @@ def test_calls_that_the_plan_does_not_fit_are_divided_anew(plan: Any) -> None:
         assert losses == pytest.approx(reference, rel=1e-5)
 
 
+class Annealed(torch.nn.Module):
+    """Reads an attribute that its owner changes between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x) / self.temperature
+        return found
+
+
+def annealed(strategy: list[Any]) -> list[float]:
+    model = Annealed()
+    _, result, _ = auto_accelerate(
+        model,
+        torch.optim.SGD,
+        torch.randn(8, 8, generator=torch.Generator().manual_seed(1)),
+        lambda batch, output: (output - batch).square().mean(),
+        optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 4},
+        load_strategy=strategy,
+    )
+    assert result is not None
+    losses = []
+    for step in range(4):
+        model.temperature = 1.0 + step
+        losses += [float(result.train_step(batch)) for batch in result.dataloader]
+    return losses
+
+
+def test_an_attribute_that_changes_between_steps_counts() -> None:
+    reference = annealed([])
+    for losses in run_ranks(annealed, 2, args=([MESH, anything(1)],)):
+        assert losses == pytest.approx(reference, rel=1e-5)
+
+
+def test_settings_that_nothing_would_use() -> None:
+    (text, _) = run_ranks(applied, 2, args=({"policy": "batch", "memory_gib": 1.0},))
+    assert "memory_gib count with the policy solve alone, and it is batch" in text
+
+
 @pytest.mark.parametrize("name", ["mlp", "hf_gpt2", "hf_llama"])
 def test_stages_of_a_pipeline(name: str) -> None:
     mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])

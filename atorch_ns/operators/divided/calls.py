@@ -47,8 +47,9 @@ def is_random(one: Operator) -> bool:
     names = {declared.name for declared in one.call.operator._schema.arguments}  # type: ignore[attr-defined]
     if "dropout_p" in names:
         return bool(one.call.argument("dropout_p"))
-    if names >= {"p", "train"}:
-        return bool(one.call.argument("p")) and bool(one.call.argument("train"))
+    for rate in ("p", "dropout"):
+        if names >= {rate, "train"}:
+            return bool(one.call.argument(rate)) and bool(one.call.argument("train"))
     return True
 
 

@@ -7,6 +7,7 @@ equal, the last whose gradients do.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,13 +130,17 @@ class _Quiet(fx.Interpreter):
             raise InputError(
                 f"{where} is divided wrongly: it fails on pieces with {error_line(error)}."
             ) from error
+        if (
+            one is not None and not one.pinned and any(result is given for given in args)
+        ):  # a gradient of its own
+            result = result.view_as(result)
         value = self._values.get(self._numbers[n])
         if value is not None:
             self._record.keep(value, result)
         return result
 
     def _result(self, n: fx.Node, one: Operator | None, args: Any, kwargs: Any) -> Any:
-        if one is not None and is_random(one):
+        if one is not None and is_random(one) and n.target is not operator.getitem:
             return _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
         if one is not None and n.target is one.call.operator:
             return runnable(one, one.call.whole)[0](*args, **kwargs)
@@ -157,7 +162,10 @@ def _without_chance(one: Operator, args: list[Any], kwargs: Mapping[str, Any]) -
         if name in declared:
             named = dict(zip(declared, args, strict=False)) | dict(kwargs) | {name: 0.0}
             return one.call.operator(**{key: value for key, value in named.items() if key in declared})
-    return one.call.operator(*args, **kwargs).zero_()
+    results = one.call.operator(*args, **kwargs)
+    if isinstance(results, torch.Tensor):
+        return results.zero_()
+    return type(results)(result.zero_() if isinstance(result, torch.Tensor) else result for result in results)
 
 
 def _run_whole(
@@ -177,7 +185,7 @@ def _run_whole(
             continue
         value = states[node.name]
         if origin.kind == "parameter":
-            value = parameters[origin.name] = value.clone().requires_grad_()
+            value = parameters[origin.name] = value.clone().requires_grad_(graph.spec(node).requires_grad)
         given.append(value.clone() if origin.kind == "buffer" else value)
     results = _Quiet(graph.captured.graph, calls, known, record).run(*given)
     record.cotangents = _backward(results, None)
@@ -220,7 +228,7 @@ def _run_rank(
             placement = division.parameters.get(origin.name, WHOLE)
             if isinstance(placement, Shard):
                 value = value.chunk(group.size(), placement.dim)[group.rank()].clone()
-            value.requires_grad_()
+            value.requires_grad_(division.graph.spec(node).requires_grad)
         values[node.name] = named[origin.name] = value
     for piece in made:
         under = f"{piece.path}." if piece.path else ""
@@ -324,6 +332,8 @@ def _judge(
 
 def _apart(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
     """The largest difference, relative to the largest value; 1 where integers or infinities differ."""
+    if whole.is_complex() and found.is_complex():
+        found, whole = torch.view_as_real(found.resolve_conj()), torch.view_as_real(whole.resolve_conj())
     if not whole.is_floating_point():
         return float(not torch.equal(found, whole))
     if not whole.numel():

@@ -233,8 +233,17 @@ class _Builder:
         return self._converted[value, need]
 
     def _number(self, node: fx.Node) -> None:
-        """A number that is computed from sizes; sizes of divided tensors are made whole."""
-        made = self._graph.node_copy(node, lambda value: self._raw[value])
+        """A number that is computed from sizes or values; those of divided tensors are made whole."""
+
+        def whole(value: fx.Node) -> fx.Node:
+            if node.target is torch.ops.aten.sym_size.int or not isinstance(value.meta["val"], torch.Tensor):
+                return self._raw[value]
+            made = self._raw[value]
+            for step in steps(self._division.placement(value), Need(WHOLE, False)):
+                made = self._graph.call_function(step.collective, (made, *step.dims, self._group))
+            return made
+
+        made = self._graph.node_copy(node, whole)
         made.meta = {}
         if node.target is torch.ops.aten.sym_size.int:
             value, dim = node.args

@@ -16,8 +16,9 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.conversions import Need, converted
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
-from atorch_ns.operators.graph.capture import Captured, capture, filled, flat_arguments
+from atorch_ns.operators.graph.capture import Captured, CaptureError, capture, filled, flat_arguments
 from atorch_ns.operators.graph.graph import OperatorGraph
+from atorch_ns.operators.graph.python_state import PythonState, carry_state
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
@@ -26,6 +27,10 @@ Divide = Callable[[OperatorGraph], Division]
 """Gives every operator of a captured graph its rule."""
 
 _OPERATORS = "_divided_operators"
+
+
+class CallError(RuntimeError):
+    """A call that cannot be captured; on one rank alone, where its code differs."""
 
 
 class DividedForward:
@@ -56,7 +61,7 @@ class DividedForward:
         self._divide = divide
         self._group = group
         self._device = device
-        self._passes: list[tuple[Any, _Pass]] = []
+        self._passes: list[tuple[Any, PythonState, _Pass]] = []
 
     def attach(self, model: nn.Module) -> None:
         """Makes ``model``, or another of equal structure, run by pieces; its parameters have been divided."""
@@ -71,13 +76,14 @@ class DividedForward:
     @property
     def code(self) -> str:
         """The generated code of all passes that have been captured so far, equal pieces once."""
-        return "\n".join(one.code for _, one in self._passes)
+        return "\n".join(one.code for *_, one in self._passes)
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's results, whole on every rank.
 
         Raises:
-            InputError: if this kind of call cannot be captured or divided.
+            CallError: if this kind of call cannot be captured.
+        InputError: if it cannot be divided.
         """
         tensors, structure = flat_arguments(args, kwargs)
         return filled(*self._pass(model, args, kwargs, tensors, structure).run(model, tensors, self._group))
@@ -91,31 +97,36 @@ class DividedForward:
         structure: Any,
     ) -> _Pass:
         states = self._states(model)
-        for known, found in self._passes:
-            if known == states and found.captured.fits(tensors, structure) and found.divides(tensors):
+        for known, attributes, found in self._passes:
+            fits = known == states and found.captured.fits(tensors, structure) and found.divides(tensors)
+            if fits and attributes.holds():
                 return found
+        carry_state(model, self._structure)
         modules = {plain_name(path): module for path, module in model.named_modules()}
         for path, module in self._structure.named_modules():
             module.training = modules[path].training
         dtypes = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
-        _, casts = states
+        _, casts, learns = states
         casting = torch.autocast(self._device.type, casts or None, enabled=bool(casts))
 
         def captured_here() -> Captured:
-            with casting:
+            with casting, torch.set_grad_enabled(learns):
                 return capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
 
-        captured = isolated(captured_here, self._device)  # what recomputes a unit counts what is called in it
+        try:  # by itself: what recomputes a unit counts what is called in it
+            captured = isolated(captured_here, self._device)
+        except CaptureError as error:
+            raise CallError(str(error)) from error
         division = self._divide(OperatorGraph(captured, self._blocks, within=self._within))
         made = _Pass(captured, division, pieces(division))
-        self._passes.append((states, made))
+        self._passes.append((states, PythonState(model), made))
         return made
 
     def _states(self, model: nn.Module) -> Any:
-        """What code may read beside its arguments: training modes and autocast."""
+        """What code may read beside arguments and attributes: training modes, autocast, and whether gradients are on."""
         kind = self._device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return tuple(module.training for module in model.modules()), casts
+        return tuple(module.training for module in model.modules()), casts, torch.is_grad_enabled()
 
 
 def _without_memory(kind: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,12 @@ from atorch_ns.capture.nests import leaves, map_leaves
 from atorch_ns.capture.random_states import caches_off, random_states_kept
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.errors import InputError
+from atorch_ns.operators.graph.python_state import ChangedError, UnrepeatableError, refuse_hooks, repeatable
 from atorch_ns.text import error_line, user_frame
 from atorch_ns.torch_compat import exporting_fake_mode, quiet_fake_kernels
 
 Modes = tuple[tuple[Any, ...], ...]
 """States that an operator runs in, outermost first: ``("grad", False)``, ``("autocast", device, dtype, enabled, cache)``."""
-
-UNKNOWN_SIZE = 2**31 - 1
-"""Stands for a size that depends on values: a prime, which no number of ranks divides."""
 
 
 class CaptureError(InputError):
@@ -128,6 +127,8 @@ class _Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The tensors among the model's results."""
         args, kwargs = filled(self._structure, tensors)
+        with repeatable(self.inner):
+            results = self.inner(*args, **kwargs)
         found: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
 
@@ -139,7 +140,7 @@ class _Flat(nn.Module):
                 found.append(leaf)
             return _Place(numbers[id(leaf)])
 
-        self._results(map_leaves(number, self.inner(*args, **kwargs)))
+        self._results(map_leaves(number, results))
         return found
 
 
@@ -155,7 +156,7 @@ def capture(
     """Captures the forward pass of ``model`` on ``args`` and ``kwargs``, in the training mode that its modules are in.
 
     Nothing is computed and no memory is taken: values, those of the model and of the arguments, are not looked at. Casts are
-    those of the autocast that the caller is in.
+    those of the autocast that the caller is in, and gradients are on as they are there.
 
     Args:
         model: the user's model, before any division; its parameters may be on the meta device.
@@ -164,8 +165,8 @@ def capture(
         device: device that the tensors claim to be on.
 
     Raises:
-        CaptureError: if the model's code decides by values, or cannot be captured for another reason; it names the user's
-            line.
+        CaptureError: if the model's code decides by values, does what a graph would not repeat, or cannot be captured for
+            another reason; it names the user's line.
     """
     tensors, structure = flat_arguments(args, kwargs)
     mode = exporting_fake_mode()
@@ -179,13 +180,24 @@ def capture(
 
     results: list[Any] = []
     with mode:
-        flat = _Flat(copy_structure(model, fake, containers or {}), structure, results.append)
+        copied = copy_structure(model, fake, containers or {})
+        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
+            hooks.clear()  # of the model, which is called as before
+        flat = _Flat(copied, structure, results.append)
         inputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors)
     # Export bakes in a size of 1.
     shapes = tuple({0: Dim.AUTO} if tensor.dim() and tensor.shape[0] != 1 else None for tensor in tensors)
     try:
-        with torch.enable_grad(), random_states_kept(device), caches_off(flat.inner), quiet_fake_kernels():
-            program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
+        with random_states_kept(device), caches_off(flat.inner, always=True), quiet_fake_kernels():
+            refuse_hooks(flat.inner.named_modules(), ("torch.", "atorch_ns."))
+            try:
+                program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
+            except Exception as error:
+                changed = next((one for one in _causes(error) if isinstance(one, ChangedError)), None)
+                if changed is None:
+                    raise
+                changed.settle()
+                program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)  # if it has settled
     except Exception as error:  # of the model's code, or of what it meets in torch
         raise _refusal(model, error) from error
     _check_outputs(model, results[-1])
@@ -195,12 +207,23 @@ def capture(
 def _refusal(model: nn.Module, error: Exception) -> CaptureError:
     frame = user_frame(error)
     where = f" at {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else ""
+    unrepeatable = next((one for one in _causes(error) if isinstance(one, UnrepeatableError)), None)
     by_values = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
     why = "its code decides by the values of tensors" if by_values else error_line(error)
+    if unrepeatable is not None:
+        return CaptureError(
+            f"the operators of {type(model).__name__} cannot be captured: {unrepeatable}{where}."
+        )
     return CaptureError(
         f"the operators of {type(model).__name__} cannot be captured: {why}{where}. Write the decision with torch.where or "
         "outside of forward, or use tensor_parallel, which needs no graph."
     )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _check_outputs(model: nn.Module, outputs: Any) -> None:
@@ -263,7 +286,7 @@ def _cleaned(
             graph.output(tuple(known[value] for value in node.args[0]))
         else:
             _copy(module, node, graph, known, ())
-    pinned = _functional(graph)
+    pinned = _functional(graph, {node for node, origin in origins.items() if origin.kind == "input"})
     _one_item_each(graph)
     graph.eliminate_dead_code()
     _one_for_each_parameter(graph, origins, first_names)
@@ -302,6 +325,10 @@ def _copy(
     name = getattr(node.target, "__name__", "")
     if any(check in str(node.target) for check in _CHECKS):
         return
+    if "batch_dim" in name or name.startswith("_vmap"):
+        raise CaptureError(
+            "the operators cannot be captured: the model's code transforms functions, as torch.vmap does."
+        )
     region = _region(node, name)
     if region is not None:
         mode, body, given = region
@@ -338,8 +365,12 @@ def _inlined(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, modes:
     raise AssertionError("a graph without an output")
 
 
-def _functional(graph: fx.Graph) -> set[fx.Node]:
-    """Replaces operators that write by those that return; what shares memory with the rest is returned."""
+def _functional(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+    """Replaces operators that write by those that return; what shares memory with the rest is returned.
+
+    Raises:
+        CaptureError: if one writes to an input, which the caller would see.
+    """
     shares = _Shares()
     written: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -351,6 +382,14 @@ def _functional(graph: fx.Graph) -> set[fx.Node]:
             for user in later:
                 user.replace_input_with(targets[0], node)
             continue
+        if any(not inputs.isdisjoint(shares.group(target)) for target in targets):
+            frames = re.findall(
+                r'File "(.+?)", line (\d+), in .+\n\s*(.*)', node.meta.get("stack_trace") or ""
+            )
+            where = f" at {frames[-1][0]}, line {frames[-1][1]}: {frames[-1][2]}" if frames else ""
+            raise CaptureError(
+                f"the operators cannot be captured: the forward pass writes to an argument{where}."
+            )
         written += targets
         for source in _shared_with(node):
             shares.join(node, source)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from atorch_ns.operators.graph.capture import UNKNOWN_SIZE, Captured, Modes, Origin
-from atorch_ns.operators.rules.rule import Call, TensorSpec
+from atorch_ns.operators.graph.capture import Captured, Modes, Origin
+from atorch_ns.operators.rules.rule import UNKNOWN_SIZE, Call, TensorSpec
 from atorch_ns.text import is_library
 from atorch_ns.torch_compat import sample_size
 

@@ -60,7 +60,8 @@ def capture_shallow(
     found = {block.name: block.module for block in repeated_blocks(model)}
     blocks = {path: module for path, module in found.items() if units is None or path in units}
     containers = truncate(model, blocks, fingerprints(blocks))
-    captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
+    with torch.enable_grad():
+        captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
     paths: dict[str, int] = {}
     for path in blocks:
         container = containers.get(path.rpartition(".")[0])

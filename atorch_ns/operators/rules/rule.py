@@ -23,6 +23,9 @@ from atorch_ns.errors import InputError
 
 Placement = Replicate | Shard | Partial
 
+UNKNOWN_SIZE = 2**31 - 1
+"""Stands for a size that depends on values: a prime, which no number of ranks divides."""
+
 WHOLE = Replicate()
 SUM = Partial()
 
@@ -108,11 +111,16 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the whole tensor; a size that depends on values counts once."""
         count = 1
-        for size in self.shape:
+        for size in self.known_shape:
             count *= size
         return count * self.dtype.itemsize
+
+    @property
+    def known_shape(self) -> tuple[int, ...]:
+        """The shape, with 1 for sizes that depend on values."""
+        return tuple(1 if size == UNKNOWN_SIZE else size for size in self.shape)
 
 
 @dataclass(frozen=True, eq=False)

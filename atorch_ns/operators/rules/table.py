@@ -87,6 +87,8 @@ def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
     name = name_of(call)
     if call.operator._schema.is_mutable or _is_reordered(call):  # type: ignore[attr-defined]
         return
+    if any(spec.dtype.is_complex for spec in (*call.tensors, *call.outputs)):  # tables are of real numbers
+        return
     if name in ("max", "min") and "other" in arguments_of(call):
         dims: Dims | None = _pointwise(call)
     elif name == "prelu":

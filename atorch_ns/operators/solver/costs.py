@@ -63,7 +63,7 @@ def _measured(call: Call, device: torch.device) -> Work:
 
     def made(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            inputs.append(torch.empty(value.shape, dtype=value.dtype, device=device))
+            inputs.append(torch.empty(value.known_shape, dtype=value.dtype, device=device))
             return inputs[-1].requires_grad_(value.is_float and value.requires_grad)
         return type(value)(made(item) for item in value) if isinstance(value, (tuple, list)) else value
 

@@ -51,6 +51,74 @@ def test_random_plans_are_right(name: str) -> None:
         check(name, division(name, plan))
 
 
+class Frozen(torch.nn.Module):
+    """A table without gradients, as of sinusoids, and integers that become floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4)
+        self.table.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1]).float().unsqueeze(-1)
+        return self.out(x + self.table.weight + places)
+
+
+class Alias(torch.nn.Module):
+    """A cast that returns its argument, which others use as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return self.down(y.float() * 2) + y.sum(-1, keepdim=True)
+
+
+class Recurrent(torch.nn.Module):
+    """An operator with several results that may draw random numbers, and draws none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cell(x)[0]
+
+
+class Complex(torch.nn.Module):
+    """Complex numbers, of which no table speaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.weight), n=4)
+        return found
+
+
+class Counted(torch.nn.Module):
+    """A number that is read off a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x) * (x > 0).sum().item()
+
+
+@pytest.mark.parametrize("kind", [Frozen, Alias, Recurrent, Complex, Counted])
+def test_random_plans_of_odd_operators_are_right(kind: type[torch.nn.Module]) -> None:
+    model, x = kind(), torch.randn(4, 8, 4)
+    shallow = capture_shallow(model, (x,), {}, device=CPU)
+    for seed in range(8):
+        made = division_of(random_plan(shallow.graph, DEGREE, seed), shallow.graph, DEGREE)
+        check_division(made, model, [x], CPU)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])

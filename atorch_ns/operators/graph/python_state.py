@@ -1,0 +1,206 @@
+"""Python state of a model: what its code reads beside arguments, which a graph has fixed, and what a graph cannot repeat."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.torch_compat import plain_name, refusing_autograd_functions, unwrap_checkpoint
+
+_OF_MODULES = frozenset((*vars(nn.Module()), "training"))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_MISSING = object()
+
+
+class UnrepeatableError(Exception):
+    """Something that the model's code does and a graph would not."""
+
+
+class ChangedError(UnrepeatableError):
+    """A forward pass that has changed attributes; perhaps once and for all, as one that sets what was not set.
+
+    Args:
+        values: the attributes as they are now: ``(owner, name, value)``.
+    """
+
+    def __init__(self, message: str, values: Sequence[tuple[Any, str, Any]]) -> None:
+        super().__init__(message)
+        self._values = values
+
+    def settle(self) -> None:
+        """Leaves the attributes as that pass has left them, which a capture takes back."""
+        for owner, name, value in self._values:
+            setattr(owner, name, value)
+
+
+def _facts(owner: Mapping[str, Any], own: bool = True) -> Iterator[tuple[str, Any]]:
+    """Attributes and what stands for their values; of torch's modules, not ``own``, those that are public."""
+    for name, value in owner.items():
+        if name in _OF_MODULES or (name[:1] == "_" and not own):
+            continue
+        found = _plain(value)
+        if found is not _MISSING:
+            yield name, found
+
+
+def _plain(value: Any) -> Any:
+    """What stands for an attribute's value; ``_MISSING`` for what is not looked at."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = [_plain(item) for item in value] if len(value) <= 64 else []
+        return (type(value), len(value), [item for item in items if item is not _MISSING])
+    if isinstance(value, dict):
+        kept = {key: _plain(item) for key, item in value.items()} if len(value) <= 64 else {}
+        return (dict, len(value), {key: item for key, item in kept.items() if item is not _MISSING})
+    if isinstance(value, torch.Tensor):
+        return ("tensor", id(value))
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    return _MISSING
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """A model's modules and their configs, once each, with names for messages, and whether they are of the user's classes."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, owner in ((path, module), (f"{path}.config".removeprefix("."), vars(module).get("config"))):
+            if owner is not None and hasattr(owner, "__dict__") and id(owner) not in seen:
+                seen.add(id(owner))
+                yield name, owner, not type(owner).__module__.startswith("torch.")
+
+
+class PythonState:
+    """The attributes of a model's modules when it was captured.
+
+    Tensors that are registered are no part of it: they are read where they are when the graph runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners = [
+            (name, owner, own, dict(_facts(vars(owner), own))) for name, owner, own in _owners(model)
+        ]
+
+    def holds(self) -> bool:
+        """Whether all attributes are as they were."""
+        for _, owner, _, facts in self._owners:
+            attributes = vars(owner)
+            for name, value in facts.items():
+                now = attributes.get(name, _MISSING)
+                if now is not value and _plain(now) != value:
+                    return False
+        return True
+
+    def changed(self) -> dict[str, tuple[Any, str, Any]]:
+        """The attributes that are no longer as they were, or are new: by path the owner, the name, and the value."""
+        found = {}
+        for path, owner, own, facts in self._owners:
+            now = dict(_facts(vars(owner), own))
+            for name in {**facts, **now}:
+                if facts.get(name, _MISSING) != now.get(name, _MISSING):
+                    found[f"{path}.{name}".removeprefix(".")] = (owner, name, vars(owner).get(name))
+        return found
+
+
+def carry_state(model: nn.Module, copy: nn.Module) -> None:
+    """Gives the modules of a copy the attributes that those of the model have now."""
+    mine = dict(copy.named_modules(remove_duplicate=False))
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        other = mine.get(plain_name(path))
+        module = unwrap_checkpoint(module)
+        if other is None or id(other) in seen:
+            continue
+        seen.add(id(other))
+        for owner, target in ((module, other), (vars(module).get("config"), vars(other).get("config"))):
+            if owner is None or target is None or not hasattr(owner, "__dict__") or owner is target:
+                continue
+            for name, value in _facts(vars(owner)):
+                if _plain(vars(target).get(name, _MISSING)) != value:
+                    setattr(target, name, vars(owner)[name])
+
+
+@contextmanager
+def repeatable(model: nn.Module) -> Iterator[None]:
+    """Around a forward pass of ``model``: refuses what would happen once, at the capture, and never again.
+
+    Raises:
+        UnrepeatableError: naming it.
+    """
+    state, registered = PythonState(model), _registered(model)
+    drawn = random.getstate(), _numpy_state()
+    with _Watch(), refusing_autograd_functions(_refuse_function):
+        yield
+    changed, now = state.changed(), _registered(model)
+    replaced = [name for name in registered if registered[name] != now.get(name)]
+    if changed or replaced:
+        text = (
+            f"its forward pass changes {', '.join([*replaced, *changed][:3])}, which a graph would change once and never again; "
+            "write to a registered buffer in place (copy_, add_) instead"
+        )
+        raise UnrepeatableError(text) if replaced else ChangedError(text, list(changed.values()))
+    if drawn != (random.getstate(), _numpy_state()):
+        raise UnrepeatableError(
+            "its forward pass draws random numbers of Python or NumPy, which a graph would draw once; use torch's"
+        )
+
+
+def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], ours: Sequence[str]) -> None:
+    """Refuses forward hooks of the user's on modules that a graph stands for: their side effects would be lost.
+
+    Args:
+        ours: modules of Python whose hooks belong to the capture.
+
+    Raises:
+        UnrepeatableError: naming the module.
+    """
+    for path, module in modules:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            home = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
+            if not home.startswith(tuple(ours)):
+                raise UnrepeatableError(f"{path} has a forward hook, which a graph would not call")
+
+
+def _registered(model: nn.Module) -> dict[str, int]:
+    return {
+        f"{path}.{name}".removeprefix("."): id(tensor)
+        for path, module in model.named_modules()
+        for owner in (module._parameters, module._buffers)
+        for name, tensor in owner.items()
+    }
+
+
+def _numpy_state() -> str:
+    _, keys, *rest = np.random.get_state()
+    return repr((hash(np.asarray(keys).tobytes()), rest))
+
+
+def _refuse_function(kind: type) -> None:
+    raise UnrepeatableError(
+        f"it calls {kind.__qualname__}, an autograd.Function, whose backward pass a graph of the forward pass has not; register "
+        "it by register_op, or as a custom operator of torch"
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses what acts on tensors outside of operators."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.register_hook:
+            raise UnrepeatableError("it registers a hook on a tensor, which a graph would not call")
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise UnrepeatableError("it assigns the data of a tensor; write to it in place (copy_) instead")
+        return func(*args, **(kwargs or {}))

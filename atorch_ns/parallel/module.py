@@ -1,0 +1,174 @@
+"""ParallelModule: a module that runs on the ranks of its scale unit, called as the plain one or step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import map_tensors
+from atorch_ns.errors import InputError, StepError
+from atorch_ns.job import Result
+from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localised
+
+INNER = "_parallelized"
+"""The attribute under which a parallel module holds what runs; state dicts do not name it."""
+
+
+class ParallelModule(nn.Module):
+    """A module that :func:`~atorch_ns.parallelize` has divided over the ranks of a scale unit.
+
+    It is called as the plain module was, unless it is end to end: then by :meth:`train_step` and :meth:`infer_step`. Its
+    parameters are this rank's parts; its state dict names them as the plain module does, and ``load_state_dict`` takes a
+    rank's own or a whole one.
+
+    Args:
+        init_params: whether parameters begin with the plain module's values; else they are NaN until weights are loaded or
+            broadcast.
+
+    Attributes:
+        compute_config: what it was made for.
+        result: what the strategy has made of it, with the report: ``print(module.result.report)``.
+    """
+
+    compute_config: ClassVar[ComputeConfig]
+    _apply_plan: ClassVar[Callable[[bool], Result] | None] = None
+
+    def __init__(self, init_params: bool = True) -> None:
+        super().__init__()
+        make = type(self).__dict__.get("_apply_plan")
+        if make is None:
+            raise InputError(
+                "parallelize makes the classes that can be instantiated; ParallelModule is their base."
+            )
+        self.__dict__["result"] = make.__func__(init_params)
+        self.add_module(INNER, self.result.job.module)
+        self.train(self.result.job.module.training)
+        self.register_state_dict_post_hook(_name_pieces)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_pieces)  # type: ignore[no-untyped-call]
+
+    result: Result
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of this module, or of the one inside."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == INNER:
+                raise
+            return getattr(super().__getattr__(INNER), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the plain module, whole on every rank of the unit.
+
+        Raises:
+            StepError: for an end-to-end module.
+        """
+        if self.compute_config.use_end2end:
+            raise StepError(
+                f"{type(self).__name__} is end to end (use_end2end=True): call train_step(samples) or infer_step(samples)."
+            )
+        return self.get_submodule(INNER)(*args, **kwargs)
+
+    def train_step(
+        self,
+        samples: Sequence[Any],
+        is_dummy_batch: Sequence[bool] | None = None,
+        scale_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[Any]:
+        """Forward and backward passes of micro-batches; gradients are cleared first. Collective.
+
+        Gradients are those of the sum of all losses, over the units too, once the optimizer has synchronised them.
+
+        Args:
+            samples: micro-batches, each what ``forward`` takes.
+            is_dummy_batch: micro-batches that add nothing; their outputs are zeros.
+            scale_fn: changes a loss, 0-d, before its backward pass.
+
+        Returns:
+            The outputs of the samples, detached.
+
+        Raises:
+            StepError: if the module is not end to end, or is for inference alone, or has no optimizer.
+        """
+        self._require_end2end("train_step")
+        if self.compute_config.inference_only:
+            raise StepError("the module was made with inference_only=True: it has no gradients to train by.")
+        if self.result.train_step.optimizer is None:
+            raise StepError("train_step needs an optimizer: make it by build_optimizer(module, ...) first.")
+        found = self.result.train_step.micro_gradients(samples, dummies=is_dummy_batch, scale_fn=scale_fn)
+        outputs = iter(found.outputs or ())
+        dummies = is_dummy_batch or [False] * len(samples)
+        nothing: Any = torch.zeros((), device=self.result.device)
+        if found.outputs:
+            nothing = map_tensors(torch.zeros_like, found.outputs[0])
+        return [nothing if dummy else next(outputs) for dummy in dummies]
+
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """The outputs of samples, without gradients and in evaluation mode; collective."""
+        self._require_end2end("infer_step")
+        return list(self.result.train_step.infer(samples).outputs or ())
+
+    def parameters_for_optimizer(self) -> list[nn.Parameter]:
+        """What an optimizer updates on this rank; :func:`~atorch_ns.build_optimizer` takes them itself."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def gather_params(self) -> None:
+        """Nothing: with ``use_zero`` parameters are gathered by the next forward pass."""
+
+    def _require_end2end(self, what: str) -> None:
+        if not self.compute_config.use_end2end:
+            raise StepError(
+                f"{what} is for end-to-end modules: set use_end2end=True, or call the module itself."
+            )
+
+
+def parallel_modules(module: nn.Module) -> dict[str, ParallelModule]:
+    """The parallel modules in a module, by path."""
+    return {path: found for path, found in module.named_modules() if isinstance(found, ParallelModule)}
+
+
+def without_inner(name: str) -> str:
+    """A name as the plain module has it."""
+    return ".".join(part for part in name.split(".") if part != INNER)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module with parallel ones in it, by the plain module's first names."""
+    from atorch_ns.torch_compat import plain_name
+
+    for name, parameter in module.named_parameters():
+        yield without_inner(plain_name(name)), parameter
+
+
+def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    """This rank's pieces as plain tensors under the plain module's names, with what whole each is of."""
+    assert isinstance(module, ParallelModule)
+    start = f"{prefix}{INNER}."
+    own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
+    pieces = Pieces.of(module.compute_config, module.result.job)
+    for name, value in own.items():
+        plain = pieces.plain(name.removeprefix(start))
+        state[prefix + plain] = localised(plain, value, pieces)
+    state[prefix + PIECES] = pieces.as_state()
+
+
+def _take_pieces(
+    module: nn.Module, state: Any, prefix: str, _: Any, strict: bool, missing: list[str], *rest: Any
+) -> None:
+    """Puts a rank's pieces, or parts of whole tensors, under the names of the module inside."""
+    assert isinstance(module, ParallelModule)
+    inner = module.get_submodule(INNER)
+    given: Mapping[str, Any] | None = state.pop(prefix + PIECES, None)
+    pieces = Pieces.of(module.compute_config, module.result.job)
+    own = inner.state_dict(keep_vars=True)
+    whole = module.result.job.parts.full_structure
+    if given is None and whole is not None:  # what other stages of the pipeline hold
+        held = {pieces.plain(name) for name in own}
+        for name in whole.state_dict(keep_vars=True):
+            if name not in held:
+                state.pop(prefix + name, None)
+    load_pieces(own, state, prefix, f"{prefix}{INNER}.", given, pieces)

@@ -1,0 +1,283 @@
+"""build_optimizer: an optimizer of a module with parallel ones in it, which synchronises gradients before it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from atorch_ns.apply import attach_optimizer
+from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.gradients import clip_gradients
+from atorch_ns.job.reducer import BucketHook, GradientReducer
+from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.parallel.module import ParallelModule, named_parameters, parallel_modules
+from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+def build_optimizer(
+    module: nn.Module,
+    optimizer_fn: type[OptimizerT] | Callable[..., OptimizerT],
+    compute_config: ComputeConfig | None = None,
+    **kwargs: Any,
+) -> OptimizerT:
+    """An optimizer of this rank's parameters; collective.
+
+    It is what ``optimizer_fn`` gives, and a :class:`ParallelOptimizer` as well. Parameters outside of parallel modules take
+    the first rank's values, and their gradients are summed over the scale units.
+
+    Args:
+        module: a parallel module, or a module with some in it.
+        optimizer_fn: ``(parameters, **kwargs) -> optimizer``. For groups by name, make them of
+            ``module.named_parameters()`` in a function of your own.
+        compute_config: checked against that of the parallel modules.
+        kwargs: arguments of ``optimizer_fn``.
+
+    Raises:
+        InputError: if the module has no parallel module, or they do not go together.
+    """
+    parts = parallel_modules(module)
+    config = _common_config(module, parts, compute_config)
+    if isinstance(module, ParallelModule):
+        made = attach_optimizer(module.result, optimizer_fn, **kwargs)
+        optimizer = cast("OptimizerT", made.optim)
+        reducer = None
+        if not config.use_end2end:
+            _sum_when_told(module)
+    else:
+        reducer = _reducer_of_the_rest(module, parts, config)
+        for part in parts.values():
+            _sum_when_told(part)
+        own = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
+        optimizer = optimizer_fn(own, **kwargs)
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(f"optimizer_fn returned {optimizer!r}, which is no torch.optim.Optimizer.")
+    optimizer.__class__ = _parallel_class(type(optimizer))
+    cast("ParallelOptimizer", optimizer)._join(module, tuple(parts.values()), config, reducer)
+    return optimizer
+
+
+class ParallelOptimizer(Optimizer):
+    """What :func:`build_optimizer` adds to an optimizer.
+
+    Gradients are each rank's own until :meth:`sync_shard_grad`, which ``step()`` calls by itself. A ``step(closure)`` calls it
+    before the closure runs: call it there, after the backward pass.
+    """
+
+    _module: nn.Module
+    _parts: tuple[ParallelModule, ...]
+    _config: ComputeConfig
+    _non_parallel_module_reducer: GradientReducer | None
+    _synchronised: bool
+
+    def _join(
+        self,
+        module: nn.Module,
+        parts: tuple[ParallelModule, ...],
+        config: ComputeConfig,
+        reducer: GradientReducer | None,
+    ) -> None:
+        self._module, self._parts, self._config = module, parts, config
+        self._non_parallel_module_reducer = reducer
+        self._synchronised = False
+        self.register_step_pre_hook(lambda *_: self.sync_shard_grad())
+        self.register_step_post_hook(lambda *_: setattr(self, "_synchronised", False))
+
+    def sync_shard_grad(self) -> None:
+        """Sums gradients over the scale units; nothing if that is done. Collective."""
+        if self._synchronised:
+            return
+        for part in self._parts:
+            job = part.result.job
+            job.gradients.complete(job.module)
+            if job.gradients.reducer is None and not self._config.use_end2end:
+                self._multiply(part.parameters(), job.num_data_ranks)  # of means, which backward passes leave
+        if self._non_parallel_module_reducer is not None:
+            self._non_parallel_module_reducer.sync_grad()
+        self._synchronised = True
+
+    def scale_grads(self, scale: float) -> None:
+        """Multiplies all gradients by a number.
+
+        Raises:
+            StepError: before :meth:`sync_shard_grad`.
+        """
+        if not self._synchronised:
+            raise StepError("scale_grads needs gradients of all units: call sync_shard_grad() first.")
+        self._multiply(self._parameters(), scale)
+
+    def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
+        """Clips the gradients by their norm over all ranks, after synchronising them; collective.
+
+        Args:
+            max_norm: ``None`` to clip nothing.
+
+        Returns:
+            The norm before clipping, 0-d, the same on every rank.
+        """
+        self.sync_shard_grad()
+        limit = float("inf") if max_norm is None else max_norm
+        if isinstance(self._module, ParallelModule):
+            return self._module.result.job.gradients.clip(self._parameters(), limit, 2.0)
+        return clip_gradients(self._parameters(), limit)
+
+    def register_reducer_pre_hook(self, fn: BucketHook) -> None:
+        """Calls ``fn(reducer, gradients)`` with each bucket, 1-d, before it is summed over the units.
+
+        Raises:
+            InputError: with ``use_zero``, where torch's ``fully_shard`` sums the gradients.
+        """
+        for reducer in self._reducers():
+            reducer.before(fn)
+
+    def register_reducer_post_hook(self, fn: BucketHook) -> None:
+        """Calls ``fn(reducer, gradients)`` with each bucket, 1-d, once it is summed; else as the other."""
+        for reducer in self._reducers():
+            reducer.after(fn)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        self._synchronised = False
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, in plain tensors, with names and places."""
+        state = super().state_dict()
+        names = self._names()
+        flat = [name for group in names for name in group]
+        pieces = self._pieces()
+        found: dict[int, dict[str, Any]] = {}
+        for index, values in state["state"].items():
+            found[index] = {
+                key: localised(f"{flat[index]}/{key}", value, pieces) for key, value in values.items()
+            }
+        return {**state, "state": found, PIECES: {**pieces.as_state(), "names": names}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this rank's part, or a whole one by names."""
+        given = state_dict.get(PIECES)
+        names = self._names()
+        whole = given is None or given.get("rank") is None
+        like = dict(named_parameters(self._module))
+        indices = {name: index for index, name in enumerate(name for group in names for name in group)}
+        source = (
+            [name for group in given["names"] for name in group]
+            if given is not None
+            else list(self._pieces().order)
+        )
+        state: dict[int, dict[str, Any]] = {}
+        for index, values in state_dict["state"].items():
+            name = source[index]
+            if name not in indices:
+                continue
+            own = like[name]
+            state[indices[name]] = {key: _of_parameter(value, own, whole) for key, value in values.items()}
+        groups = super().state_dict()["param_groups"]
+        loaded = [
+            {**{key: value for key, value in theirs.items() if key != "params"}, "params": mine["params"]}
+            for mine, theirs in zip(groups, state_dict["param_groups"], strict=True)
+        ]
+        super().load_state_dict({"state": state, "param_groups": loaded})
+
+    @staticmethod
+    @torch.no_grad()
+    def _multiply(parameters: Iterable[torch.Tensor], factor: float) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and factor != 1:
+                parameter.grad.mul_(factor)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _names(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        known = {id(parameter): name for name, parameter in named_parameters(self._module)}
+        return [[known[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
+
+    def _pieces(self) -> Pieces:
+        if isinstance(self._module, ParallelModule):
+            return Pieces.of(self._config, self._module.result.job)
+        order = [name for name, _ in named_parameters(self._module)]
+        return Pieces(dist.get_rank() if dist.is_initialized() else 0, self._config.as_json(), order)
+
+    def _reducers(self) -> Iterable[GradientReducer]:
+        if self._config.use_zero and self._config.num_units > 1:
+            raise InputError(
+                "with use_zero gradients are summed by torch's fully_shard, which has no hooks around it: scale them by "
+                "scale_grads after sync_shard_grad, or leave use_zero out."
+            )
+        found = [part.result.job.gradients.reducer for part in self._parts]
+        return [reducer for reducer in (*found, self._non_parallel_module_reducer) if reducer is not None]
+
+
+def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
+    """A state's value on this rank: a part of what has the parameter's shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if whole:
+        return part_of(value, parameter) if value.shape == parameter.shape else value
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return as_part(value, parameter) if value.dim() and value.shape == local.shape else value
+
+
+def _parallel_class(kind: type) -> type:
+    if issubclass(kind, ParallelOptimizer):
+        return kind
+    return type(f"Parallel{kind.__name__}", (ParallelOptimizer, kind), {})
+
+
+def _common_config(
+    module: nn.Module, parts: Mapping[str, ParallelModule], given: ComputeConfig | None
+) -> ComputeConfig:
+    if not parts:
+        raise InputError(
+            "build_optimizer is for modules that parallelize has made, and there is none in this one."
+        )
+    configs = {path: part.compute_config for path, part in parts.items()}
+    first = next(iter(configs.values()))
+    sizes = (first.plan_ngpus, first.runtime_ngpus)
+    for path, config in (*configs.items(), *([("compute_config", given)] if given is not None else [])):
+        if (config.plan_ngpus, config.runtime_ngpus) != sizes:
+            raise InputError(
+                f"all parallel modules need the same plan_ngpus and runtime_ngpus: {path or 'the module'} has "
+                f"{config.plan_ngpus} and {config.runtime_ngpus}, another {sizes[0]} and {sizes[1]}."
+            )
+    if any(config.use_end2end for config in configs.values()) and not isinstance(module, ParallelModule):
+        raise InputError(
+            "an end-to-end module is trained by its train_step, so it cannot be a part of another module."
+        )
+    if any(config.inference_only for config in configs.values()):
+        raise InputError("a module made with inference_only=True has nothing to optimize.")
+    return first
+
+
+def _sum_when_told(part: ParallelModule) -> None:
+    """Gradients of a module that the user's loop calls are summed over the units."""
+    job = part.result.job
+    if job.gradients.reducer is not None:
+        job.gradients.reducer.wait_until_told(sums=True)
+
+
+def _reducer_of_the_rest(
+    module: nn.Module, parts: Mapping[str, ParallelModule], config: ComputeConfig
+) -> GradientReducer | None:
+    """Sums the gradients of parameters outside of parallel modules."""
+    inside = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
+    rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
+    if config.runtime_ngpus == 1 or not dist.is_initialized():
+        return None
+    with torch.no_grad():
+        for tensor in (*rest, *(buffer for buffer in module.buffers() if id(buffer) not in inside)):
+            dist.broadcast(tensor, src=0)
+    mesh = next(iter(parts.values())).result.job.mesh
+    if not rest or mesh is None or config.num_units == 1:
+        return None
+    reducer = GradientReducer(module, mesh.data_group, rest)
+    reducer.wait_until_told(sums=True)
+    return reducer

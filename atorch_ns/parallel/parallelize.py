@@ -1,0 +1,297 @@
+"""parallelize: a module, or a class of modules, divided over scale units of ranks, as nnScaler's function of that name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from atorch_ns.apply import apply_strategy
+from atorch_ns.cluster import Cluster, join_process_group, or_refusal
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs, Result
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.parallel.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from atorch_ns.parallel.module import ParallelModule, parallel_modules
+from atorch_ns.parallel.planning import planned_steps, resolved_steps
+from atorch_ns.parallel.policies import POLICIES, Step
+from atorch_ns.parallel.saved import Made, PlanFolder
+from atorch_ns.strategy import Strategy
+from atorch_ns.text import did_you_mean, with_article
+
+E = TypeVar("E", bound=Enum)
+
+
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | Callable[[Any, ComputeConfig], Any],
+    compute_config: ComputeConfig,
+    *,
+    gen_savedir: str | os.PathLike[str] = "./.atorch_ns",
+    reuse: ReuseType | str = ReuseType.MATCH,
+    instance_name: str | None = None,
+    load_module: bool = True,
+    module_dtype: torch.dtype | None = None,
+    module_fn: Callable[[], nn.Module] | None = None,
+    init_module_params: bool = True,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = "none",
+) -> ParallelModule | type[ParallelModule] | None:
+    """Divides a module over the ranks of scale units; collective where ``load_module`` is true.
+
+    The first rank plans; the plan goes to all, and to a file that later calls reuse. The module is changed in place.
+
+    Args:
+        module_or_module_class: a module, of which a parallel module is made; or a class, of which a class is made.
+        dummy_forward_args: what ``forward`` is called with, by name, as one rank gives it to the module at a time. Values of
+            tensors are not looked at.
+        pas_policy: ``dp``, ``tp``, ``pp``, ``data``, ``hybrid``, ``autodist``; or ``(graph, compute_config) -> graph``.
+        compute_config: the ranks, and settings of the policy.
+        gen_savedir: the folder of plans.
+        reuse: what becomes of a plan that is there.
+        instance_name: tells plans of one class apart.
+        load_module: whether to make the module; else only the plan is made, which needs no other rank.
+        module_dtype: the dtype that the module is cast to.
+        module_fn: makes the module of a class; by default the class itself, without arguments.
+        init_module_params: whether parameters keep the module's values; see :class:`ParallelModule`.
+        broadcast_strategy: see :class:`BroadcastGenFilesStrategy`.
+
+    Returns:
+        A module for a module, a class for a class, nothing without ``load_module``. What is parallel already is returned.
+
+    Raises:
+        InputError: for arguments that do not go together, or a module that cannot be divided as asked; on all ranks.
+    """
+    given = module_or_module_class
+    if isinstance(given, ParallelModule) or (isinstance(given, type) and issubclass(given, ParallelModule)):
+        return given
+    reusing = _member(ReuseType, reuse, "reuse")
+    sharing = _member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
+    cluster = Cluster.detect()
+    if load_module:
+        join_process_group(cluster)
+    if sharing is not BroadcastGenFilesStrategy.NONE and not _has_process_group():
+        raise InputError(
+            f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
+        )
+    source = _Source.of(given, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
+    if load_module and cluster.world_size != compute_config.runtime_ngpus:
+        raise InputError(
+            f"runtime_ngpus={compute_config.runtime_ngpus}, and there are {cluster.world_size} ranks: start as many by torchrun, "
+            "or plan alone with load_module=False."
+        )
+    folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
+    found = cluster.on_first(
+        lambda: or_refusal(lambda: _plan(source, folder, reusing, cluster)), what="planning a module"
+    )
+    if isinstance(found, InputError):
+        raise found
+    if not load_module:
+        return None
+    made = _parallel_class(source, cluster, found, folder)
+    return made(init_module_params) if isinstance(given, nn.Module) else made
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The arguments of one call, checked.
+
+    Attributes:
+        module: the plain module.
+        is_class: whether modules are to be made of it again and again.
+        sample: what the module is called with.
+    """
+
+    module: nn.Module
+    is_class: bool
+    config: ComputeConfig
+    dummies: Mapping[str, Any]
+    policy: str | Callable[..., Any]
+    sample: Any
+
+    @classmethod
+    def of(
+        cls,
+        given: Any,
+        module_fn: Callable[[], nn.Module] | None,
+        dtype: torch.dtype | None,
+        config: ComputeConfig,
+        dummies: Mapping[str, Any],
+        policy: str | Callable[..., Any],
+    ) -> _Source:
+        is_class = isinstance(given, type) and issubclass(given, nn.Module)
+        if not isinstance(config, ComputeConfig):
+            raise InputError(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
+        if not (is_class or isinstance(given, nn.Module)):
+            raise InputError(
+                f"parallelize takes a torch.nn.Module or a class of them; it got {with_article(given)}."
+            )
+        if isinstance(policy, str) and policy not in POLICIES:
+            raise InputError(
+                f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, or a "
+                "function (graph, compute_config) -> graph."
+            )
+        if not (isinstance(policy, str) or callable(policy)):
+            raise InputError(f"pas_policy is a name or a function; it is {with_article(policy)}.")
+        module = _made(given, module_fn) if is_class else given
+        if module_fn is not None and not is_class:
+            raise InputError("module_fn makes modules of a class; a module is there already.")
+        if parallel_modules(module):
+            raise InputError(
+                "Parallel modules can not be nested: one of the module's parts is parallel already."
+            )
+        if dtype is not None:
+            module.to(dtype)
+        sample = _sample(module, dummies, config)
+        return cls(module, is_class, config, dummies, policy, sample)
+
+
+def _made(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> nn.Module:
+    try:
+        module = kind() if module_fn is None else module_fn()
+    except TypeError as error:
+        if module_fn is not None:
+            raise
+        raise InputError(
+            f"{kind.__qualname__}() cannot be made without arguments ({error}): give module_fn, which makes one."
+        ) from error
+    if type(module) is not kind:
+        raise InputError(f"module_fn must make a {kind.__qualname__}; it made {with_article(module)}.")
+    return module
+
+
+def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig) -> Any:
+    """What the module is called with: a dictionary of arguments, or for an end-to-end module its one sample."""
+    if not isinstance(dummies, Mapping):
+        raise InputError(
+            f"dummy_forward_args must be a dictionary by the names of forward's arguments; it is {with_article(dummies)}."
+        )
+    parameters = inspect.signature(module.forward).parameters
+    what = f"{type(module).__qualname__}.forward"
+    if any(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in parameters.values()):
+        raise InputError(f"{what} has positional-only arguments, which dummy_forward_args cannot name.")
+    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    problems = [
+        f"{what} has no argument {name!r}.{did_you_mean(name, parameters)}"
+        for name in dummies
+        if name not in parameters and not open_ended
+    ]
+    named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    problems += [
+        f"dummy_forward_args lacks {one.name!r}, which {what} needs."
+        for one in named
+        if one.default is one.empty and one.name not in dummies
+    ]
+    if problems:
+        raise InputError("\n".join(problems))
+    if not config.use_end2end:
+        return dict(dummies)
+    first, *others = named
+    wanted = [one.name for one in others if one.default is one.empty]
+    if wanted:
+        raise InputError(
+            f"use_end2end: {what} takes one sample, its first argument; {', '.join(wanted)} need default values."
+        )
+    return dummies[first.name]
+
+
+def _plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> list[Step]:
+    """The methods of the plan: those of the folder, or new ones, which are written there."""
+    made = Made.of(source.module, source.dummies, source.policy, source.config)
+    known = folder.reused(made, reuse)
+    if known is not None:
+        return known
+    steps = planned_steps(source.module, source.sample, source.policy, source.config, cluster)
+    folder.write(made, steps)
+    return steps
+
+
+def _parallel_class(
+    source: _Source, cluster: Cluster, steps: list[Step], folder: PlanFolder
+) -> type[ParallelModule]:
+    plain, config = source.module, source.config
+    used: list[bool] = []
+
+    def apply_plan(init_params: bool) -> Result:
+        if source.is_class:
+            module = copy.deepcopy(plain)
+        elif used:
+            raise InputError(
+                "a parallel module is made of a module once; parallelize its class to make several."
+            )
+        else:
+            module = plain
+        used.append(True)
+        result = _applied(module, source, cluster, steps, init_params)
+        if cluster.rank == 0 and len(used) == 1:
+            folder.keep_resolved(resolved_steps(result, steps))
+        return result
+
+    @functools.wraps(type(plain).forward)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    name = type(plain).__name__
+    body = {
+        "compute_config": config,
+        "_apply_plan": staticmethod(apply_plan),
+        "forward": forward,
+        "__doc__": f"{name}, divided over {config.plan_ngpus} of {config.runtime_ngpus} ranks.",
+        "__module__": type(plain).__module__,
+    }
+    return type(f"Parallel{name}", (ParallelModule,), body)
+
+
+def _applied(
+    module: nn.Module, source: _Source, cluster: Cluster, steps: list[Step], init_params: bool
+) -> Result:
+    config = source.config
+    if config.inference_only:
+        module.requires_grad_(False)
+        module.eval()
+    if not init_params:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.fill_(float("nan"))
+    inputs = Inputs(
+        model=module,
+        loss_func=_own_loss if config.use_end2end else None,
+        model_input_format=None if config.use_end2end else "unpack_dict",
+        sample_batch=source.sample,
+        sample_is_micro_batch=True,
+    )
+
+    def checked() -> Any:
+        inputs.check()
+        return resolve(Strategy(steps), cluster, load_registry())
+
+    with cluster.sharing_failures("parallelize"):
+        return apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the plan"))
+
+
+def _own_loss(_: Any, output: Any) -> Any:
+    """The loss of an end-to-end module: the first of its results."""
+    return output
+
+
+def _member(kind: type[E], value: Any, name: str) -> E:
+    if isinstance(value, kind):
+        return value
+    known = [one.value for one in kind]
+    if not isinstance(value, str) or value not in known:
+        near = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise InputError(f"{name} is {value!r}.{near} It is one of {', '.join(known)}.")
+    return kind(value)
+
+
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,192 @@
+"""Pieces: what a rank holds of whole tensors, written as plain tensors with their places, and taken from wholes again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Job
+from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.text import first_few
+from atorch_ns.torch_compat import local_box, plain_name
+
+PIECES: Final = "_parallel_pieces"
+"""The entry of a state dict that says what its tensors are pieces of."""
+
+
+class Place(NamedTuple):
+    """Where a piece lies in its whole: the whole's shape, and the piece's offset in each dimension."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass
+class Pieces:
+    """What a rank's state dict says about itself.
+
+    Attributes:
+        rank: the rank.
+        config: the config of its modules.
+        order: all parameters of the whole module, first names, in its order.
+        places: by name, where tensors that are no wholes lie.
+    """
+
+    rank: int
+    config: Mapping[str, Any]
+    order: Sequence[str]
+    places: dict[str, Place] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: ComputeConfig, job: Job) -> Pieces:
+        """Of a parallel module; places come as tensors are written."""
+        return cls(job.cluster.rank, config.as_json(), list(job.original.parameter_order))
+
+    @staticmethod
+    def plain(name: str) -> str:
+        """A name as the plain module has it."""
+        return plain_name(name)
+
+    def as_state(self) -> dict[str, Any]:
+        """As plain objects, which any reader of files can load."""
+        places = {name: [list(place.shape), list(place.offset)] for name, place in self.places.items()}
+        return {"rank": self.rank, "config": dict(self.config), "order": list(self.order), "places": places}
+
+
+def localised(name: str, value: Any, pieces: Pieces) -> Any:
+    """This rank's part of a tensor, noted; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    offset, _ = local_box(value)
+    pieces.places[name] = Place(tuple(value.shape), offset)
+    return value.to_local()
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, placed as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    offset, sizes = local_box(like)
+    part = whole
+    for dim, (start, size) in enumerate(zip(offset, sizes, strict=True)):
+        part = part.narrow(dim, min(start, whole.shape[dim]), size)
+    return as_part(part, like)
+
+
+def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A plain part as what ``like`` is."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local.to(like.device).contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def load_pieces(
+    own: Mapping[str, Any],
+    state: MutableMapping[str, Any],
+    prefix: str,
+    start: str,
+    given: Mapping[str, Any] | None,
+    pieces: Pieces,
+) -> None:
+    """Replaces the entries of a state dict by those of the module inside.
+
+    Args:
+        own: the state dict of the module inside, its tensors as they are held.
+        state: names with ``prefix`` are the plain module's; afterwards they begin with ``start``.
+        given: what a rank's state dict says of itself; ``None`` for a whole one.
+
+    Raises:
+        CheckpointError: if the pieces are not those that this rank holds.
+    """
+    odd = []
+    for name, value in own.items():
+        plain = plain_name(name)
+        if prefix + plain not in state:
+            continue
+        found = state.pop(prefix + plain)
+        if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
+            state[start + name] = found
+            continue
+        if given is None:
+            fits = found.shape == value.shape
+            state[start + name] = part_of(found, value) if fits else found
+            continue
+        place = given["places"].get(plain)
+        wanted: Any = None
+        if isinstance(value, DTensor):
+            wanted = [list(value.shape), list(local_box(value)[0])]
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if place != wanted or found.shape != local.shape:
+            odd.append(plain)
+        state[start + name] = as_part(found, value)
+    if odd:
+        raise CheckpointError(
+            f"the state dict is rank {given['rank'] if given else 0}'s under another plan: {first_few(odd, 4)} lie elsewhere "
+            "in their wholes. Merge the state dicts of all ranks by merge_state_dicts, and load that by load_merged_state_dict."
+        )
+
+
+def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]]) -> torch.Tensor:
+    """The whole of which ranks hold parts.
+
+    Args:
+        parts: ``(rank, part, place)``; no place for a whole.
+
+    Raises:
+        ValueError: if two ranks hold different values of the same elements, or some elements are on none.
+    """
+    _, first, place = parts[0]
+    if place is None:
+        for rank, other, _ in parts[1:]:
+            if other.shape != first.shape or not torch.equal(other.to(first.device), first):
+                raise ValueError(
+                    f"Conflict in merging {name}: ranks {parts[0][0]} and {rank} hold different values."
+                )
+        return first
+    whole = first.new_zeros(place.shape)
+    covered = torch.zeros(place.shape, dtype=torch.bool, device=first.device)
+    for rank, part, where in parts:
+        if where is None or where.shape != place.shape:
+            raise ValueError(f"Conflict in merging {name}: rank {rank} holds a piece of another whole.")
+        box = tuple(slice(start, start + size) for start, size in zip(where.offset, part.shape, strict=True))
+        there, known = whole[box], covered[box]
+        mine = part.to(first.device)
+        if bool((known & (there != mine)).any()):
+            raise ValueError(
+                f"Conflict in merging {name}: rank {rank} holds other values than the ranks before it."
+            )
+        whole[box], covered[box] = mine, True
+    if not bool(covered.all()):
+        raise ValueError(f"Pieces of {name} are missing: give the state dicts of all ranks of a scale unit.")
+    return whole
+
+
+def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
+    """Gives each tensor the value that it has on the rank ``rank % stride``; collective over all ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if stride >= size:
+        return
+    own: Any = None
+    for first in range(stride):
+        made = dist.new_group(list(range(first, size, stride)))
+        own = made if rank % stride == first else own
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sent = local.detach().contiguous()
+        dist.broadcast(sent, src=rank % stride, group=own)
+        with torch.no_grad():
+            local.copy_(sent)
+    dist.destroy_process_group(own)

@@ -1,0 +1,305 @@
+"""Policies: what nnScaler calls PAS policies, as strategies of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from atorch_ns.errors import InputError
+from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.text import did_you_mean, with_article
+
+POLICIES: Final = ("dp", "tp", "pp", "data", "hybrid", "autodist")
+
+Step = tuple[str, dict[str, Any]]
+
+_NUMBER = (int, float)
+_PIPELINE: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "pipeline_nmicros": int,
+    "pipeline_scheduler": str,
+}
+_STAGES: Final[Mapping[str, type | tuple[type, ...]]] = {
+    **_PIPELINE,
+    "pipeline_nstages": (int, str),
+    "pipeline_pivots": str,
+    "pp_size": int,
+}
+_SETTINGS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
+    "dp": {},
+    "tp": {"seed": int},
+    "data": {},
+    "pp": _PIPELINE,
+    "hybrid": _STAGES,
+    "autodist": {
+        **_STAGES,
+        "update_freq": (int, list, tuple),
+        "mem_constraint": _NUMBER,
+        "task_name": str,
+        "use_fp16": bool,
+        "use_memory_efficient_fp16": bool,
+        "use_bf16": bool,
+        "use_memory_efficient_bf16": bool,
+        "use_apex_fused_adam_v2": bool,
+        "re_profile": bool,
+        "verbose": bool,
+        "load_plan_path": str,
+        "save_plan_path": str,
+        "partition_constraints_path": str,
+        "recompute_modules": str,
+        "parallel_profile": bool,
+        "max_partition_degree": int,
+        "transient_mem_coef": _NUMBER,
+    },
+}
+_REFUSED: Final[Mapping[str, str]] = {
+    "ignore_small_tensor_threshold": "every operator is priced here; none is left out for its size",
+    "topk": "one plan is returned, with the bound that no plan is faster than",
+    "solver": "there is one solver, HiGHS, and it is exact",
+    "explore_pipeline": "give pipeline_pivots or pipeline_nstages",
+    "max_pipeline_bubble_ratio": "stages are simulated; none is left out for its share of waiting",
+    "max_pipeline_unbalance_ratio": "stages are simulated; none is left out for being uneven",
+}
+
+
+@dataclass(frozen=True)
+class Division:
+    """How one scale unit is divided, by a policy.
+
+    Attributes:
+        num_stages: stages of the pipeline; 1 for none.
+        stages_per_rank: stages on each rank of the pipeline.
+        operators: the config of ``operator_parallel``; ``None`` where nothing is divided.
+        pipeline: the config of ``pipeline_parallel``.
+        recompute: the config of ``checkpoint``.
+        notes: what a setting means here, where that is not plain.
+    """
+
+    num_stages: int = 1
+    stages_per_rank: int = 1
+    operators: dict[str, Any] | None = None
+    pipeline: dict[str, Any] = field(default_factory=dict)
+    recompute: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks along the pipeline."""
+        return self.num_stages // self.stages_per_rank
+
+
+def check_settings(policy: str, settings: Mapping[str, Any]) -> None:
+    """Checks a policy's ``pas_config``.
+
+    Raises:
+        InputError: naming every key and value that is wrong.
+    """
+    known = _SETTINGS[policy]
+    problems = []
+    for key, value in settings.items():
+        if key.startswith("_"):
+            continue
+        if key in _REFUSED:
+            problems.append(f"{key} is not taken: {_REFUSED[key]}.")
+        elif key not in known:
+            wanted = did_you_mean(
+                key, known, otherwise=f"The policy {policy} has {', '.join(known) or 'no settings'}."
+            )
+            problems.append(
+                f"{key!r} is unknown.{wanted} Keys of your own begin with '_', or stand in user_config."
+            )
+        elif not isinstance(value, known[key]) or (isinstance(value, bool) and known[key] is not bool):
+            problems.append(f"{key} is {value!r}, {with_article(value)}.")
+        elif isinstance(value, _NUMBER) and not isinstance(value, bool) and key != "seed" and value <= 0:
+            problems.append(f"{key} must be positive; it is {value!r}.")
+    if problems:
+        raise InputError("\n".join(f"pas_config of {policy}: {problem}" for problem in problems))
+
+
+def division_by(policy: str, config: ComputeConfig) -> Division:
+    """What a named policy does with a scale unit.
+
+    Raises:
+        InputError: if there is no such policy, or it cannot do what the config asks for.
+    """
+    if policy not in POLICIES:
+        raise InputError(
+            f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, or a "
+            "function (graph, config) -> graph."
+        )
+    check_settings(policy, config.pas_config)
+    return _RULES[policy](config, config.pas_config)
+
+
+def _dp(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
+    if config.plan_ngpus != 1:
+        raise InputError(
+            f"the policy dp divides nothing, so plan_ngpus must be 1; it is {config.plan_ngpus}."
+        )
+    return Division()
+
+
+def _tp(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+    return Division(operators={"policy": "random", "seed": settings.get("seed", 1)})
+
+
+def _data(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
+    return Division(operators={"policy": "batch"})
+
+
+def _pp(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+    return _staged("pp", config, settings, config.plan_ngpus, operators=None)
+
+
+def _hybrid(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+    return _staged("hybrid", config, settings, _num_stages(config, settings), operators={"policy": "batch"})
+
+
+def _autodist(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+    operators: dict[str, Any] = {}
+    if "mem_constraint" in settings:
+        operators["memory_gib"] = settings["mem_constraint"] * 1e9 / 2**30
+    if "partition_constraints_path" in settings:
+        operators["constraints"] = settings["partition_constraints_path"]
+    if "load_plan_path" in settings:
+        operators["plan"] = settings["load_plan_path"]
+    recompute = None
+    if settings.get("recompute_modules"):
+        recompute = {"wrap_class": [name.strip() for name in settings["recompute_modules"].split(",")]}
+    num_stages = _num_stages(config, settings)
+    return _staged(
+        "autodist", config, settings, num_stages, operators, recompute, tuple(_autodist_notes(settings))
+    )
+
+
+def _autodist_notes(settings: Mapping[str, Any]) -> list[str]:
+    """What settings that change nothing here stand for."""
+    dtypes = ("use_fp16", "use_bf16", "use_memory_efficient_fp16", "use_memory_efficient_bf16")
+    notes = [
+        f"{key}: memory is counted by the parameters' own dtype; set it by module_dtype"
+        for key in dtypes
+        if settings.get(key)
+    ]
+    if settings.get("use_apex_fused_adam_v2"):
+        notes.append(
+            "use_apex_fused_adam_v2: two states of the parameters' dtype are counted, as for any Adam"
+        )
+    notes += [
+        f"{key}: operators are priced by the device's figures, not by runs of each, so there is nothing to redo"
+        for key in ("re_profile", "parallel_profile")
+        if key in settings
+    ]
+    if "transient_mem_coef" in settings:
+        notes.append("transient_mem_coef: the two largest peaks are counted as they are, not by a factor")
+    return notes
+
+
+_RULES: Final[Mapping[str, Callable[[ComputeConfig, Mapping[str, Any]], Division]]] = {
+    "dp": _dp,
+    "tp": _tp,
+    "pp": _pp,
+    "data": _data,
+    "hybrid": _hybrid,
+    "autodist": _autodist,
+}
+
+
+def _num_stages(config: ComputeConfig, settings: Mapping[str, Any]) -> int:
+    """The number of stages by ``pipeline_nstages`` and ``pipeline_pivots``."""
+    wanted, pivots = settings.get("pipeline_nstages", "auto"), settings.get("pipeline_pivots")
+    if wanted == "auto":
+        return 1 if not pivots else min(config.plan_ngpus, len(pivots.split(",")) + 1)
+    if not isinstance(wanted, int):
+        raise InputError(f"pipeline_nstages must be a number or 'auto'; it is {wanted!r}.")
+    if wanted == 1 and pivots:
+        raise InputError("pipeline_pivots are given and pipeline_nstages is 1: leave one of them out.")
+    return wanted
+
+
+def _staged(
+    policy: str,
+    config: ComputeConfig,
+    settings: Mapping[str, Any],
+    num_stages: int,
+    operators: dict[str, Any] | None,
+    recompute: dict[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Division:
+    """A division into stages, whose operators may be divided too."""
+    if num_stages == 1:
+        return Division(operators=operators, recompute=recompute, notes=notes)
+    if not config.use_end2end:
+        raise InputError(
+            f"the policy {policy} makes a pipeline of {num_stages} stages, which trains micro-batches by train_step: set "
+            "use_end2end=True, for a module whose forward takes one sample and returns the loss first."
+        )
+    micros = settings.get("pipeline_nmicros")
+    if micros is None and policy == "autodist":
+        micros = settings.get("update_freq")
+    if not isinstance(micros, int):
+        raise InputError(
+            f"the policy {policy} with {num_stages} stages needs pipeline_nmicros in pas_config."
+        )
+    ranks = settings.get("pp_size", num_stages)
+    if num_stages % ranks or config.plan_ngpus % ranks:
+        raise InputError(
+            f"{num_stages} stages on pp_size={ranks} of {config.plan_ngpus} ranks: pp_size must divide both."
+        )
+    schedule = settings.get("pipeline_scheduler", "1f1b" if num_stages == ranks else "1f1b_interleaved")
+    if schedule == "1f1b_plus":
+        raise InputError(
+            "pipeline_scheduler 1f1b_plus puts a large embedding on all ranks; use 1f1b, and let the operators of each stage "
+            "be divided (pipeline_nstages below plan_ngpus), which divides it too."
+        )
+    pipeline: dict[str, Any] = {
+        "schedule": "GPipe" if schedule == "infer_pipe" else schedule,
+        "num_micro_batches": micros,
+        "stages_per_rank": num_stages // ranks,
+    }
+    if settings.get("pipeline_pivots"):
+        pivots = [name.strip() for name in settings["pipeline_pivots"].split(",")]
+        if len(pivots) == num_stages - 1:
+            pipeline["split_points"] = pivots
+        else:
+            notes = (*notes, f"of the pivots {', '.join(pivots)}, {num_stages - 1} were to be chosen")
+            pipeline["split_points"] = pivots[: num_stages - 1]
+    elif policy != "autodist":
+        pipeline["split_method"] = "uniform"
+    divided = config.plan_ngpus // ranks > 1
+    return Division(
+        num_stages=num_stages,
+        stages_per_rank=num_stages // ranks,
+        operators=operators if divided else None,
+        pipeline=pipeline,
+        recompute=recompute,
+        notes=notes,
+    )
+
+
+def strategy_of(division: Division, config: ComputeConfig) -> list[Step]:
+    """The methods that a division, and the config beside it, stand for.
+
+    Raises:
+        InputError: if the stages do not divide the ranks of a unit.
+    """
+    pipeline = division.pipeline_ranks
+    if config.plan_ngpus % pipeline:
+        raise InputError(f"{pipeline} stages do not divide the {config.plan_ngpus} ranks of a scale unit.")
+    tensor = config.plan_ngpus // pipeline
+    axes = [("tensor", tensor), ("pipeline", pipeline)]
+    if config.zero_ngroups > 1:
+        axes += [("zero", config.num_units // config.zero_ngroups), ("data", config.zero_ngroups)]
+    else:
+        axes.append(("data", config.num_units))
+    steps: list[Step] = [("parallel_mode", {"axes": axes})]
+    if pipeline > 1:
+        steps.append(("pipeline_parallel", division.pipeline))
+    if tensor > 1:
+        if division.operators is None:
+            raise InputError(f"nothing divides the operators of a stage over its {tensor} ranks.")
+        steps.append(("operator_parallel", division.operators))
+    if division.recompute is not None:
+        steps.append(("checkpoint", division.recompute))
+    if config.runtime_ngpus > 1 and not config.inference_only:
+        steps.append(("zero2", {}) if config.use_zero else ("ddp", {"reducer": "own"}))
+    return steps

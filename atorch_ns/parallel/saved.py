@@ -1,0 +1,158 @@
+"""Saved plans: the folder of an earlier ``parallelize``, and whether its plan still fits."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.blocks import fingerprint
+from atorch_ns.capture.nests import leaves
+from atorch_ns.errors import InputError
+from atorch_ns.parallel.config import ComputeConfig, ReuseType
+
+_FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a plan was made of: it fits as long as this is the same.
+
+    Attributes:
+        facts: by name, in words that can be compared.
+    """
+
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        dummies: Mapping[str, Any],
+        policy: str | Callable[..., Any],
+        config: ComputeConfig,
+    ) -> Made:
+        """Of the arguments of ``parallelize``."""
+        named = policy if isinstance(policy, str) else f"{_name(policy)} {_source(policy)}"
+        return cls(
+            {
+                "policy": named,
+                "compute_config": json.loads(json.dumps(config.as_json(), sort_keys=True, default=str)),
+                "structure of the module": fingerprint(module),
+                "source of the module": _sources(module),
+                "dummy_forward_args": _shapes(dummies),
+            }
+        )
+
+    def differences(self, other: Made) -> list[str]:
+        """What is different, in words."""
+        found = []
+        for name, value in self.facts.items():
+            theirs = other.facts.get(name)
+            if value == theirs:
+                continue
+            if isinstance(value, dict) and isinstance(theirs, dict):
+                keys = [key for key in {**value, **theirs} if value.get(key) != theirs.get(key)]
+                found += [f"{name}: {key} is {value.get(key)!r}, and was {theirs.get(key)!r}" for key in keys]
+            else:
+                found.append(
+                    f"{name}: {value!r}, and was {theirs!r}"
+                    if len(str(value)) < 40
+                    else f"{name} has changed"
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class PlanFolder:
+    """The folder of one module: ``{gen_savedir}/_parallel_modules/{module}/{class}/{instance}``."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, savedir: str | os.PathLike[str], kind: type, instance: str | None) -> PlanFolder:
+        """The folder of a class of modules; ``instance`` tells several of one class apart."""
+        name = instance if instance is not None else "_"
+        if not name.replace("_", "a").isalnum():
+            raise InputError(
+                f"instance_name is part of a path, so it must be a plain name; it is {instance!r}."
+            )
+        return cls(
+            Path(savedir) / "_parallel_modules" / Path(*kind.__module__.split(".")) / kind.__qualname__ / name
+        )
+
+    def reused(self, made: Made, reuse: ReuseType) -> list[Any] | None:
+        """The methods of the saved plan; ``None`` if one must be made.
+
+        Raises:
+            InputError: with :attr:`ReuseType.MATCH`, if there is one that does not fit.
+        """
+        file = self.path / _FILE
+        if reuse in (ReuseType.OVERRIDE, ReuseType.GRAPH) or not file.exists():
+            return None
+        problem = ""
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            differences = made.differences(Made(saved["made"]))
+            steps = [(name, config) for name, config in saved["strategy"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            differences, steps, problem = [], [], f"it cannot be read ({error})"
+        if not (problem or differences):
+            return steps
+        if reuse is ReuseType.MATCH:
+            raise InputError(
+                f"the plan in {file} does not fit: {problem or '; '.join(differences)}. Make it anew by reuse='override' or "
+                "'moo', or give instance_name to keep both."
+            )
+        return None
+
+    def keep_resolved(self, strategy: list[Any]) -> None:
+        """Writes what the plan has become when it was applied, in the place of what was asked for."""
+        file = self.path / _FILE
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        self.write(Made(saved["made"]), strategy)
+
+    def write(self, made: Made, strategy: list[Any]) -> None:
+        """Writes a plan; a crash leaves the one before."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"made": made.facts, "strategy": strategy}, indent=2, default=str)
+        draft = self.path / f"{_FILE}.{os.getpid()}"
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(self.path / _FILE)
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _source(value: Any) -> str:
+    try:
+        return hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:16]
+    except (OSError, TypeError):  # of a console, or of C
+        code = getattr(value, "__code__", None)
+        return hashlib.sha256(code.co_code).hexdigest()[:16] if code is not None else ""
+
+
+def _sources(module: nn.Module) -> str:
+    """A digest of the source of all classes of modules, in the order of their names."""
+    kinds = {_name(type(child)): type(child) for child in module.modules()}
+    texts = [f"{name} {_source(kinds[name])}" for name in sorted(kinds)]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _shapes(dummies: Mapping[str, Any]) -> str:
+    def text(leaf: Any) -> str:
+        return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+    return "; ".join(
+        f"{'.'.join(map(str, path)) if isinstance(path, tuple) else path}: {text(leaf)}"
+        for path, leaf in leaves(dict(dummies))
+    )

@@ -1,0 +1,284 @@
+"""State dicts of parallel modules: merged to whole ones, loaded from them under any plan, and without what others hold too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.parallel.module import parallel_modules
+from atorch_ns.parallel.pieces import PIECES, Place, assemble, broadcast_in_strides
+
+StateDict = dict[str, Any]
+
+
+def merge_state_dicts(
+    module_state_dicts: Sequence[Mapping[str, Any]],
+    optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[StateDict, StateDict | None]:
+    """Whole state dicts of those of all ranks, for the plain module and an optimizer of its parameters.
+
+    No process group is needed. Names and order are the plain module's.
+
+    Args:
+        module_state_dicts: ``module.state_dict()`` of every rank, or of those of the first scale unit at least, in any order.
+        optimizer_state_dicts: ``optimizer.state_dict()`` of the same ranks; of any optimizer.
+
+    Raises:
+        ValueError: if ranks hold different values of one parameter, or pieces are missing.
+        InputError: if the state dicts are not those of parallel modules, or one rank's is there twice.
+    """
+    module_state_dicts = list(module_state_dicts)
+    ranks = [_marks(state) for state in module_state_dicts]
+    numbers = [next(iter(marks.values()))["rank"] for marks in ranks]
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"the state dicts are of the ranks {numbers}: one of each rank, please.")
+    parts: dict[str, list[tuple[int, torch.Tensor, Place | None]]] = {}
+    others: StateDict = {}
+    for number, marks, state in zip(numbers, ranks, module_state_dicts, strict=True):
+        places = {
+            f"{prefix}{name}": Place(tuple(shape), tuple(offset))
+            for prefix, mark in marks.items()
+            for name, (shape, offset) in mark["places"].items()
+        }
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                parts.setdefault(name, []).append((number, value, places.get(name)))
+            elif not name.endswith(PIECES):
+                others.setdefault(name, value)
+    whole = {name: assemble(name, found) for name, found in parts.items()}
+    order = [f"{prefix}{name}" for prefix, mark in ranks[0].items() for name in mark["order"]]
+    merged = {name: whole.pop(name) for name in order if name in whole} if list(ranks[0]) == [""] else {}
+    return {**merged, **whole, **others}, _merged_optimizer(optimizer_state_dicts, numbers)
+
+
+def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequence[int]) -> StateDict | None:
+    if states is None:
+        return None
+    states = [state for state in states if state is not None]
+    if len(states) != len(ranks) or any(PIECES not in state for state in states):
+        raise InputError(
+            "optimizer_state_dicts are those of the same ranks, by optimizers of build_optimizer."
+        )
+    parts: dict[str, dict[str, list[tuple[int, torch.Tensor, Place | None]]]] = {}
+    plain: dict[str, StateDict] = {}
+    groups: list[set[str]] = [set() for _ in states[0]["param_groups"]]
+    for state in states:
+        mark = state[PIECES]
+        flat = [name for group in mark["names"] for name in group]
+        for known, own in zip(groups, mark["names"], strict=True):
+            known |= set(own)
+        for index, values in state["state"].items():
+            for key, value in values.items():
+                name = flat[index]
+                if not isinstance(value, torch.Tensor):
+                    plain.setdefault(name, {})[key] = value
+                    continue
+                place = mark["places"].get(f"{name}/{key}")
+                where = None if place is None else Place(tuple(place[0]), tuple(place[1]))
+                parts.setdefault(name, {}).setdefault(key, []).append((mark["rank"], value, where))
+    order = states[0][PIECES]["order"]
+    names = [[name for name in order if name in group] for group in groups]
+    index_of = {name: index for index, name in enumerate(name for group in names for name in group)}
+    merged = {
+        index: {
+            **plain.get(name, {}),
+            **{key: assemble(f"{name}/{key}", found) for key, found in parts.get(name, {}).items()},
+        }
+        for name, index in index_of.items()
+        if name in parts or name in plain
+    }
+    param_groups = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [index_of[n] for n in own],
+        }
+        for group, own in zip(states[0]["param_groups"], names, strict=True)
+    ]
+    return {"state": merged, "param_groups": param_groups, PIECES: {"names": names}}
+
+
+def load_merged_state_dict(
+    module: nn.Module,
+    module_state_dict: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> None:
+    """Loads whole state dicts, merged or the plain module's, of which each rank takes its parts.
+
+    Args:
+        module: a parallel module, or a module with some in it.
+        optimizer: of :func:`~atorch_ns.build_optimizer`.
+        device: where tensors are moved before they are taken apart; by default they stay where they are.
+
+    Raises:
+        InputError: if one of optimizer and its state dict is missing.
+    """
+    if (optimizer is None) != (optimizer_state_dict is None):
+        raise InputError("optimizer and optimizer_state_dict go together.")
+    module.load_state_dict(_on(module_state_dict, device))
+    if optimizer is not None:
+        assert optimizer_state_dict is not None
+        optimizer.load_state_dict(_on(optimizer_state_dict, device))
+
+
+load_merged_state_dicts = load_merged_state_dict
+"""The specification spells it both ways."""
+
+
+def deduped_state_dict(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[StateDict | None, StateDict | None]:
+    """This rank's state dicts without tensors that an earlier rank holds too: together they are one copy of everything.
+
+    Returns:
+        The module's and the optimizer's; ``None`` for none.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    keeps = rank < _stride(module)
+    inside = {path for path, _ in _inside(module)}
+    state = module.state_dict()
+    kept = {
+        name: value
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or (keeps and (rank == 0 or _is_inside(name, inside)))
+    }
+    if optimizer is None:
+        return kept, None
+    own = optimizer.state_dict()
+    if keeps:
+        return kept, own
+    return kept, {**own, "state": {}}
+
+
+def load_deduped_state_dict(
+    module: nn.Module,
+    module_state_dict: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> None:
+    """Loads what :func:`deduped_state_dict` gave on this rank, under the same plan; tensors come from the ranks that kept them.
+    Collective."""
+    state = module.state_dict()
+    given = _on(module_state_dict, device)
+    inside = {path for path, _ in _inside(module)}
+    stride = _stride(module)
+    for mine, own in ((True, stride), (False, 1)):
+        names = [
+            name
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and _is_inside(name, inside) is mine
+        ]
+        buffers = [
+            given[name].to(state[name].device) if name in given else torch.empty_like(state[name])
+            for name in names
+        ]
+        if dist.is_initialized():
+            broadcast_in_strides(buffers, own)
+        state.update(zip(names, buffers, strict=True))
+    module.load_state_dict(state)
+    if optimizer is None:
+        return
+    assert optimizer_state_dict is not None
+    optimizer.load_state_dict(_optimizer_states(optimizer, _on(optimizer_state_dict, device), stride))
+
+
+def _optimizer_states(optimizer: torch.optim.Optimizer, given: StateDict, stride: int) -> StateDict:
+    """The states of the rank that holds the same pieces; collective."""
+    if not dist.is_initialized() or stride >= dist.get_world_size():
+        return given
+    rank = dist.get_rank()
+    described = {
+        index: {
+            key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+        for index, values in given["state"].items()
+    }
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, described)
+    specs: dict[int, dict[str, Any]] = every[rank % stride]
+    like = next(p for group in optimizer.param_groups for p in group["params"])
+    made = {
+        index: {
+            key: given["state"][index][key].to(like.device)
+            if rank < stride and isinstance(given["state"][index][key], torch.Tensor)
+            else torch.empty(spec[0], dtype=spec[1], device=like.device)
+            if isinstance(spec, tuple)
+            else spec
+            for key, spec in values.items()
+        }
+        for index, values in specs.items()
+    }
+    tensors = [
+        value for values in made.values() for value in values.values() if isinstance(value, torch.Tensor)
+    ]
+    broadcast_in_strides(tensors, stride)
+    return {**given, "state": made}
+
+
+def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None:
+    """Gives all parameters and buffers the values of rank ``rank % stride_size``; collective over all ranks.
+
+    Args:
+        stride_size: by default ``plan_ngpus``.
+    """
+    if not dist.is_initialized():
+        return
+    stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _inside(module))
+    if any(
+        isinstance(parameter, DTensor) and _is_sharded_over_units(module) for parameter in module.parameters()
+    ):
+        raise InputError("with use_zero every unit has parts of its own: load the weights on all ranks.")
+    broadcast_in_strides([*module.parameters(), *module.buffers()], stride)
+
+
+def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict says of the parallel modules in it, by their prefix."""
+    found = {name.removesuffix(PIECES): value for name, value in state.items() if name.endswith(PIECES)}
+    if not found:
+        raise InputError(
+            "merge_state_dicts takes state dicts of parallel modules, and this one has none in it."
+        )
+    return found
+
+
+def _inside(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    found = parallel_modules(module)
+    if not found:
+        raise InputError("there is no parallel module in this module.")
+    yield from found.items()
+
+
+def _is_inside(name: str, paths: set[str]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in paths)
+
+
+def _is_sharded_over_units(module: nn.Module) -> bool:
+    return any(part.compute_config.use_zero for _, part in _inside(module))
+
+
+def _stride(module: nn.Module) -> int:
+    """The ranks that hold different pieces: of one unit, or with ``use_zero`` of one group of units."""
+    _, part = next(_inside(module))
+    config: ComputeConfig = part.compute_config
+    return config.runtime_ngpus // config.zero_ngroups if config.use_zero else config.plan_ngpus
+
+
+def _on(state: Any, device: str | torch.device | None) -> Any:
+    """A nest with its tensors on a device."""
+    if isinstance(state, torch.Tensor):
+        return state if device is None else state.to(device)
+    if isinstance(state, Mapping):
+        return {key: _on(value, device) for key, value in state.items()}
+    return [_on(value, device) for value in state] if isinstance(state, list) else state
