@@ -14,15 +14,63 @@ if TYPE_CHECKING:
     from atorch_ns.api import auto_accelerate
     from atorch_ns.apply import attach_optimizer
     from atorch_ns.job import Result
+    from atorch_ns.parallel import (
+        BroadcastGenFilesStrategy,
+        ComputeConfig,
+        ParallelModule,
+        ReuseType,
+        broadcast_weights,
+        build_optimizer,
+        deduped_state_dict,
+        load_deduped_state_dict,
+        load_merged_state_dict,
+        merge_state_dicts,
+        parallelize,
+        register_op,
+    )
     from atorch_ns.strategy import Strategy
 
-__all__ = ["Result", "Strategy", "__version__", "attach_optimizer", "auto_accelerate"]
+_OF_PARALLEL = (
+    "BroadcastGenFilesStrategy",
+    "ComputeConfig",
+    "ParallelModule",
+    "ReuseType",
+    "broadcast_weights",
+    "build_optimizer",
+    "deduped_state_dict",
+    "load_deduped_state_dict",
+    "load_merged_state_dict",
+    "merge_state_dicts",
+    "parallelize",
+    "register_op",
+)
+
+__all__ = [
+    "BroadcastGenFilesStrategy",
+    "ComputeConfig",
+    "ParallelModule",
+    "Result",
+    "ReuseType",
+    "Strategy",
+    "__version__",
+    "attach_optimizer",
+    "auto_accelerate",
+    "broadcast_weights",
+    "build_optimizer",
+    "deduped_state_dict",
+    "load_deduped_state_dict",
+    "load_merged_state_dict",
+    "merge_state_dicts",
+    "parallelize",
+    "register_op",
+]
 
 _HOMES = {
     "attach_optimizer": "atorch_ns.apply",
     "auto_accelerate": "atorch_ns.api",
     "Result": "atorch_ns.job",
     "Strategy": "atorch_ns.strategy",
+    **dict.fromkeys(_OF_PARALLEL, "atorch_ns.parallel"),
 }
 
 
@@ -37,6 +85,7 @@ def __getattr__(name: str) -> Any:
         "job",
         "method",
         "notebook",
+        "parallel",
         "profile",
         "strategy",
         "testing",

@@ -220,6 +220,7 @@ def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
     """A state's value on this rank: a part of what has the parameter's shape."""
     if not isinstance(value, torch.Tensor):
         return value
+    value = value.clone()  # torch would go on with the tensors of the state dict themselves
     if whole:
         return part_of(value, parameter) if value.shape == parameter.shape else value
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

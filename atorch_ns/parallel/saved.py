@@ -137,8 +137,13 @@ def _source(value: Any) -> str:
     try:
         return hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:16]
     except (OSError, TypeError):  # of a console, or of C
-        code = getattr(value, "__code__", None)
-        return hashlib.sha256(code.co_code).hexdigest()[:16] if code is not None else ""
+        functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
+        codes = [one.__code__ for one in functions if hasattr(one, "__code__")]
+        facts = [
+            (code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
+            for code in codes
+        ]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _sources(module: nn.Module) -> str:

@@ -39,6 +39,8 @@ def merge_state_dicts(
     numbers = [next(iter(marks.values()))["rank"] for marks in ranks]
     if len(set(numbers)) < len(numbers):
         raise InputError(f"the state dicts are of the ranks {numbers}: one of each rank, please.")
+    plan = next(iter(ranks[0].values()))["config"]["plan_ngpus"]
+    first_unit = min(numbers) // plan
     parts: dict[str, list[tuple[int, torch.Tensor, Place | None]]] = {}
     others: StateDict = {}
     for number, marks, state in zip(numbers, ranks, module_state_dicts, strict=True):
@@ -49,7 +51,10 @@ def merge_state_dicts(
         }
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                parts.setdefault(name, []).append((number, value, places.get(name)))
+                if (
+                    name in places or number // plan == first_unit or name not in parts
+                ):  # units have buffers of their own
+                    parts.setdefault(name, []).append((number, value, places.get(name)))
             elif not name.endswith(PIECES):
                 others.setdefault(name, value)
     whole = {name: assemble(name, found) for name, found in parts.items()}

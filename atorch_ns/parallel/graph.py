@@ -1,0 +1,262 @@
+"""PolicyGraph: the operators of a module for policies of one's own, with nnScaler's verbs; they write an operator plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import Shard
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators import OperatorGraph, OperatorPlan, legal_rules
+from atorch_ns.operators.choose import parameter_placements
+from atorch_ns.operators.graph.graph import Operator
+from atorch_ns.operators.rules.rule import Rule
+from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.parallel.policies import Division
+from atorch_ns.text import first_few
+
+
+class PolicyNode:
+    """One operator.
+
+    Attributes:
+        name: the operator's short name, as ``linear``.
+        signature: its full name, as ``aten.linear.default``.
+        fqn: the path of the module that calls it.
+        classes: the classes of the modules that hold the call, joined by dots.
+        source: file, line and text of the code that calls it.
+    """
+
+    def __init__(self, graph: PolicyGraph, operator: Operator) -> None:
+        self._graph, self.operator = graph, operator
+        self.name, self.signature = operator.name, operator.call.name
+        self.fqn, self.classes, self.source = operator.path, operator.classes, operator.source
+
+    def inputs(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors that it takes; ``idx`` of :meth:`PolicyGraph.partition` counts them."""
+        return [spec.shape for spec in self.operator.call.tensors]
+
+    def outputs(self) -> list[tuple[int, ...]]:
+        """The shapes of its results."""
+        return [spec.shape for spec in self.operator.call.outputs]
+
+    def algorithm(self, name: str = "dim") -> Algorithm:
+        """The ways to divide it; there is one kind, along dimensions.
+
+        Raises:
+            InputError: for another name.
+        """
+        if name != "dim":
+            raise InputError(f"operators are divided by the algorithm 'dim'; there is no {name!r}.")
+        return Algorithm(self)
+
+    def __repr__(self) -> str:
+        return str(self.operator)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The rules by which a node may be divided."""
+
+    node: PolicyNode
+
+    def satisfy(self, *, idx: int, dim: int, num: int) -> bool:
+        """Whether the node may be divided along dimension ``dim`` of its input ``idx`` over ``num`` ranks."""
+        return bool(self.node._graph.rules_for(self.node, idx, dim, num))
+
+
+@dataclass(frozen=True)
+class SubNode:
+    """The part of a node that one rank runs, by its number."""
+
+    node: PolicyNode
+    number: int
+    of: int
+
+
+class PolicyGraph:
+    """The operators of a module, in the order of their calls.
+
+    What no verb names is whole on all ranks. Layers of one kind are divided alike.
+    """
+
+    def __init__(self, graph: OperatorGraph, config: ComputeConfig) -> None:
+        self._graph, self._config = graph, config
+        self._nodes = [PolicyNode(self, one) for one in graph.operators]
+        self._degree = config.plan_ngpus
+        self._chosen: dict[str, tuple[Rule, PolicyNode]] = {}
+        self._starts: list[PolicyNode] = []
+        self._recomputed: list[str] = []
+        self._assigned: dict[tuple[int, int], int] = {}
+        self._legal: dict[int, Any] = {}
+
+    def nodes(self, flatten: bool = True) -> list[PolicyNode]:
+        """All operators; they are never nested."""
+        return list(self._nodes)
+
+    def select(
+        self, name: str | None = None, ntype: type | None = None, flatten: bool = True
+    ) -> list[PolicyNode]:
+        """The operators of a name, short or full; all if none is given."""
+        return [
+            node
+            for node in self._nodes
+            if name is None or name in (node.name, node.signature, node.operator.name)
+        ]
+
+    def replicate(self, node: PolicyNode, times: int) -> list[SubNode]:
+        """Leaves an operator whole on every rank."""
+        self._choose(node, node.operator.call.whole)
+        return [SubNode(node, number, times) for number in range(times)]
+
+    def partition(
+        self, node: PolicyNode, algorithm: Algorithm, *, idx: int, dim: int, num: int
+    ) -> list[SubNode]:
+        """Divides an operator along dimension ``dim`` of its input ``idx`` over ``num`` ranks.
+
+        Raises:
+            InputError: if it may not be divided so; it names the ways that there are.
+        """
+        found = self.rules_for(node, idx, dim, num)
+        if not found:
+            legal = [str(rule) for rule in self._rules(num)[node.operator.key] if rule.divides]
+            raise InputError(
+                f"{node} cannot be divided along dimension {dim} of its input {idx} by {num}. "
+                f"{'Its rules are ' + '; '.join(legal) if legal else 'It stays whole'}."
+            )
+        self._degree = num
+        self._choose(node, found[0])
+        return [SubNode(node, number, num) for number in range(num)]
+
+    def rules_for(self, node: PolicyNode, idx: int, dim: int, num: int) -> list[Rule]:
+        """The rules that divide an input along a dimension."""
+        rank = len(node.operator.call.tensors)
+        if not 0 <= idx < rank:
+            raise InputError(f"{node} has {rank} tensor inputs, so there is no input {idx}.")
+        size = len(node.operator.call.tensors[idx].shape)
+        wanted = Shard(dim % size if size else dim)
+        return [rule for rule in self._rules(num)[node.operator.key] if rule.inputs[idx] == wanted]
+
+    def assign(self, node: SubNode | PolicyNode, device: int) -> None:
+        """Places the part of an operator on a rank of the scale unit: part ``i`` on the ``i``-th rank of its stage."""
+        part = node if isinstance(node, SubNode) else SubNode(node, 0, 1)
+        if part.of == 1 and self._config.plan_ngpus > 1 and not self._starts:
+            raise InputError(
+                f"{part.node} is on one device alone: without stages every rank of a unit runs every operator. Replicate or "
+                "partition it, or cut the graph by staging."
+            )
+        self._assigned[self._nodes.index(part.node), part.number] = device
+
+    def staging(self, nodes: Sequence[PolicyNode]) -> None:
+        """Cuts the graph into stages that begin with the given operators; the first begins with the first operator.
+
+        A stage begins with the module that holds the operator: stages are cut between blocks.
+        """
+        first, *others = sorted(nodes, key=self._nodes.index)
+        self._starts = list(others) if self._nodes.index(first) == 0 else [first, *others]
+
+    def recompute(self, nodes: Iterable[PolicyNode]) -> bool:
+        """Recomputes the blocks that hold the operators in the backward pass."""
+        paths = {self._graph.segments[node.operator.segment].path for node in nodes}
+        if "" in paths:
+            raise InputError("recompute is for operators inside of blocks; some of these are between them.")
+        self._recomputed += sorted(paths - set(self._recomputed))
+        return True
+
+    def multiref(self, *_: Any, **__: Any) -> None:
+        """Nothing: gradients of a tensor with several readers are added by autograd."""
+
+    def fuse(self, nodes: Sequence[PolicyNode]) -> Sequence[PolicyNode]:
+        """Nothing: operators stay single."""
+        return nodes
+
+    def group(self, nodes: Sequence[PolicyNode]) -> Sequence[PolicyNode]:
+        """Nothing: blocks are the groups."""
+        return nodes
+
+    def division(self) -> Division:
+        """What the verbs have asked for.
+
+        Raises:
+            InputError: if parts are assigned otherwise than to the ranks of their stage.
+        """
+        num_stages = len(self._starts) + 1
+        if num_stages > 1 and not self._config.use_end2end:
+            raise InputError("staging makes a pipeline, which needs use_end2end=True.")
+        degree = self._config.plan_ngpus // num_stages
+        if degree * num_stages != self._config.plan_ngpus or (
+            self._chosen_divides() and self._degree != degree
+        ):
+            raise InputError(
+                f"{num_stages} stages of {self._degree} ranks do not make a scale unit of {self._config.plan_ngpus}: every "
+                "operator is divided over all ranks of its stage."
+            )
+        self._check_devices(degree)
+        rules = {key: rule for key, (rule, _) in self._chosen.items()}
+        plan = OperatorPlan(
+            operators={key: rule for key, rule in rules.items() if rule.divides},
+            parameters=parameter_placements(self._graph, rules, degree) if degree > 1 else {},
+            degree=degree,
+            note="by a policy function",
+        )
+        pipeline: dict[str, Any] = {}
+        if num_stages > 1:
+            micros = self._config.pas_config.get("pipeline_nmicros")
+            if not isinstance(micros, int):
+                raise InputError("a policy with staging needs pipeline_nmicros in pas_config.")
+            pipeline = {
+                "schedule": self._config.pas_config.get("pipeline_scheduler", "1f1b"),
+                "num_micro_batches": micros,
+                "split_points": [self._border(node) for node in self._starts],
+            }
+        return Division(
+            num_stages=num_stages,
+            operators={"plan": plan.as_json()} if degree > 1 else None,
+            pipeline=pipeline,
+            recompute={"wrap_class": self._recomputed} if self._recomputed else None,
+        )
+
+    def _chosen_divides(self) -> bool:
+        return any(rule.divides for rule, _ in self._chosen.values())
+
+    def _border(self, node: PolicyNode) -> str:
+        path = self._graph.segments[node.operator.segment].path or node.fqn
+        if not path:
+            raise InputError(
+                f"{node} is called by the module itself, which no stage can begin with; name one of a part."
+            )
+        return path
+
+    def _check_devices(self, degree: int) -> None:
+        starts = [self._nodes.index(node) for node in self._starts]
+        for (place, number), device in self._assigned.items():
+            stage = sum(place >= start for start in starts)
+            wanted = stage * degree + number
+            if device != wanted:
+                raise InputError(
+                    f"part {number} of {self._nodes[place]} is assigned to rank {device}; the parts of stage {stage} are on "
+                    f"ranks {stage * degree} to {(stage + 1) * degree - 1}, in order."
+                )
+
+    def _rules(self, num: int) -> Any:
+        if num not in self._legal:
+            self._legal[num] = legal_rules(self._graph, num)
+        return self._legal[num]
+
+    def _choose(self, node: PolicyNode, rule: Rule) -> None:
+        key = node.operator.key
+        known = self._chosen.get(key)
+        if known is not None and known[0] != rule:
+            raise InputError(
+                f"{node} is divided by {rule}, and {known[1]}, of a layer of the same kind, by {known[0]}: layers of one kind "
+                "are divided alike."
+            )
+        self._chosen[key] = (rule, node)
+
+    def __iter__(self) -> Iterator[PolicyNode]:
+        return iter(self._nodes)
+
+    def __repr__(self) -> str:
+        return f"PolicyGraph of {len(self._nodes)} operators: {first_few([node.name for node in self._nodes], 8)}"

@@ -1,0 +1,1 @@
+"""Tests of parallelize and what goes with it."""
