@@ -22,6 +22,8 @@ from atorch_ns.operators.request import FoundPlan, Wanted, find_plan
 from atorch_ns.operators.rules.register import register_op
 from atorch_ns.operators.solver.assemble import States, assemble
 from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.stage_costs import PipelineTask
+from atorch_ns.operators.staged import StagedPlan, staged_plan
 
 __all__ = [
     "CaptureError",
@@ -31,9 +33,11 @@ __all__ = [
     "OperatorCost",
     "OperatorGraph",
     "OperatorPlan",
+    "PipelineTask",
     "Prices",
     "Shallow",
     "Solved",
+    "StagedPlan",
     "States",
     "Wanted",
     "assemble",
@@ -50,4 +54,5 @@ __all__ = [
     "refitted",
     "register_op",
     "solved_plan",
+    "staged_plan",
 ]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from atorch_ns.operators.analysis import costs_text
-from atorch_ns.operators.choose import batch_plan, check_plan, random_plan, solved_plan
+from atorch_ns.operators.choose import Allow, batch_plan, check_plan, random_plan, solved_plan
 from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.rules.constraints import allowed, read_constraints, unused
+from atorch_ns.operators.rules.constraints import Constraint, allowed, read_constraints, unused
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.solver.assemble import States
 from atorch_ns.operators.solver.costs import Prices
@@ -78,10 +78,6 @@ def find_plan(
         )
         return FoundPlan(plan=made, note=f"the plan of the policy {wanted.policy}")
     constraints = read_constraints(wanted.constraints) if wanted.constraints else ()
-
-    def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return allowed(rules, one.call.name, (one.path, one.classes), constraints)
-
     solved = solved_plan(
         graph,
         degree,
@@ -90,7 +86,7 @@ def find_plan(
         device,
         memory_limit=wanted.memory_bytes or float(prices.device.memory_bytes) or None,
         recomputed=wanted.recomputed,
-        allow=allow,
+        allow=allowed_by(constraints),
     )
     calls = [(one.call.name, (one.path, one.classes)) for one in graph.operators]
     return FoundPlan(
@@ -99,6 +95,15 @@ def find_plan(
         f"{textwrap.indent(costs_text(solved.costs, top=5), '    ')}",
         warnings=tuple(unused(calls, constraints)),
     )
+
+
+def allowed_by(constraints: Sequence[Constraint]) -> Allow:
+    """Leaves of an operator's rules those that constraints allow."""
+
+    def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return allowed(rules, one.call.name, (one.path, one.classes), constraints)
+
+    return allow
 
 
 def _given(plan: Mapping[str, Any] | str) -> OperatorPlan:

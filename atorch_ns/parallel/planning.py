@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,24 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_arguments
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
-from atorch_ns.operators import OperatorGraph, Prices, States, Wanted, capture_shallow, find_plan
+from atorch_ns.operators import (
+    OperatorGraph,
+    PipelineTask,
+    Prices,
+    Shallow,
+    States,
+    Wanted,
+    capture_shallow,
+    find_plan,
+    staged_plan,
+)
 from atorch_ns.operators.graph.capture import capture
+from atorch_ns.operators.request import allowed_by
+from atorch_ns.operators.rules.constraints import read_constraints
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.graph import PolicyGraph
 from atorch_ns.parallel.policies import Division, Step, division_by, strategy_of
+from atorch_ns.pipeline import find_units
 from atorch_ns.text import with_article
 
 
@@ -39,14 +52,14 @@ def planned_steps(
     if not isinstance(policy, str):
         return strategy_of(_by_function(module, sample, policy, config, cluster), config)
     division = division_by(policy, config)
+    if policy == "autodist" and division.num_stages > 1:
+        return strategy_of(_in_stages(module, sample, division, config, cluster), config)
     steps = strategy_of(division, config)
     methods = dict(steps)
     if "operator_parallel" not in methods or "pipeline_parallel" in methods:
         return steps
-    graph = _captured(module, sample, config, cluster)
+    graph = _captured(module, sample, config, cluster).graph
     degree = dict(methods["parallel_mode"]["axes"])["tensor"]
-    parameter = next(module.parameters(), None)
-    dtype = "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
     settings = dict(methods["operator_parallel"])
     found = find_plan(
         graph,
@@ -59,8 +72,8 @@ def planned_steps(
             memory_bytes=settings["memory_gib"] * 2**30 if "memory_gib" in settings else None,
             recomputed=division.recompute is not None,
         ),
-        Prices.on(cluster, degree, dtype),
-        States(shards=config.num_units // config.zero_ngroups if config.use_zero else 1, gradients_stay=True),
+        Prices.on(cluster, degree, _dtype(module)),
+        _states(config),
         torch.device(cluster.device),
     )
     path = config.pas_config.get("save_plan_path")
@@ -70,10 +83,82 @@ def planned_steps(
     return [(name, settings if name == "operator_parallel" else own) for name, own in steps]
 
 
-def _captured(module: nn.Module, sample: Any, config: ComputeConfig, cluster: Cluster) -> OperatorGraph:
+def _captured(
+    module: nn.Module,
+    sample: Any,
+    config: ComputeConfig,
+    cluster: Cluster,
+    units: Sequence[str] | None = None,
+) -> Shallow:
     args, kwargs = call_arguments(module, sample, None if config.use_end2end else "unpack_dict")
     with modes_kept(module):
-        return capture_shallow(module.train(), args, kwargs, device=torch.device(cluster.device)).graph
+        return capture_shallow(module.train(), args, kwargs, device=torch.device(cluster.device), units=units)
+
+
+def _dtype(module: nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
+
+
+def _states(config: ComputeConfig) -> States:
+    shards = config.num_units // config.zero_ngroups if config.use_zero else 1
+    return States(shards=shards, gradients_stay=True)
+
+
+def _in_stages(
+    module: nn.Module, sample: Any, asked: Division, config: ComputeConfig, cluster: Cluster
+) -> Division:
+    """The fastest pipeline of divided stages, in place of the one that was asked for."""
+    settings = config.pas_config
+    pivots = [name.strip() for name in settings.get("pipeline_pivots", "").split(",") if name.strip()]
+    units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
+    shallow = _captured(module, sample, config, cluster, units)
+    called = {segment.path: place for place, segment in reversed(list(enumerate(shallow.graph.segments)))}
+    units = sorted(
+        (unit for unit in units if shallow.copy_name(unit) in called),
+        key=lambda unit: called[shallow.copy_name(unit)],
+    )
+    number = settings.get("pipeline_nstages", "auto")
+    most = settings.get("max_partition_degree", config.plan_ngpus)
+    memory = settings.get("mem_constraint")
+
+    def task(num_segments: int) -> PipelineTask:
+        return PipelineTask(
+            num_segments=num_segments,
+            num_devices=config.plan_ngpus,
+            num_micro_batches=asked.pipeline["num_micro_batches"],
+            degrees=[degree for degree in range(1, most + 1) if config.plan_ngpus % degree == 0],
+            num_stages=None if number == "auto" else number,
+            equal_degrees=True,
+            recompute=(True,) if asked.recompute else (False, True),
+            schedule=asked.pipeline["schedule"],
+            memory_limit=None if memory is None else memory * 1e9,
+        )
+
+    constraints = settings.get("partition_constraints_path")
+    found = staged_plan(
+        shallow,
+        units,
+        task,
+        lambda degree: Prices.on(cluster, degree, _dtype(module)),
+        _states(config),
+        torch.device(cluster.device),
+        pivots=pivots,
+        allow=allowed_by(read_constraints(constraints)) if constraints else None,
+    )
+    operators = None if found.operators is None else {"plan": found.operators.as_json()}
+    recompute = asked.recompute
+    if recompute is None and any(found.recomputed):
+        recompute = {"share": [float(again) for again in found.recomputed]}
+    pipeline = {**asked.pipeline, "split_points": list(found.starts), "stages_per_rank": 1}
+    pipeline.pop("split_method", None)
+    return Division(
+        num_stages=len(found.recomputed),
+        operators=operators,
+        pipeline=pipeline if found.starts else {},
+        recompute=recompute,
+        notes=asked.notes,
+    )
 
 
 def _by_function(

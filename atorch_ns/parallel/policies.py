@@ -167,6 +167,12 @@ def _autodist(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
     if settings.get("recompute_modules"):
         recompute = {"wrap_class": [name.strip() for name in settings["recompute_modules"].split(",")]}
     num_stages = _num_stages(config, settings)
+    degree = settings.get("max_partition_degree", config.plan_ngpus)
+    if num_stages == 1 and degree < config.plan_ngpus:
+        raise InputError(
+            f"max_partition_degree={degree} is below plan_ngpus={config.plan_ngpus}, so the module must be cut into stages: give "
+            "pipeline_pivots or pipeline_nstages."
+        )
     return _staged(
         "autodist", config, settings, num_stages, operators, recompute, tuple(_autodist_notes(settings))
     )

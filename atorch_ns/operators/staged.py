@@ -1,0 +1,289 @@
+"""Divided pipelines: stages of a model's units, their number, degree and recomputation, with an operator plan for all of them.
+
+Units are what a stage is made of: blocks, embedding, last norm, head. For each degree, and with or without recomputation, the
+solver gives plans from the fastest down to the one that needs the least memory; a stage takes the fastest that fits, with the
+activations that its place in the schedule holds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+
+import torch
+from torch import fx
+
+from atorch_ns.errors import InputError
+from atorch_ns.operators.choose import Allow, legal_rules
+from atorch_ns.operators.graph.shallow import Shallow
+from atorch_ns.operators.plan import OperatorPlan
+from atorch_ns.operators.solver.assemble import RESULTS, Assembled, States, assemble
+from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.solve import solve
+from atorch_ns.operators.solver.stage_costs import PipelineTask, Stage, StageCost
+from atorch_ns.operators.solver.stages import StagePlan, plan_stages
+
+_TIGHTER = (1.0, 0.75, 0.5, 0.35, 0.25)
+"""Limits of memory under which a degree is solved, of what its fastest plan needs."""
+
+_SECONDS = 5.0
+
+
+@dataclass
+class _UnitCost:
+    """What one unit takes under a plan, by one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    resident: float = 0.0
+    gradients: float = 0.0
+    saved: float = 0.0
+    inner: float = 0.0
+    transient: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    plan: OperatorPlan
+    units: Mapping[str, _UnitCost]
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedPlan:
+    """A pipeline of divided stages.
+
+    Attributes:
+        stages: of units, in their order, with predicted costs.
+        starts: paths of the units that stages begin with, the first stage's left out.
+        degree: ranks of each stage.
+        recomputed: for each stage whether its blocks are recomputed.
+        operators: the placements of operators; ``None`` for stages of one rank.
+    """
+
+    stages: StagePlan
+    starts: tuple[str, ...]
+    degree: int
+    recomputed: tuple[bool, ...]
+    operators: OperatorPlan | None
+
+
+def staged_plan(
+    shallow: Shallow,
+    units: Sequence[str],
+    task: Callable[[int], PipelineTask],
+    prices: Callable[[int], Prices],
+    states: States,
+    device: torch.device,
+    *,
+    pivots: Sequence[str] = (),
+    allow: Allow | None = None,
+) -> StagedPlan:
+    """The fastest pipeline.
+
+    Args:
+        shallow: the model's graph, captured with ``units``.
+        units: paths of the units, in the order of their calls.
+        task: what is planned for, by the number of segments.
+        prices: by degree.
+        pivots: paths of modules that stages may begin with; any unit, if empty.
+        allow: what the user's constraints leave of an operator's rules.
+
+    Raises:
+        InputError: if a pivot is no unit, or no pipeline fits.
+    """
+    kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
+    kind_of = [kinds.get(shallow.copy_name(unit), "") for unit in units]
+    borders = _borders(units, pivots)
+    wanted = task(len(borders) - 1)
+    wanted = replace(wanted, send=(_send_seconds(shallow, prices(1)),) * (wanted.num_segments - 1))
+    priced: dict[tuple[int, bool], list[_Priced]] = {}
+
+    def plans(degree: int, recompute: bool) -> list[_Priced]:
+        if (degree, recompute) not in priced:
+            priced[degree, recompute] = _plans(
+                shallow, prices(degree), states, device, recomputed=recompute, allow=allow
+            )
+        return priced[degree, recompute]
+
+    def cost(start: int, stop: int, degree: int, recompute: bool, in_flight: int) -> StageCost | None:
+        own = kind_of[borders[start] : borders[stop]]
+        found = [
+            _stage_cost(one, own, in_flight, stop == len(borders) - 1) for one in plans(degree, recompute)
+        ]
+        return _fastest(found, wanted.memory_limit)
+
+    chosen = plan_stages(cost, wanted)
+    degree = chosen.stages[0].degree
+    recomputed = tuple(stage.recompute for stage in chosen.stages)
+    return StagedPlan(
+        stages=chosen,
+        starts=tuple(units[borders[stage.start]] for stage in chosen.stages[1:]),
+        degree=degree,
+        recomputed=recomputed,
+        operators=_common(
+            plans(degree, any(recomputed)), chosen.stages, kind_of, borders, wanted.memory_limit
+        )
+        if degree > 1
+        else None,
+    )
+
+
+def _send_seconds(shallow: Shallow, prices: Prices) -> float:
+    """Seconds to carry what most units take from the units before them, one way."""
+    graph = shallow.graph
+    taken: dict[int, set[fx.Node]] = defaultdict(set)
+    for one in graph.operators:
+        for value in one.inputs:
+            produced = graph.producers.get(value)
+            if (
+                produced is not None
+                and produced[0].segment != one.segment
+                and graph.spec(value).requires_grad
+            ):
+                taken[one.segment].add(value)
+    sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in taken.values())
+    rate = prices.hardware.within_node.rate_of("send")
+    return rate.latency_s + (sizes[len(sizes) // 2] if sizes else 0) / rate.bytes_per_s
+
+
+def _borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
+    """The positions among units where segments begin, and the end."""
+    if not pivots:
+        return list(range(len(units) + 1))
+    found = {0, len(units)}
+    for pivot in pivots:
+        inside = [place for place, unit in enumerate(units) if unit == pivot or unit.startswith(f"{pivot}.")]
+        if not inside:
+            raise InputError(
+                f"no stage can begin with {pivot!r}: stages begin with {', '.join(units[1:12])}"
+                f"{' and others' if len(units) > 12 else ''}."
+            )
+        found.add(inside[0])
+    return sorted(found)
+
+
+def _plans(
+    shallow: Shallow,
+    prices: Prices,
+    states: States,
+    device: torch.device,
+    *,
+    recomputed: bool,
+    allow: Allow | None,
+) -> list[_Priced]:
+    """Plans of one degree from the fastest to those that need less memory."""
+    graph = shallow.graph
+    assembled = assemble(
+        graph, legal_rules(graph, prices.degree, allow), prices, states, device, recomputed=recomputed
+    )
+    fastest = solve(assembled.problem, time_limit=_SECONDS)
+    found: list[_Priced] = []
+    for part in _TIGHTER:
+        try:
+            outcome = (
+                fastest
+                if part == 1.0
+                else solve(assembled.problem, memory_limit=fastest.price.memory * part, time_limit=_SECONDS)
+            )
+        except InputError:  # tighter ones will not fit either
+            break
+        plan = assembled.plan(outcome, prices.degree)
+        if all(plan != one.plan for one in found):
+            found.append(
+                _Priced(
+                    plan, _unit_costs(shallow, assembled, plan), outcome.price.seconds, outcome.price.memory
+                )
+            )
+    return found
+
+
+def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
+    """What one unit of each kind takes; what lies between units is under the empty kind."""
+    graph, problem = shallow.graph, assembled.problem
+    options = [
+        node.options[choice] for node, choice in zip(problem.nodes, assembled.choices(plan), strict=True)
+    ]
+    kinds = {segment.kind for segment in graph.segments if segment.kind}
+    homes = []
+    for node in problem.nodes:
+        operators = graph.by_key.get(node.name)
+        if operators:
+            homes.append(graph.segments[operators[0].segment].kind)
+        else:
+            homes.append(next((kind for kind in kinds if node.name.startswith(f"{kind}.")), ""))
+    found: dict[str, _UnitCost] = defaultdict(_UnitCost)
+    for node, option, home in zip(problem.nodes, options, homes, strict=True):
+        one, again = found[home], node.group in problem.always_recomputed
+        one.forward += option.forward_seconds / node.count
+        one.backward += (option.seconds - (0.0 if again else option.forward_seconds)) / node.count
+        one.resident += option.resident / node.count
+        one.gradients += option.gradients / node.count
+        one.transient += [option.transient] * min(2, node.count)
+    for use, readers, group in problem.read():
+        label, home = use.label(options[use.node]), homes[readers[0].node]
+        instances = max(1, problem.nodes[readers[0].node].count)
+        one, again = found[home], group in problem.always_recomputed
+        copies = 0.0
+        for needed in {reader.label(options[reader.node]) for reader in readers}:
+            conversion = use.conversions[label, needed]
+            share = use.count / instances
+            one.forward += share * conversion.forward_seconds
+            repeated = conversion.forward_seconds if again and not use.enters else 0.0
+            one.backward += share * (conversion.seconds - conversion.forward_seconds + repeated)
+            copies += conversion.held
+        whole = again and use.enters
+        kept = {r.label(options[r.node]) for r in readers if whole or problem.saves(r)}
+        held = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in kept))
+        if problem.nodes[readers[0].node].name == RESULTS:
+            found[""].saved += held
+        elif again and not use.enters:
+            one.inner += held
+        else:
+            one.saved += held
+    return dict(found)
+
+
+def _stage_cost(priced: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
+    """A stage of units of these kinds; the last one computes what lies between them, such as the loss."""
+    own = [priced.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in priced.units]
+    saved = sum(one.saved for one in own) * in_flight
+    gradients = sum(one.gradients for one in own)
+    peaks = [peak for one in own for peak in one.transient]
+    memory = sum(one.resident for one in own) + max(saved, gradients) + sum(nlargest(2, peaks))
+    return StageCost(
+        forward=sum(one.forward for one in own),
+        backward=sum(one.backward for one in own),
+        memory=memory + max((one.inner for one in own), default=0.0),
+    )
+
+
+def _fastest(costs: Sequence[StageCost], limit: float | None) -> StageCost | None:
+    fitting = [cost for cost in costs if limit is None or cost.memory <= limit]
+    return (
+        min(fitting, key=lambda cost: cost.seconds) if fitting else min(costs, key=lambda cost: cost.memory)
+    )
+
+
+def _common(
+    plans: Sequence[_Priced],
+    stages: Sequence[Stage],
+    kind_of: Sequence[str],
+    borders: Sequence[int],
+    limit: float | None,
+) -> OperatorPlan:
+    """The fastest plan with which every stage fits; else the one that needs the least."""
+
+    def most(priced: _Priced) -> float:
+        return max(
+            _stage_cost(
+                priced, kind_of[borders[one.start] : borders[one.stop]], one.in_flight, one is stages[-1]
+            ).memory
+            for one in stages
+        )
+
+    fitting = [one for one in plans if limit is None or most(one) <= limit]
+    return (min(fitting, key=lambda one: one.seconds) if fitting else min(plans, key=most)).plan

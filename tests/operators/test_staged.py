@@ -1,0 +1,87 @@
+"""Divided pipelines: the costs of units add up to a plan's, and stages follow memory, pivots and degrees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.operators import PipelineTask, Prices, Shallow, States, capture_shallow, staged_plan
+from atorch_ns.operators.staged import _plans, _stage_cost
+from atorch_ns.pipeline import find_units
+from tests.operators.networks import network
+
+CPU = torch.device("cpu")
+STATES = States(gradients_stay=True)
+
+
+@functools.cache
+def captured(name: str) -> tuple[Shallow, tuple[str, ...]]:
+    model, batch = network(name)
+    units = tuple(unit.name for unit in find_units(model))
+    return capture_shallow(model, (), batch, device=CPU, units=units), units
+
+
+@functools.cache
+def prices(degree: int) -> Prices:
+    return Prices.on(Cluster(world_size=4, local_world_size=4, distributed=True), degree, "float32")
+
+
+def kinds(name: str) -> list[str]:
+    shallow, units = captured(name)
+    known = {segment.path: segment.kind for segment in shallow.graph.segments}
+    return [known[shallow.copy_name(unit)] for unit in units]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_the_costs_of_all_units_are_those_of_the_plan(name: str, degree: int, recomputed: bool) -> None:
+    shallow, _ = captured(name)
+    found = _plans(shallow, prices(degree), STATES, CPU, recomputed=recomputed, allow=None)
+    for one in found:
+        whole = _stage_cost(one, kinds(name), 1, is_last=True)
+        assert whole.seconds == pytest.approx(one.seconds, rel=1e-6)
+        assert whole.memory == pytest.approx(one.memory, rel=1e-6)
+
+
+def staged(name: str, pivots: Sequence[str] = (), **fields: Any) -> Any:
+    shallow, units = captured(name)
+
+    def task(num_segments: int) -> PipelineTask:
+        return PipelineTask(
+            **{
+                "num_segments": num_segments,
+                "num_devices": 4,
+                "num_micro_batches": 8,
+                "equal_degrees": True,
+                **fields,
+            }
+        )
+
+    return staged_plan(shallow, units, task, prices, STATES, CPU, pivots=pivots)
+
+
+def test_stages_begin_where_they_may() -> None:
+    found = staged("llama", pivots=["model.layers.1"], num_stages=2)
+    assert (found.starts, found.degree, len(found.recomputed)) == (("model.layers.1",), 2, 2)
+    assert found.operators.degree == 2
+    with pytest.raises(InputError, match=r"no stage can begin with 'model.layer.1': stages begin with"):
+        staged("llama", pivots=["model.layer.1"], num_stages=2)
+
+
+def test_activations_are_recomputed_where_memory_asks_for_it() -> None:
+    free = staged("llama", num_stages=4)
+    assert not any(free.recomputed)
+    needs = max(stage.cost.memory for stage in free.stages.stages)
+    tight = staged("llama", num_stages=4, memory_limit=needs * 0.9)
+    assert any(tight.recomputed)
+    assert max(stage.cost.memory for stage in tight.stages.stages) <= needs * 0.9
+    assert tight.stages.step_seconds > free.stages.step_seconds
+    with pytest.raises(InputError):
+        staged("llama", num_stages=4, memory_limit=1000.0)
