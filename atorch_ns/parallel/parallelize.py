@@ -18,11 +18,12 @@ from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster, join_process_group, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Result
+from atorch_ns.job.job import MODEL
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.parallel.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from atorch_ns.parallel.module import ParallelModule, parallel_modules
-from atorch_ns.parallel.planning import planned_steps, resolved_steps
-from atorch_ns.parallel.policies import POLICIES, Step
+from atorch_ns.parallel.planning import Planned, planned, resolved_steps
+from atorch_ns.parallel.policies import POLICIES
 from atorch_ns.parallel.saved import Made, PlanFolder
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import did_you_mean, with_article
@@ -203,19 +204,19 @@ def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig
     return dummies[first.name]
 
 
-def _plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> list[Step]:
-    """The methods of the plan: those of the folder, or new ones, which are written there."""
+def _plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
+    """The plan of the folder, or a new one, which is written there."""
     made = Made.of(source.module, source.dummies, source.policy, source.config)
     known = folder.reused(made, reuse)
     if known is not None:
         return known
-    steps = planned_steps(source.module, source.sample, source.policy, source.config, cluster)
-    folder.write(made, steps)
-    return steps
+    plan = planned(source.module, source.sample, source.policy, source.config, cluster)
+    folder.write(made, plan)
+    return plan
 
 
 def _parallel_class(
-    source: _Source, cluster: Cluster, steps: list[Step], folder: PlanFolder
+    source: _Source, cluster: Cluster, plan: Planned, folder: PlanFolder
 ) -> type[ParallelModule]:
     plain, config = source.module, source.config
     used: list[bool] = []
@@ -230,9 +231,9 @@ def _parallel_class(
         else:
             module = plain
         used.append(True)
-        result = _applied(module, source, cluster, steps, init_params)
+        result = _applied(module, source, cluster, plan, init_params)
         if cluster.rank == 0 and len(used) == 1:
-            folder.keep_resolved(resolved_steps(result, steps))
+            folder.keep_resolved(resolved_steps(result, plan.steps))
         return result
 
     @functools.wraps(type(plain).forward)
@@ -251,7 +252,7 @@ def _parallel_class(
 
 
 def _applied(
-    module: nn.Module, source: _Source, cluster: Cluster, steps: list[Step], init_params: bool
+    module: nn.Module, source: _Source, cluster: Cluster, plan: Planned, init_params: bool
 ) -> Result:
     config = source.config
     if config.inference_only:
@@ -272,10 +273,13 @@ def _applied(
 
     def checked() -> Any:
         inputs.check()
-        return resolve(Strategy(steps), cluster, load_registry())
+        return resolve(Strategy(plan.steps), cluster, load_registry())
 
     with cluster.sharing_failures("parallelize"):
-        return apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the plan"))
+        result = apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the plan"))
+    for note in plan.notes:
+        result.job.explain(MODEL, note)
+    return result
 
 
 def _own_loss(_: Any, output: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,30 +35,41 @@ from atorch_ns.parallel.policies import Division, Step, division_by, strategy_of
 from atorch_ns.pipeline import find_units
 from atorch_ns.text import with_article
 
+log = logging.getLogger("atorch_ns")
 
-def planned_steps(
+
+class Planned(NamedTuple):
+    """The methods of a plan, and notes for the report."""
+
+    steps: list[Step]
+    notes: tuple[str, ...]
+
+
+def planned(
     module: nn.Module,
     sample: Any,
     policy: str | Callable[..., Any],
     config: ComputeConfig,
     cluster: Cluster,
-) -> list[Step]:
-    """The methods of a plan; nothing is communicated.
+) -> Planned:
+    """A plan; nothing is communicated.
 
     Along a pipeline operators are divided when the module is made: only then it is known where it is cut.
 
     Raises:
         InputError: if the policy cannot do what the config asks for, or no plan fits.
     """
-    if not isinstance(policy, str):
-        return strategy_of(_by_function(module, sample, policy, config, cluster), config)
-    division = division_by(policy, config)
-    if policy == "autodist" and division.num_stages > 1:
-        return strategy_of(_in_stages(module, sample, division, config, cluster), config)
+    if isinstance(policy, str):
+        division = division_by(policy, config)
+        if policy == "autodist" and division.num_stages > 1:
+            division = _in_stages(module, sample, division, config, cluster)
+    else:
+        division = _by_function(module, sample, policy, config, cluster)
     steps = strategy_of(division, config)
+    notes = (*_notes_of(config), *division.notes)
     methods = dict(steps)
     if "operator_parallel" not in methods or "pipeline_parallel" in methods:
-        return steps
+        return Planned(steps, notes)
     graph = _captured(module, sample, config, cluster).graph
     degree = dict(methods["parallel_mode"]["axes"])["tensor"]
     settings = dict(methods["operator_parallel"])
@@ -79,8 +91,25 @@ def planned_steps(
     path = config.pas_config.get("save_plan_path")
     if path is not None:
         found.plan.write(path)
+    if config.pas_config.get("verbose"):
+        log.info("%s\n%s", found.note, found.plan.describe())
     settings = {"plan": found.plan.as_json()}
-    return [(name, settings if name == "operator_parallel" else own) for name, own in steps]
+    steps = [(name, settings if name == "operator_parallel" else own) for name, own in steps]
+    return Planned(steps, (*notes, found.note, *found.warnings))
+
+
+def _notes_of(config: ComputeConfig) -> list[str]:
+    """What fields of the config mean here, where that is not plain."""
+    notes = []
+    if config.constant_folding:
+        notes.append(
+            "constant_folding: sizes are fixed at each capture anyway, but for the number of samples"
+        )
+    if config.trace_strategy != "cuda_run_cpu_offload":
+        notes.append(
+            f"trace_strategy={config.trace_strategy}: operators are captured on tensors without values"
+        )
+    return notes
 
 
 def _captured(

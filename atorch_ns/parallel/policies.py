@@ -173,6 +173,10 @@ def _autodist(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
             f"max_partition_degree={degree} is below plan_ngpus={config.plan_ngpus}, so the module must be cut into stages: give "
             "pipeline_pivots or pipeline_nstages."
         )
+    if settings.get("pp_size", num_stages) != num_stages:
+        raise InputError(
+            "pp_size: autodist puts one stage on each rank, so it is the number of stages; leave it out."
+        )
     return _staged(
         "autodist", config, settings, num_stages, operators, recompute, tuple(_autodist_notes(settings))
     )
@@ -195,6 +199,10 @@ def _autodist_notes(settings: Mapping[str, Any]) -> list[str]:
         for key in ("re_profile", "parallel_profile")
         if key in settings
     ]
+    if "task_name" in settings:
+        notes.append(f"task_name: this is the plan of {settings['task_name']}")
+    if settings.get("verbose"):
+        notes.append("verbose: the longest operators are in the log, and in the report")
     if "transient_mem_coef" in settings:
         notes.append("transient_mem_coef: the two largest peaks are counted as they are, not by a factor")
     return notes

@@ -18,6 +18,7 @@ from atorch_ns.capture.blocks import fingerprint
 from atorch_ns.capture.nests import leaves
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig, ReuseType
+from atorch_ns.parallel.planning import Planned
 
 _FILE = "plan.json"
 
@@ -89,8 +90,8 @@ class PlanFolder:
             Path(savedir) / "_parallel_modules" / Path(*kind.__module__.split(".")) / kind.__qualname__ / name
         )
 
-    def reused(self, made: Made, reuse: ReuseType) -> list[Any] | None:
-        """The methods of the saved plan; ``None`` if one must be made.
+    def reused(self, made: Made, reuse: ReuseType) -> Planned | None:
+        """The saved plan; ``None`` if one must be made.
 
         Raises:
             InputError: with :attr:`ReuseType.MATCH`, if there is one that does not fit.
@@ -103,10 +104,11 @@ class PlanFolder:
             saved = json.loads(file.read_text(encoding="utf-8"))
             differences = made.differences(Made(saved["made"]))
             steps = [(name, config) for name, config in saved["strategy"]]
+            found = Planned(steps, tuple(saved["notes"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            differences, steps, problem = [], [], f"it cannot be read ({error})"
+            differences, found, problem = [], Planned([], ()), f"it cannot be read ({error})"
         if not (problem or differences):
-            return steps
+            return found
         if reuse is ReuseType.MATCH:
             raise InputError(
                 f"the plan in {file} does not fit: {problem or '; '.join(differences)}. Make it anew by reuse='override' or "
@@ -118,12 +120,13 @@ class PlanFolder:
         """Writes what the plan has become when it was applied, in the place of what was asked for."""
         file = self.path / _FILE
         saved = json.loads(file.read_text(encoding="utf-8"))
-        self.write(Made(saved["made"]), strategy)
+        self.write(Made(saved["made"]), Planned(strategy, tuple(saved["notes"])))
 
-    def write(self, made: Made, strategy: list[Any]) -> None:
+    def write(self, made: Made, plan: Planned) -> None:
         """Writes a plan; a crash leaves the one before."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"made": made.facts, "strategy": strategy}, indent=2, default=str)
+        found = {"made": made.facts, "notes": plan.notes, "strategy": plan.steps}
+        text = json.dumps(found, indent=2, default=str)
         draft = self.path / f"{_FILE}.{os.getpid()}"
         draft.write_text(text + "\n", encoding="utf-8")
         draft.replace(self.path / _FILE)
