@@ -207,8 +207,19 @@ class Annealed(torch.nn.Module):
         return found
 
 
-def annealed(strategy: list[Any]) -> list[float]:
-    model = Annealed()
+def annealed(strategy: list[Any]) -> tuple[list[float], list[int]]:
+    """Losses while an attribute changes that is read, and one that is not; and how many captures there were by step."""
+    from atorch_ns.operators.divided import run
+
+    captures, capture = [0], run.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        captures[0] += 1
+        return capture(*args, **kwargs)
+
+    run.capture = counted
+    model: Any = Annealed()
+    model.seen = 0
     _, result, _ = auto_accelerate(
         model,
         torch.optim.SGD,
@@ -219,17 +230,23 @@ def annealed(strategy: list[Any]) -> list[float]:
         load_strategy=strategy,
     )
     assert result is not None
-    losses = []
-    for step in range(4):
-        model.temperature = 1.0 + step
-        losses += [float(result.train_step(batch)) for batch in result.dataloader]
-    return losses
+    losses, counts = [], []
+    for step in range(6):
+        model.temperature = 1.0 + min(step, 2)
+        for batch in result.dataloader:
+            model.seen += 1
+            losses.append(float(result.train_step(batch)))
+        counts.append(captures[0])
+    run.capture = capture
+    return losses, counts
 
 
-def test_an_attribute_that_changes_between_steps_counts() -> None:
-    reference = annealed([])
-    for losses in run_ranks(annealed, 2, args=([MESH, anything(1)],)):
+def test_an_attribute_that_changes_between_steps_counts_if_it_is_read() -> None:
+    reference, _ = annealed([])
+    for losses, counts in run_ranks(annealed, 2, args=([MESH, anything(1)],)):
         assert losses == pytest.approx(reference, rel=1e-5)
+        assert counts[-1] == counts[2]
+        assert counts[0] < counts[1] < counts[2]
 
 
 def test_settings_that_nothing_would_use() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,12 +22,17 @@ from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.graph.python_state import PythonState, carry_state
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import isolated, local_part
+from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
 
 Divide = Callable[[OperatorGraph], Division]
 """Gives every operator of a captured graph its rule."""
 
 _OPERATORS = "_divided_operators"
+
+
+_MANY = 8
+"""Captures of calls that differ in attributes alone, after which there is a warning, and which are kept."""
 
 
 class CallError(RuntimeError):
@@ -97,10 +103,12 @@ class DividedForward:
         structure: Any,
     ) -> _Pass:
         states = self._states(model)
+        stale: list[tuple[PythonState, _Pass]] = []
         for known, attributes, found in self._passes:
-            fits = known == states and found.captured.fits(tensors, structure) and found.divides(tensors)
-            if fits and attributes.holds():
-                return found
+            if known == states and found.captured.fits(tensors, structure) and found.divides(tensors):
+                if attributes.holds():
+                    return found
+                stale.append((attributes, found))
         carry_state(model, self._structure)
         modules = {plain_name(path): module for path, module in model.named_modules()}
         for path, module in self._structure.named_modules():
@@ -117,9 +125,18 @@ class DividedForward:
             captured = isolated(captured_here, self._device)
         except CaptureError as error:
             raise CallError(str(error)) from error
+        if len(stale) == _MANY:
+            names = first_few(list(stale[-1][0].changed()), 3)
+            warnings.warn(
+                f"{type(model).__name__} has been captured {_MANY + 1} times for calls of the same shapes, since {names} changes; "
+                "each time costs a capture. Keep what changes from step to step in a buffer, and write to it in place.",
+                stacklevel=2,
+            )
+        if len(stale) >= _MANY:
+            self._passes = [one for one in self._passes if one[2] is not stale[0][1]]
         division = self._divide(OperatorGraph(captured, self._blocks, within=self._within))
         made = _Pass(captured, division, pieces(division))
-        self._passes.append((states, PythonState(model), made))
+        self._passes.append((states, PythonState(model, captured.reads), made))
         return made
 
     def _states(self, model: nn.Module) -> Any:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,13 @@ from atorch_ns.capture.nests import leaves, map_leaves
 from atorch_ns.capture.random_states import caches_off, random_states_kept
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.errors import InputError
-from atorch_ns.operators.graph.python_state import ChangedError, UnrepeatableError, refuse_hooks, repeatable
+from atorch_ns.operators.graph.python_state import (
+    ChangedError,
+    UnrepeatableError,
+    reads_recorded,
+    refuse_hooks,
+    repeatable,
+)
 from atorch_ns.text import error_line, user_frame
 from atorch_ns.torch_compat import exporting_fake_mode, quiet_fake_kernels
 
@@ -59,6 +65,7 @@ class Captured:
         guards: for each input its sizes, an int or the name of a size that may vary, and its dtype.
         structure: the nest of arguments, with numbers for tensors, and their other leaves.
         outputs: the nest that the model returns, with numbers of results for tensors.
+        reads: attributes of modules and configs that its code has read, by the path of their owner and their name.
     """
 
     graph: fx.Graph
@@ -68,6 +75,7 @@ class Captured:
     guards: tuple[tuple[tuple[int | str, ...], torch.dtype], ...]
     structure: Any
     outputs: Any
+    reads: frozenset[tuple[str, str]] = frozenset()
 
     def fits(self, tensors: Sequence[torch.Tensor], structure: Any) -> bool:
         """Whether it holds for these inputs: the same nest, dtypes and fixed sizes, and like sizes where they vary."""
@@ -118,17 +126,21 @@ def filled(nest: Any, tensors: Sequence[Any]) -> Any:
 class _Flat(nn.Module):
     """A model that takes and returns lists of tensors."""
 
-    def __init__(self, model: nn.Module, structure: Any, results: Callable[[Any], object]) -> None:
+    def __init__(
+        self, model: nn.Module, structure: Any, results: Callable[[Any], object], reads: set[tuple[str, str]]
+    ) -> None:
         super().__init__()
         self.inner = model
         self._structure = structure
+        self._reads = reads
         self._results = results  # export takes back what a forward pass writes to its module
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The tensors among the model's results."""
         args, kwargs = filled(self._structure, tensors)
-        with repeatable(self.inner):
+        with repeatable(self.inner), reads_recorded(self.inner) as reads:
             results = self.inner(*args, **kwargs)
+        self._reads.update(reads)
         found: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
 
@@ -179,11 +191,12 @@ def capture(
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
 
     results: list[Any] = []
+    reads: set[tuple[str, str]] = set()
     with mode:
         copied = copy_structure(model, fake, containers or {})
         for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
             hooks.clear()  # of the model, which is called as before
-        flat = _Flat(copied, structure, results.append)
+        flat = _Flat(copied, structure, results.append, reads)
         inputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors)
     # Export bakes in a size of 1.
     shapes = tuple({0: Dim.AUTO} if tensor.dim() and tensor.shape[0] != 1 else None for tensor in tensors)
@@ -201,7 +214,8 @@ def capture(
     except Exception as error:  # of the model's code, or of what it meets in torch
         raise _refusal(model, error) from error
     _check_outputs(model, results[-1])
-    return _cleaned(program, structure, results[-1], tensors, _first_names(flat.inner))
+    made = _cleaned(program, structure, results[-1], tensors, _first_names(flat.inner))
+    return replace(made, reads=frozenset(reads))
 
 
 def _refusal(model: nn.Module, error: Exception) -> CaptureError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -85,12 +85,20 @@ class PythonState:
     """The attributes of a model's modules when it was captured.
 
     Tensors that are registered are no part of it: they are read where they are when the graph runs.
+
+    Args:
+        reads: the attributes that count, by the path of their owner and their name; ``None`` for all.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._owners = [
-            (name, owner, own, dict(_facts(vars(owner), own))) for name, owner, own in _owners(model)
-        ]
+    def __init__(self, model: nn.Module, reads: Collection[tuple[str, str]] | None = None) -> None:
+        self._owners = []
+        for path, owner, own in _owners(model):
+            facts = _facts(vars(owner), own)
+            kept = {
+                name: value for name, value in facts if reads is None or (plain_name(path), name) in reads
+            }
+            if kept or reads is None:
+                self._owners.append((path, owner, own, kept))
 
     def holds(self) -> bool:
         """Whether all attributes are as they were."""
@@ -111,6 +119,39 @@ class PythonState:
                 if facts.get(name, _MISSING) != now.get(name, _MISSING):
                     found[f"{path}.{name}".removeprefix(".")] = (owner, name, vars(owner).get(name))
         return found
+
+
+@contextmanager
+def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
+    """The attributes of modules and configs that the code inside reads, by the path of their owner and their name."""
+    paths = {id(owner): path for path, owner, _ in _owners(model)}
+    found: set[tuple[str, str]] = set()
+    kinds: dict[type, type] = {}
+    owners = [(owner, type(owner)) for _, owner, _ in _owners(model)]
+
+    def recording(kind: Any) -> type:
+        def __getattribute__(self: Any, name: str) -> Any:
+            if name[:2] != "__":
+                found.add((paths.get(id(self), ""), name))
+            return kind.__getattribute__(self, name)
+
+        body = {
+            "__getattribute__": __getattribute__,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        }
+        return type(kind.__name__, (kind,), body)
+
+    for owner, kind in owners:
+        try:
+            owner.__class__ = kinds.setdefault(kind, recording(kind))
+        except TypeError:  # whose layout is its own: all its attributes count
+            found |= {(paths[id(owner)], name) for name in vars(owner)}
+    try:
+        yield found
+    finally:
+        for owner, kind in owners:
+            owner.__class__ = kind
 
 
 def carry_state(model: nn.Module, copy: nn.Module) -> None:

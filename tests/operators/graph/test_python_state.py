@@ -167,6 +167,33 @@ def test_gradients_are_on_as_they_are_for_the_caller() -> None:
         assert "aten.neg.default" in names()
 
 
+class _ReadsThroughOthers(_Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit, self.unread = 5, 0
+
+    @property
+    def reached(self) -> bool:
+        return self.calls > self.limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if self.reached else 1)
+
+
+def test_attributes_count_that_are_read_also_by_properties_and_before_they_matter() -> None:
+    model = _ReadsThroughOthers()
+    kind = type(model)
+    captured = capture(model, (torch.randn(2, 4),), {}, device=CPU)
+    assert {("", "calls"), ("", "limit")} <= captured.reads
+    assert ("", "unread") not in captured.reads
+    state = PythonState(model, captured.reads)
+    model.unread = 1
+    assert state.holds()
+    model.calls = 1
+    assert not state.holds()
+    assert type(model) is kind
+
+
 def test_a_change_of_an_attribute_is_seen_and_carried() -> None:
     model, copy = _Model(), _Model()
     state = PythonState(model)
