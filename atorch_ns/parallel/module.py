@@ -35,6 +35,7 @@ class ParallelModule(nn.Module):
     """
 
     compute_config: ClassVar[ComputeConfig]
+    _state_names: ClassVar[tuple[str, ...]] = ()
     _apply_plan: ClassVar[Callable[[bool], Result] | None] = None
 
     def __init__(self, init_params: bool = True) -> None:
@@ -149,7 +150,7 @@ def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
     assert isinstance(module, ParallelModule)
     start = f"{prefix}{INNER}."
     own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
-    pieces = Pieces.of(module.compute_config, module.result.job)
+    pieces = Pieces.of(module.compute_config, module.result.job, module._state_names)
     for name, value in own.items():
         plain = pieces.plain(name.removeprefix(start))
         state[prefix + plain] = localised(plain, value, pieces)

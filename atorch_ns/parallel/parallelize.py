@@ -243,6 +243,7 @@ def _parallel_class(
     name = type(plain).__name__
     body = {
         "compute_config": config,
+        "_state_names": tuple(plain.state_dict(keep_vars=True)),
         "_apply_plan": staticmethod(apply_plan),
         "forward": forward,
         "__doc__": f"{name}, divided over {config.plan_ngpus} of {config.runtime_ngpus} ranks.",

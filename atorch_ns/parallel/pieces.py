@@ -35,18 +35,20 @@ class Pieces:
         rank: the rank.
         config: the config of its modules.
         order: all parameters of the whole module, first names, in its order.
+        names: the names of its state dict, in order.
         places: by name, where tensors that are no wholes lie.
     """
 
     rank: int
     config: Mapping[str, Any]
     order: Sequence[str]
+    names: Sequence[str] = ()
     places: dict[str, Place] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: ComputeConfig, job: Job) -> Pieces:
+    def of(cls, config: ComputeConfig, job: Job, names: Sequence[str] = ()) -> Pieces:
         """Of a parallel module; places come as tensors are written."""
-        return cls(job.cluster.rank, config.as_json(), list(job.original.parameter_order))
+        return cls(job.cluster.rank, config.as_json(), list(job.original.parameter_order), names)
 
     @staticmethod
     def plain(name: str) -> str:
@@ -56,7 +58,13 @@ class Pieces:
     def as_state(self) -> dict[str, Any]:
         """As plain objects, which any reader of files can load."""
         places = {name: [list(place.shape), list(place.offset)] for name, place in self.places.items()}
-        return {"rank": self.rank, "config": dict(self.config), "order": list(self.order), "places": places}
+        return {
+            "rank": self.rank,
+            "config": dict(self.config),
+            "order": list(self.order),
+            "names": list(self.names),
+            "places": places,
+        }
 
 
 def localised(name: str, value: Any, pieces: Pieces) -> Any:

@@ -205,9 +205,14 @@ def _by_function(
 
 
 def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
-    """The methods with what they have decided when they were applied."""
+    """The methods with what they have decided, and tested, when they were applied."""
     decided = result.job.resolved_settings
     return [
-        (name, {"plan": decided[name]["plan"]} if name == "operator_parallel" and name in decided else own)
+        (
+            name,
+            {"plan": decided[name]["plan"], "self_test": False}
+            if name == "operator_parallel" and name in decided
+            else own,
+        )
         for name, own in steps
     ]

@@ -58,9 +58,10 @@ def merge_state_dicts(
             elif not name.endswith(PIECES):
                 others.setdefault(name, value)
     whole = {name: assemble(name, found) for name, found in parts.items()}
-    order = [f"{prefix}{name}" for prefix, mark in ranks[0].items() for name in mark["order"]]
-    merged = {name: whole.pop(name) for name in order if name in whole} if list(ranks[0]) == [""] else {}
-    return {**merged, **whole, **others}, _merged_optimizer(optimizer_state_dicts, numbers)
+    whole |= others
+    if list(ranks[0]) == [""]:
+        whole = {name: whole.pop(name) for name in ranks[0][""]["names"] if name in whole} | whole
+    return whole, _merged_optimizer(optimizer_state_dicts, numbers)
 
 
 def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequence[int]) -> StateDict | None:

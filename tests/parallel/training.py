@@ -46,8 +46,9 @@ class EndToEnd(nn.Module):
         for module in self.model.modules():  # masks of divided tensors are other masks
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
+            for name in ("attention_dropout", "dropout"):  # of functions
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
 
     def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         found = self.model(**data)
