@@ -82,6 +82,7 @@ class GradientReducer:
         self._unused: list[nn.Parameter] = []
         self._next = 0
         self._sync = True
+        self._sums = False
         self._expected = False
         self._local = False
         self._queued = False
@@ -114,7 +115,7 @@ class GradientReducer:
         Args:
             sums: whether they are then summed, not averaged.
         """
-        self._sync = False
+        self._sync, self._sums = False, sums
         if sums:
             self._before, self._after = 1.0, 1.0
 
@@ -172,6 +173,11 @@ class GradientReducer:
     def _announced(self, *_: Any) -> None:
         """A rank whose loss reaches no parameter takes part too."""
         if torch.is_grad_enabled():
+            if (
+                self._sums and self.synchronised
+            ):  # of what is summed each rank keeps its share, for the next sum
+                for bucket in self._buckets:
+                    bucket.gradients.div_(self._group.size())
             self.synchronised = False
             self._local = True
             if self._sync:

@@ -15,7 +15,7 @@ from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.policies import Division
-from atorch_ns.text import first_few
+from atorch_ns.text import first_few, with_article
 
 
 class PolicyNode:
@@ -132,11 +132,15 @@ class PolicyGraph:
 
     def rules_for(self, node: PolicyNode, idx: int, dim: int, num: int) -> list[Rule]:
         """The rules that divide an input along a dimension."""
+        if not isinstance(node, PolicyNode):
+            raise InputError(f"a node of graph.nodes() is divided, not {with_article(node)}.")
         rank = len(node.operator.call.tensors)
         if not 0 <= idx < rank:
             raise InputError(f"{node} has {rank} tensor inputs, so there is no input {idx}.")
         size = len(node.operator.call.tensors[idx].shape)
-        wanted = Shard(dim % size if size else dim)
+        if not -size <= dim < size:
+            raise InputError(f"input {idx} of {node} has {size} dimensions, so there is no dimension {dim}.")
+        wanted = Shard(dim % size)
         return [rule for rule in self._rules(num)[node.operator.key] if rule.inputs[idx] == wanted]
 
     def assign(self, node: SubNode | PolicyNode, device: int) -> None:

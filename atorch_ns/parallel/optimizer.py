@@ -86,8 +86,24 @@ class ParallelOptimizer(Optimizer):
         self._module, self._parts, self._config = module, parts, config
         self._non_parallel_module_reducer = reducer
         self._synchronised = False
+        for called in {module, *parts}:
+            called.register_forward_pre_hook(self._begins)
         self.register_step_pre_hook(lambda *_: self.sync_shard_grad())
         self.register_step_post_hook(lambda *_: setattr(self, "_synchronised", False))
+
+    def _begins(self, *_: Any) -> None:
+        """A forward pass after gradients are synchronised: more of them come."""
+        if torch.is_grad_enabled() and self._synchronised:
+            self._synchronised = False
+            for part in self._means:
+                self._multiply(part.parameters(), 1 / part.result.job.num_data_ranks)
+
+    @property
+    def _means(self) -> list[ParallelModule]:
+        """The parts whose backward passes leave means over the units, which are to be sums."""
+        if self._config.use_end2end:
+            return []
+        return [part for part in self._parts if part.result.job.gradients.reducer is None]
 
     def sync_shard_grad(self) -> None:
         """Sums gradients over the scale units; nothing if that is done. Collective."""
@@ -96,8 +112,8 @@ class ParallelOptimizer(Optimizer):
         for part in self._parts:
             job = part.result.job
             job.gradients.complete(job.module)
-            if job.gradients.reducer is None and not self._config.use_end2end:
-                self._multiply(part.parameters(), job.num_data_ranks)  # of means, which backward passes leave
+        for part in self._means:
+            self._multiply(part.parameters(), part.result.job.num_data_ranks)
         if self._non_parallel_module_reducer is not None:
             self._non_parallel_module_reducer.sync_grad()
         self._synchronised = True

@@ -30,6 +30,8 @@ from atorch_ns.text import did_you_mean, with_article
 
 E = TypeVar("E", bound=Enum)
 
+_DIVIDED = "_divided_by_parallelize"
+
 
 def parallelize(
     module_or_module_class: nn.Module | type[nn.Module],
@@ -74,21 +76,25 @@ def parallelize(
     given = module_or_module_class
     if isinstance(given, ParallelModule) or (isinstance(given, type) and issubclass(given, ParallelModule)):
         return given
-    reusing = _member(ReuseType, reuse, "reuse")
-    sharing = _member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
     cluster = Cluster.detect()
     if load_module:
         join_process_group(cluster)
-    if sharing is not BroadcastGenFilesStrategy.NONE and not _has_process_group():
-        raise InputError(
-            f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
-        )
-    source = _Source.of(given, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
-    if load_module and cluster.world_size != compute_config.runtime_ngpus:
-        raise InputError(
-            f"runtime_ngpus={compute_config.runtime_ngpus}, and there are {cluster.world_size} ranks: start as many by torchrun, "
-            "or plan alone with load_module=False."
-        )
+
+    def checked() -> tuple[_Source, ReuseType]:
+        sharing = _member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
+        if sharing is not BroadcastGenFilesStrategy.NONE and not _has_process_group():
+            raise InputError(
+                f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
+            )
+        source = _Source.of(given, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
+        if load_module and cluster.world_size != compute_config.runtime_ngpus:
+            raise InputError(
+                f"runtime_ngpus={compute_config.runtime_ngpus}, and there are {cluster.world_size} ranks: start as many by "
+                "torchrun, or plan alone with load_module=False."
+            )
+        return source, _member(ReuseType, reuse, "reuse")
+
+    source, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
     folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
     found = cluster.on_first(
         lambda: or_refusal(lambda: _plan(source, folder, reusing, cluster)), what="planning a module"
@@ -148,6 +154,11 @@ class _Source:
         if parallel_modules(module):
             raise InputError(
                 "Parallel modules can not be nested: one of the module's parts is parallel already."
+            )
+        if any(_DIVIDED in vars(part) for part in module.modules()):
+            raise InputError(
+                f"this {type(module).__qualname__} has been made parallel already, and was changed for that: use what parallelize "
+                "returned, or parallelize its class to make several."
             )
         if dtype is not None:
             module.to(dtype)
@@ -231,6 +242,7 @@ def _parallel_class(
         else:
             module = plain
         used.append(True)
+        vars(module)[_DIVIDED] = True
         result = _applied(module, source, cluster, plan, init_params)
         if cluster.rank == 0 and len(used) == 1:
             folder.keep_resolved(resolved_steps(result, plan.steps))

@@ -123,6 +123,8 @@ def load_pieces(
     for name, value in own.items():
         plain = plain_name(name)
         if prefix + plain not in state:
+            if given is not None:
+                odd.append(plain)
             continue
         found = state.pop(prefix + plain)
         if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
@@ -142,8 +144,8 @@ def load_pieces(
         state[start + name] = as_part(found, value)
     if odd:
         raise CheckpointError(
-            f"the state dict is rank {given['rank'] if given else 0}'s under another plan: {first_few(odd, 4)} lie elsewhere "
-            "in their wholes. Merge the state dicts of all ranks by merge_state_dicts, and load that by load_merged_state_dict."
+            f"the state dict is rank {given['rank'] if given else 0}'s under another plan: {first_few(odd, 4)} are not there, or "
+            "lie elsewhere in their wholes. Merge the state dicts of all ranks by merge_state_dicts, and load that by load_merged_state_dict."
         )
 
 

@@ -168,6 +168,10 @@ def _autodist(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
         recompute = {"wrap_class": [name.strip() for name in settings["recompute_modules"].split(",")]}
     num_stages = _num_stages(config, settings)
     degree = settings.get("max_partition_degree", config.plan_ngpus)
+    if degree > config.plan_ngpus:
+        raise InputError(
+            f"max_partition_degree={degree} is more than plan_ngpus={config.plan_ngpus}, the ranks that there are."
+        )
     if num_stages == 1 and degree < config.plan_ngpus:
         raise InputError(
             f"max_partition_degree={degree} is below plan_ngpus={config.plan_ngpus}, so the module must be cut into stages: give "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -42,7 +43,7 @@ class Made:
         config: ComputeConfig,
     ) -> Made:
         """Of the arguments of ``parallelize``."""
-        named = policy if isinstance(policy, str) else f"{_name(policy)} {_source(policy)}"
+        named = policy if isinstance(policy, str) else f"{_name(policy)} {_source(policy)} {_bound(policy)}"
         return cls(
             {
                 "policy": named,
@@ -50,6 +51,9 @@ class Made:
                 "structure of the module": fingerprint(module),
                 "source of the module": _sources(module),
                 "dummy_forward_args": _shapes(dummies),
+                "files of pas_config": {
+                    key: _content(value) for key, value in config.pas_config.items() if key in _READ
+                },
             }
         )
 
@@ -105,7 +109,9 @@ class PlanFolder:
             differences = made.differences(Made(saved["made"]))
             steps = [(name, config) for name, config in saved["strategy"]]
             found = Planned(steps, tuple(saved["notes"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not any(name == "parallel_mode" for name, _ in steps):
+                raise ValueError("its strategy has no parallel_mode")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             differences, found, problem = [], Planned([], ()), f"it cannot be read ({error})"
         if not (problem or differences):
             return found
@@ -124,7 +130,10 @@ class PlanFolder:
 
     def write(self, made: Made, plan: Planned) -> None:
         """Writes a plan; a crash leaves the one before."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"gen_savedir: the folder {self.path} cannot be made: {error}.") from error
         found = {"made": made.facts, "notes": plan.notes, "strategy": plan.steps}
         text = json.dumps(found, indent=2, default=str)
         draft = self.path / f"{_FILE}.{os.getpid()}"
@@ -147,6 +156,26 @@ def _source(value: Any) -> str:
             for code in codes
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+_READ = ("load_plan_path", "partition_constraints_path")
+
+
+def _content(path: Any) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return "no file"
+
+
+def _bound(policy: Any) -> str:
+    """What a function is given besides its arguments: by partial, from around it, or as attributes of an object."""
+    if isinstance(policy, functools.partial):
+        return f"{_source(policy.func)} {_bound(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
+    closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+    own = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
+    source = "" if inspect.isroutine(policy) else _source(type(policy))
+    return f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(own.items())!r}"
 
 
 def _sources(module: nn.Module) -> str:

@@ -14,6 +14,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Place, assemble, broadcast_in_strides
+from atorch_ns.text import first_few
 
 StateDict = dict[str, Any]
 
@@ -35,6 +36,8 @@ def merge_state_dicts(
         InputError: if the state dicts are not those of parallel modules, or one rank's is there twice.
     """
     module_state_dicts = list(module_state_dicts)
+    if not module_state_dicts:
+        raise InputError("merge_state_dicts needs the state dicts of all ranks, and got none.")
     ranks = [_marks(state) for state in module_state_dicts]
     numbers = [next(iter(marks.values()))["rank"] for marks in ranks]
     if len(set(numbers)) < len(numbers):
@@ -60,6 +63,11 @@ def merge_state_dicts(
     whole = {name: assemble(name, found) for name, found in parts.items()}
     whole |= others
     if list(ranks[0]) == [""]:
+        missing = [name for name in ranks[0][""]["names"] if name not in whole]
+        if missing:
+            raise ValueError(
+                f"Pieces are missing: no rank has {first_few(missing, 4)}. Give the state dicts of all ranks of a scale unit."
+            )
         whole = {name: whole.pop(name) for name in ranks[0][""]["names"] if name in whole} | whole
     return whole, _merged_optimizer(optimizer_state_dicts, numbers)
 
@@ -242,6 +250,8 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     if not dist.is_initialized():
         return
     stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _inside(module))
+    if dist.get_world_size() % stride:
+        raise InputError(f"stride_size={stride} does not divide the {dist.get_world_size()} ranks.")
     if any(
         isinstance(parameter, DTensor) and _is_sharded_over_units(module) for parameter in module.parameters()
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,58 @@ def test_parts_of_a_plain_module(tmp_path: Path, zero: bool) -> None:
             assert float((found[name] - value).abs().max()) < 1e-6, name
 
 
+def skipped(folder: str, zero: bool) -> dict[str, Any]:
+    """As :func:`parts`, but that the first step is looked at and left out."""
+
+    def make() -> Any:
+        return parallelize(
+            Heavy(), {"x": batch(0, 0, 8)}, "dp", config_of(1, zero), gen_savedir=folder, reuse="moo"
+        )
+
+    model = Mixed(make)
+    optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(99, unit_of(1), 4)).square().mean().backward()
+    optimizer.clip_gnorm()
+    model.zero_grad()
+    steps(model, optimizer, [unit_of(1)], 4)
+    return whole(model)
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
+def test_a_step_that_is_left_out(tmp_path: Path, zero: bool) -> None:
+    plain = Mixed(Heavy)
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [0, 1], 4)
+    for found in run_ranks(skipped, 2, args=(str(tmp_path), zero)):
+        for name, value in plain.named_parameters():
+            assert float((found[name] - value).abs().max()) < 1e-6, name
+
+
+def accumulated_after_a_look(folder: str, zero: bool) -> dict[str, Any]:
+    """Gradients are synchronised, and more of them come."""
+    model: Any = parallelize(
+        Heavy(), {"x": batch(0, 0, 8)}, "dp", config_of(1, zero), gen_savedir=folder, reuse="moo"
+    )
+    optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(batch(0, unit_of(1), 8)).square().mean().backward()
+    optimizer.clip_gnorm()
+    model(batch(1, unit_of(1), 8)).square().mean().backward()
+    optimizer.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["plain", "zero"])
+def test_gradients_that_come_after_a_look(tmp_path: Path, zero: bool) -> None:
+    plain = Heavy()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for unit in range(2):
+            plain(batch(step, unit, 8)).square().mean().backward()
+    optimizer.step()
+    for found in run_ranks(accumulated_after_a_look, 2, args=(str(tmp_path), zero)):
+        for name, value in plain.state_dict().items():
+            assert float((found[name] - value).abs().max()) < 1e-6, name
+
+
 def clipped(folder: str) -> tuple[float, float, list[int]]:
     model: Any = parallelize(
         Heavy(), {"x": batch(0, 0, 8)}, "tp", config_of(2, zero=False), gen_savedir=folder
@@ -244,6 +297,30 @@ class TestReuse:
         with pytest.raises(InputError, match="source of the module"):
             make(tmp_path, module=kinds[1]())
 
+    def test_a_policy_of_other_parameters_is_no_match(self, tmp_path: Path) -> None:
+        def whole_graph(graph: Any, config: ComputeConfig, dims: tuple[int, ...]) -> Any:
+            return graph
+
+        def around(dims: tuple[int, ...]) -> Any:
+            return lambda graph, config: whole_graph(graph, config, dims)
+
+        for number, make_policy in enumerate((lambda d: functools.partial(whole_graph, dims=d), around)):
+            make(tmp_path, policy=make_policy((0,)), instance_name=str(number))
+            make(tmp_path, policy=make_policy((0,)), instance_name=str(number), reuse="moo")
+            with pytest.raises(InputError, match="policy"):
+                make(tmp_path, policy=make_policy((1,)), instance_name=str(number))
+
+    @pytest.mark.parametrize(
+        "saved",
+        ['{"made": [], "notes": [], "strategy": []}', '{"made": {}, "notes": [], "strategy": []}', "[]"],
+    )
+    def test_a_damaged_plan_is_said_to_be_one(self, tmp_path: Path, saved: str) -> None:
+        make(tmp_path)
+        (file,) = tmp_path.rglob("plan.json")
+        file.write_text(saved)
+        with pytest.raises(InputError, match="cannot be read"):
+            make(tmp_path)
+
     @pytest.mark.parametrize("reuse", ["override", "graph"])
     def test_a_plan_is_made_anew(self, tmp_path: Path, reuse: str) -> None:
         make(tmp_path)
@@ -296,6 +373,7 @@ class Needy(nn.Module):
         ({"broadcast_strategy": "al"}, "Did you mean 'all'?"),
         ({"broadcast_strategy": "all"}, "needs a process group"),
         ({"load_module": True}, "there are 1 ranks"),
+        ({"gen_savedir": "/proc/nothing"}, "gen_savedir: the folder"),
         ({"instance_name": "../x"}, "must be a plain name"),
         ({"policy": "dp"}, "plan_ngpus must be 1"),
         ({"policy": "pp", "compute_config": ComputeConfig(2, 2)}, "set use_end2end=True"),
@@ -335,6 +413,10 @@ def test_one_process(tmp_path: Path) -> None:
     assert torch.equal(model(batch(0, 0, 8)), Heavy()(batch(0, 0, 8)))
     with pytest.raises(StepError, match="use_end2end=True"):
         model.train_step([batch(0, 0, 8)])
+    once = Heavy()
+    parallelize(once, {"x": batch(0, 0, 8)}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path, reuse="moo")
+    with pytest.raises(InputError, match="has been made parallel already"):
+        parallelize(once, {"x": batch(0, 0, 8)}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)
     with pytest.raises(InputError, match="can not be nested"):
         parallelize(nn.Sequential(model), {"input": batch(0, 0, 8)}, "dp", ComputeConfig(1, 1))
     model.load_state_dict(Heavy().state_dict())

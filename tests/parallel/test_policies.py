@@ -115,6 +115,16 @@ def test_a_function_that_makes_stages() -> None:
             ),
             "there is no input 9",
         ),
+        (
+            lambda graph, config: graph.partition(
+                graph.select(name="linear")[0], graph.nodes()[0].algorithm(), idx=0, dim=7, num=2
+            ),
+            "there is no dimension 7",
+        ),
+        (
+            lambda graph, config: graph.partition("linear", None, idx=0, dim=0, num=2),
+            "a node of graph.nodes() is divided, not",
+        ),
         (lambda graph, config: graph.assign(graph.nodes()[0], 1), "is on one device alone"),
         (lambda graph, config: graph.nodes()[0].algorithm("order"), "there is no 'order'"),
         (
