@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, final
 
 import torch
@@ -89,6 +90,7 @@ class _Planned(NamedTuple):
     """What one rank decides for all.
 
     Attributes:
+        run: the same, with tied parameters under the names that units of a pipeline have for them as well.
         known: the keys of the operators that it was made for.
         dims: by name the dims of divided parameters.
         summed: names of whole parameters whose gradients are summed after the backward pass.
@@ -97,6 +99,7 @@ class _Planned(NamedTuple):
     """
 
     plan: OperatorPlan
+    run: OperatorPlan
     known: frozenset[str]
     dims: dict[str, int]
     summed: frozenset[str]
@@ -206,10 +209,10 @@ def _division(
     """
     if found.known.issuperset(graph.by_key):
         with contextlib.suppress(InputError):
-            return division_of(found.plan, graph, group.size, summed)
+            return division_of(found.run, graph, group.size, summed)
 
     def other() -> OperatorPlan:
-        return refitted(found.plan, graph, group.size, _prices(job, group.size), job.device)
+        return refitted(found.run, graph, group.size, _prices(job, group.size), job.device)
 
     assert group.mesh is not None
     own: OperatorPlan | InputError | None = None
@@ -255,13 +258,22 @@ def _planned(
     division = division_of(plan, shallow.graph, degree)
     if config.self_test:
         check_division(division, model, shallow.inputs, job.device)
-    names = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    placed = {name: division.parameters.get(shallow.copy_name(name)) for name in names}
+    first: dict[int, str] = {}  # of a tied parameter's names, the one that the graph has
+    named = model.named_parameters(remove_duplicate=False)
+    names = {plain_name(name): first.setdefault(id(p), plain_name(name)) for name, p in named}
+    placed = {name: division.parameters.get(shallow.copy_name(known)) for name, known in names.items()}
     dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
-    summed = frozenset(name for name in names if shallow.copy_name(name) in division.summed)
+    summed = frozenset(name for name, known in names.items() if shallow.copy_name(known) in division.summed)
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     of_units = {unit: kinds.get(shallow.copy_name(unit), unit) for unit in units}
-    return _Planned(plan, frozenset(shallow.graph.by_key), dims, summed, of_units, found.note)
+    tied = {
+        kind + name.removeprefix(unit): Shard(dims[name])
+        for name in dims
+        for unit, kind in of_units.items()
+        if name != names[name] and name.startswith(f"{unit}.")
+    }
+    run = replace(plan, parameters={**plan.parameters, **tied})
+    return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, summed, of_units, found.note)
 
 
 def _wanted(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:

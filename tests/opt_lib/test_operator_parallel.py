@@ -260,6 +260,8 @@ def test_stages_of_a_pipeline(name: str) -> None:
     stages = ("pipeline_parallel", {"num_micro_batches": 2})
     strategies = {
         "found": [mesh, stages, "operator_parallel"],
+        "the batch": [mesh, stages, BATCH],
+        "at random": [mesh, stages, anything(1)],
         "at random, with checkpoint": [mesh, stages, anything(4), "checkpoint"],
     }
     check(CASES[name], 4, strategies)

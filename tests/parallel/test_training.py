@@ -51,6 +51,10 @@ def test_transformers_on_two_ranks(name: str, what: str) -> None:
     check(name, run_ranks(runs_of, 2, args=(name, TWO[what]), timeout_s=120), TWO[what][1], 1e-5)
 
 
+def test_tied_weights_of_divided_stages() -> None:
+    check("gpt2", run_ranks(runs_of, 4, args=("gpt2", FOUR["hybrid"]), timeout_s=120), 4, 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*TWO, *FOUR])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
