@@ -183,7 +183,7 @@ def test_a_tied_parameter_is_one_and_divided_under_all_its_names() -> None:
             assert max(loss, parameter) < 1e-5
 
 
-LONG = pytest.mark.slow
+LONG = (pytest.mark.slow, pytest.mark.timeout(600))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,8 @@ LONG = pytest.mark.slow
 )
 def test_random_plans_train_as_one_process_does(name: str, num_ranks: int, bf16: bool, seeds: range) -> None:
     """In bf16, whose roundings differ with the order of sums, as one process does whose weights round otherwise."""
-    found = run_ranks(compared, num_ranks, args=(name, seeds, bf16), timeout_s=110)
+    limit = 110 if len(seeds) < 10 else 500  # four ranks on two cores wait for each other at every collective
+    found = run_ranks(compared, num_ranks, args=(name, seeds, bf16), timeout_s=limit)
     most = 2.0 if bf16 else 1.0
     wrong = [row for rank in found for row in rank if max(row[1:]) > most]
     assert not wrong
