@@ -712,7 +712,9 @@ def test_importing_the_package_imports_little_and_patches_nothing() -> None:
 
 
 def test_public_names() -> None:
-    assert atorch_ns.__all__ == ["Result", "Strategy", "__version__", "attach_optimizer", "auto_accelerate"]
+    own = {"Result", "Strategy", "__version__", "attach_optimizer", "auto_accelerate"}
+    assert set(atorch_ns.__all__) == own | set(atorch_ns._OF_PARALLEL)
+    assert all(getattr(atorch_ns, name) for name in atorch_ns.__all__)
     from atorch_ns.checkpoint import load, save
     from atorch_ns.cluster import layout
     from opt_lib.module_replace import register_replace_pair
