@@ -39,8 +39,13 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def divided_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """``whole`` as a DTensor in the layout of ``like``, each rank with a copy of its part."""
+    return laid_out(local_part(whole, like).contiguous().clone(), like)
+
+
+def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
     return DTensor.from_local(
-        local_part(whole, like).contiguous().clone(),
+        local,
         like.device_mesh,
         like.placements,
         run_check=False,

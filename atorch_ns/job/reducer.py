@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.materialise import laid_out
+from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import after_backward
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
@@ -25,13 +27,16 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_flags: int) -> None:
         self.parameters = parameters
-        locals_ = [_local(parameter) for parameter in parameters]
-        sizes = [one.numel() for one in locals_]
-        self.whole = torch.zeros(sum(sizes) + num_flags, dtype=locals_[0].dtype, device=locals_[0].device)
+        pieces = [local_part(parameter) for parameter in parameters]
+        sizes = [one.numel() for one in pieces]
+        self.whole = torch.zeros(sum(sizes) + num_flags, dtype=pieces[0].dtype, device=pieces[0].device)
         self.gradients, self.flags = self.whole.split([sum(sizes), num_flags])
         parts = self.gradients.split(sizes)
-        self.views = [part.view_as(one) for part, one in zip(parts, locals_, strict=True)]
-        self.placed = [_placed(view, one) for view, one in zip(self.views, parameters, strict=True)]
+        self.views = [part.view_as(one) for part, one in zip(parts, pieces, strict=True)]
+        self.placed = [
+            laid_out(view, one) if isinstance(one, DTensor) else view
+            for view, one in zip(self.views, parameters, strict=True)
+        ]
         self.ready: set[int] = set()
         self.work: Any = None
 
@@ -220,7 +225,7 @@ class GradientReducer:
     def _move(self, bucket: _Bucket, place: int, factor: float) -> None:
         """Makes a gradient, times a factor, a view of its bucket."""
         parameter, view = bucket.parameters[place], bucket.views[place]
-        gradient = None if parameter.grad is None else _local(parameter.grad)
+        gradient = None if parameter.grad is None else local_part(parameter.grad)
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
@@ -245,31 +250,13 @@ class GradientReducer:
         bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _placed(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of a bucket as the gradient of a parameter, divided as that is."""
-    if not isinstance(parameter, DTensor):
-        return view
-    return DTensor.from_local(
-        view,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
     """The parameters from the last one to the first, as backward passes reach them.
 
     The last bucket ends with a number for every parameter of all buckets: on how many ranks it has a gradient.
     """
     arriving = parameters[::-1]
-    sizes = [((p.dtype, p.device), _local(p).numel() * p.element_size()) for p in arriving]
+    sizes = [((p.dtype, p.device), local_part(p).numel() * p.element_size()) for p in arriving]
     places = gradient_buckets(sizes, bucket_bytes)
     num_flags = [0] * (len(places) - 1) + [len(parameters)]
     return [

@@ -13,6 +13,7 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import Result
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localised
+from atorch_ns.torch_compat import plain_name
 
 INNER = "_parallelized"
 """The attribute under which a parallel module holds what runs; state dicts do not name it."""
@@ -40,12 +41,12 @@ class ParallelModule(nn.Module):
 
     def __init__(self, init_params: bool = True) -> None:
         super().__init__()
-        make = type(self).__dict__.get("_apply_plan")
+        make = type(self)._apply_plan
         if make is None:
             raise InputError(
                 "parallelize makes the classes that can be instantiated; ParallelModule is their base."
             )
-        self.__dict__["result"] = make.__func__(init_params)
+        self.__dict__["result"] = make(init_params)
         self.add_module(INNER, self.result.job.module)
         self.train(self.result.job.module.training)
         self.register_state_dict_post_hook(_name_pieces)  # type: ignore[no-untyped-call]
@@ -139,8 +140,6 @@ def without_inner(name: str) -> str:
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module with parallel ones in it, by the plain module's first names."""
-    from atorch_ns.torch_compat import plain_name
-
     for name, parameter in module.named_parameters():
         yield without_inner(plain_name(name)), parameter
 
@@ -152,7 +151,7 @@ def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
     own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
     pieces = Pieces.of(module.compute_config, module.result.job, module._state_names)
     for name, value in own.items():
-        plain = pieces.plain(name.removeprefix(start))
+        plain = plain_name(name.removeprefix(start))
         state[prefix + plain] = localised(plain, value, pieces)
     state[prefix + PIECES] = pieces.as_state()
 
@@ -164,12 +163,11 @@ def _take_pieces(
     assert isinstance(module, ParallelModule)
     inner = module.get_submodule(INNER)
     given: Mapping[str, Any] | None = state.pop(prefix + PIECES, None)
-    pieces = Pieces.of(module.compute_config, module.result.job)
     own = inner.state_dict(keep_vars=True)
     whole = module.result.job.parts.full_structure
     if given is None and whole is not None:  # what other stages of the pipeline hold
-        held = {pieces.plain(name) for name in own}
+        held = {plain_name(name) for name in own}
         for name in whole.state_dict(keep_vars=True):
             if name not in held:
                 state.pop(prefix + name, None)
-    load_pieces(own, state, prefix, f"{prefix}{INNER}.", given, pieces)
+    load_pieces(own, state, prefix, f"{prefix}{INNER}.", given)

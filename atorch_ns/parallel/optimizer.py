@@ -17,6 +17,7 @@ from atorch_ns.job.reducer import BucketHook, GradientReducer
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
+from atorch_ns.sharding.rank_context import local_part
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -239,8 +240,8 @@ def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
     value = value.clone()  # torch would go on with the tensors of the state dict themselves
     if whole:
         return part_of(value, parameter) if value.shape == parameter.shape else value
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return as_part(value, parameter) if value.dim() and value.shape == local.shape else value
+    fits = value.dim() and value.shape == local_part(parameter).shape
+    return as_part(value, parameter) if fits else value
 
 
 def _parallel_class(kind: type) -> type:

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job
+from atorch_ns.job.materialise import divided_like, laid_out
 from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import local_box, plain_name
 
@@ -50,11 +52,6 @@ class Pieces:
         """Of a parallel module; places come as tensors are written."""
         return cls(job.cluster.rank, config.as_json(), list(job.original.parameter_order), names)
 
-    @staticmethod
-    def plain(name: str) -> str:
-        """A name as the plain module has it."""
-        return plain_name(name)
-
     def as_state(self) -> dict[str, Any]:
         """As plain objects, which any reader of files can load."""
         places = {name: [list(place.shape), list(place.offset)] for name, place in self.places.items()}
@@ -78,27 +75,12 @@ def localised(name: str, value: Any, pieces: Pieces) -> Any:
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, placed as ``like`` is."""
-    if not isinstance(like, DTensor):
-        return whole
-    offset, sizes = local_box(like)
-    part = whole
-    for dim, (start, size) in enumerate(zip(offset, sizes, strict=True)):
-        part = part.narrow(dim, min(start, whole.shape[dim]), size)
-    return as_part(part, like)
+    return divided_like(whole.to(like.device), like) if isinstance(like, DTensor) else whole
 
 
 def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A plain part as what ``like`` is."""
-    if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(
-        local.to(like.device).contiguous(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return laid_out(local.to(like.device).contiguous(), like) if isinstance(like, DTensor) else local
 
 
 def load_pieces(
@@ -107,7 +89,6 @@ def load_pieces(
     prefix: str,
     start: str,
     given: Mapping[str, Any] | None,
-    pieces: Pieces,
 ) -> None:
     """Replaces the entries of a state dict by those of the module inside.
 
@@ -135,11 +116,8 @@ def load_pieces(
             state[start + name] = part_of(found, value) if fits else found
             continue
         place = given["places"].get(plain)
-        wanted: Any = None
-        if isinstance(value, DTensor):
-            wanted = [list(value.shape), list(local_box(value)[0])]
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if place != wanted or found.shape != local.shape:
+        wanted = [list(value.shape), list(local_box(value)[0])] if isinstance(value, DTensor) else None
+        if place != wanted or found.shape != local_part(value).shape:
             odd.append(plain)
         state[start + name] = as_part(found, value)
     if odd:
@@ -194,7 +172,7 @@ def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
         made = dist.new_group(list(range(first, size, stride)))
         own = made if rank % stride == first else own
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         sent = local.detach().contiguous()
         dist.broadcast(sent, src=rank % stride, group=own)
         with torch.no_grad():
