@@ -724,6 +724,14 @@ def test_public_names() -> None:
         atorch_ns.nothing  # noqa: B018
 
 
+def test_a_saved_strategy_holds_what_a_file_held() -> None:
+    from atorch_ns.api import _with_settings
+    from atorch_ns.strategy import Step
+
+    made = _with_settings(Step("m", {"plan": "plan.json", "kept": 1}), {"plan": {"a": 1}, "kept": 2})
+    assert made.config == {"plan": {"a": 1}, "kept": 1}
+
+
 def test_strategy_error_reaches_the_user_whole() -> None:
     with pytest.raises(StrategyError) as caught:
         auto_accelerate(nn.Linear(1, 1), load_strategy=[("half", "fp8"), ("checkpoint", {"every": 1})])

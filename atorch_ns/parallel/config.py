@@ -51,7 +51,7 @@ class ComputeConfig:
         plan_ngpus: ranks of a scale unit, over which the module is divided. Rank ``r`` is in unit ``r // plan_ngpus``, and
             holds what every rank of the same ``r % plan_ngpus`` holds.
         runtime_ngpus: ranks in all, a multiple of :attr:`plan_ngpus`.
-        constant_folding: sizes are those of the sample: the number of samples is fixed. Each other number costs a capture.
+        constant_folding: accepted; sizes are fixed when a call is captured anyway, but for the number of samples.
         trace_strategy: capture is on tensors without values, so all strategies are the same.
         use_zero: optimizer states are sharded over the units, and gradients too.
         zero_ngroups: groups of units, each of which holds all optimizer states once.

@@ -85,7 +85,7 @@ class PolicyGraph:
     def __init__(self, graph: OperatorGraph, config: ComputeConfig) -> None:
         self._graph, self._config = graph, config
         self._nodes = [PolicyNode(self, one) for one in graph.operators]
-        self._degree = config.plan_ngpus
+        self._degrees: set[int] = set()
         self._chosen: dict[str, tuple[Rule, PolicyNode]] = {}
         self._starts: list[PolicyNode] = []
         self._recomputed: list[str] = []
@@ -99,7 +99,15 @@ class PolicyGraph:
     def select(
         self, name: str | None = None, ntype: type | None = None, flatten: bool = True
     ) -> list[PolicyNode]:
-        """The operators of a name, short or full; all if none is given."""
+        """The operators of a name, short or full; all if none is given.
+
+        Raises:
+            InputError: for a type of nodes, of which there is one.
+        """
+        if ntype is not None and not issubclass(PolicyNode, ntype):
+            raise InputError(
+                f"all nodes are PolicyNodes, so there is none of {ntype.__name__}: select by name."
+            )
         return [
             node
             for node in self._nodes
@@ -126,7 +134,7 @@ class PolicyGraph:
                 f"{node} cannot be divided along dimension {dim} of its input {idx} by {num}. "
                 f"{'Its rules are ' + '; '.join(legal) if legal else 'It stays whole'}."
             )
-        self._degree = num
+        self._degrees.add(num)
         self._choose(node, found[0])
         return [SubNode(node, number, num) for number in range(num)]
 
@@ -190,12 +198,11 @@ class PolicyGraph:
         if num_stages > 1 and not self._config.use_end2end:
             raise InputError("staging makes a pipeline, which needs use_end2end=True.")
         degree = self._config.plan_ngpus // num_stages
-        if degree * num_stages != self._config.plan_ngpus or (
-            self._chosen_divides() and self._degree != degree
-        ):
+        if degree * num_stages != self._config.plan_ngpus or self._degrees - {degree}:
+            parts = " and ".join(map(str, sorted(self._degrees)))
             raise InputError(
-                f"{num_stages} stages of {self._degree} ranks do not make a scale unit of {self._config.plan_ngpus}: every "
-                "operator is divided over all ranks of its stage."
+                f"{num_stages} stages with operators in {parts or 'no'} parts do not make a scale unit of "
+                f"{self._config.plan_ngpus} ranks: every operator is divided over all ranks of its stage."
             )
         self._check_devices(degree)
         rules = {key: rule for key, (rule, _) in self._chosen.items()}
@@ -221,9 +228,6 @@ class PolicyGraph:
             pipeline=pipeline,
             recompute={"wrap_class": self._recomputed} if self._recomputed else None,
         )
-
-    def _chosen_divides(self) -> bool:
-        return any(rule.divides for rule, _ in self._chosen.values())
 
     def _border(self, node: PolicyNode) -> str:
         path = self._graph.segments[node.operator.segment].path or node.fqn

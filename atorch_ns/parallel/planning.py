@@ -31,7 +31,7 @@ from atorch_ns.operators.request import allowed_by
 from atorch_ns.operators.rules.constraints import read_constraints
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.graph import PolicyGraph
-from atorch_ns.parallel.policies import Division, Step, division_by, strategy_of
+from atorch_ns.parallel.policies import Division, Step, division_by, pivots_of, strategy_of
 from atorch_ns.pipeline import find_units
 from atorch_ns.text import with_article
 
@@ -54,7 +54,7 @@ def planned(
 ) -> Planned:
     """A plan; nothing is communicated.
 
-    Along a pipeline operators are divided when the module is made: only then it is known where it is cut.
+    By ``hybrid`` the operators of stages are divided when the module is made: only then it is known where it is cut.
 
     Raises:
         InputError: if the policy cannot do what the config asks for, or no plan fits.
@@ -139,7 +139,7 @@ def _in_stages(
 ) -> Division:
     """The fastest pipeline of divided stages, in place of the one that was asked for."""
     settings = config.pas_config
-    pivots = [name.strip() for name in settings.get("pipeline_pivots", "").split(",") if name.strip()]
+    pivots = pivots_of(settings)
     units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
     shallow = _captured(module, sample, config, cluster, units)
     called = {segment.path: place for place, segment in reversed(list(enumerate(shallow.graph.segments)))}
@@ -180,7 +180,6 @@ def _in_stages(
     if recompute is None and any(found.recomputed):
         recompute = {"share": [float(again) for again in found.recomputed]}
     pipeline = {**asked.pipeline, "split_points": list(found.starts), "stages_per_rank": 1}
-    pipeline.pop("split_method", None)
     return Division(
         num_stages=len(found.recomputed),
         operators=operators,

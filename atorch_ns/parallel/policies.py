@@ -222,11 +222,16 @@ _RULES: Final[Mapping[str, Callable[[ComputeConfig, Mapping[str, Any]], Division
 }
 
 
+def pivots_of(settings: Mapping[str, Any]) -> list[str]:
+    """The modules that stages may begin with."""
+    return [name.strip() for name in settings.get("pipeline_pivots", "").split(",") if name.strip()]
+
+
 def _num_stages(config: ComputeConfig, settings: Mapping[str, Any]) -> int:
     """The number of stages by ``pipeline_nstages`` and ``pipeline_pivots``."""
-    wanted, pivots = settings.get("pipeline_nstages", "auto"), settings.get("pipeline_pivots")
+    wanted, pivots = settings.get("pipeline_nstages", "auto"), pivots_of(settings)
     if wanted == "auto":
-        return 1 if not pivots else min(config.plan_ngpus, len(pivots.split(",")) + 1)
+        return min(config.plan_ngpus, len(pivots) + 1)
     if not isinstance(wanted, int):
         raise InputError(f"pipeline_nstages must be a number or 'auto'; it is {wanted!r}.")
     if wanted == 1 and pivots:
@@ -245,6 +250,9 @@ def _staged(
 ) -> Division:
     """A division into stages, whose operators may be divided too."""
     if num_stages == 1:
+        of_stages = [key for key in (*_STAGES, "update_freq") if key in settings]
+        idle = [key for key in of_stages if key != "pipeline_nstages"]
+        notes = (*notes, *(f"{key}: there is one stage, so nothing uses it" for key in idle))
         return Division(operators=operators, recompute=recompute, notes=notes)
     if not config.use_end2end:
         raise InputError(
@@ -274,15 +282,18 @@ def _staged(
         "num_micro_batches": micros,
         "stages_per_rank": num_stages // ranks,
     }
-    if settings.get("pipeline_pivots"):
-        pivots = [name.strip() for name in settings["pipeline_pivots"].split(",")]
-        if len(pivots) == num_stages - 1:
-            pipeline["split_points"] = pivots
-        else:
-            notes = (*notes, f"of the pivots {', '.join(pivots)}, {num_stages - 1} were to be chosen")
-            pipeline["split_points"] = pivots[: num_stages - 1]
-    elif policy != "autodist":
+    pivots = pivots_of(settings)
+    if policy == "autodist":
+        pass  # which chooses among them
+    elif not pivots:
         pipeline["split_method"] = "uniform"
+    elif len(pivots) == num_stages - 1:
+        pipeline["split_points"] = pivots
+    else:
+        raise InputError(
+            f"the policy {policy} begins a stage at each of pipeline_pivots, so {num_stages} stages need {num_stages - 1}, and "
+            f"there are {len(pivots)}; autodist chooses among them."
+        )
     divided = config.plan_ngpus // ranks > 1
     return Division(
         num_stages=num_stages,

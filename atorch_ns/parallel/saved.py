@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,8 @@ def _bound(policy: Any) -> str:
     closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
     own = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
     source = "" if inspect.isroutine(policy) else _source(type(policy))
-    return f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(own.items())!r}"
+    text = f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(own.items())!r}"
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
 
 
 def _sources(module: nn.Module) -> str:

@@ -121,6 +121,15 @@ def test_a_function_that_makes_stages() -> None:
             ),
             "there is no dimension 7",
         ),
+        (lambda graph, config: graph.select(ntype=int), "there is none of int"),
+        (
+            lambda graph, config: (
+                graph.partition(graph.select(name="linear")[0], None, idx=1, dim=0, num=4),
+                graph.partition(graph.select(name="sigmoid")[0], None, idx=0, dim=1, num=2),
+                graph,
+            )[-1],
+            "operators in 2 and 4 parts",
+        ),
         (
             lambda graph, config: graph.partition("linear", None, idx=0, dim=0, num=2),
             "a node of graph.nodes() is divided, not",
@@ -256,6 +265,17 @@ def plan_of(folder: Path, settings: dict[str, Any]) -> tuple[str, Any]:
         return problem, None
     saved = json.loads(files[0].read_text())
     return problem, (saved["strategy"], saved["notes"])
+
+
+def test_settings_of_stages_where_there_is_one_leave_a_note(tmp_path: Path) -> None:
+    _, (_, notes) = plan_of(tmp_path, {"pipeline_nmicros": 4, "update_freq": 4})
+    for key in ("pipeline_nmicros", "update_freq"):
+        assert any(note.startswith(f"{key}: there is one stage") for note in notes)
+
+
+def test_hybrid_begins_a_stage_at_each_pivot(tmp_path: Path) -> None:
+    settings = {"pipeline_nmicros": 4, "pipeline_nstages": 2, "pipeline_pivots": "layers.2,layers.4"}
+    assert "2 stages need 1, and there are 2" in made_by("hybrid", tmp_path, pas_config=settings)
 
 
 @pytest.mark.parametrize("key", _REFUSED)

@@ -91,6 +91,7 @@ class PythonState:
     """
 
     def __init__(self, model: nn.Module, reads: Collection[tuple[str, str]] | None = None) -> None:
+        self._counts_all = reads is None
         self._owners = []
         for path, owner, own in _owners(model):
             facts = _facts(vars(owner), own)
@@ -111,11 +112,11 @@ class PythonState:
         return True
 
     def changed(self) -> dict[str, tuple[Any, str, Any]]:
-        """The attributes that are no longer as they were, or are new: by path the owner, the name, and the value."""
+        """The attributes that count and are no longer as they were, or are new: by path the owner, the name, and the value."""
         found = {}
         for path, owner, own, facts in self._owners:
             now = dict(_facts(vars(owner), own))
-            for name in {**facts, **now}:
+            for name in {**facts, **now} if self._counts_all else facts:
                 if facts.get(name, _MISSING) != now.get(name, _MISSING):
                     found[f"{path}.{name}".removeprefix(".")] = (owner, name, vars(owner).get(name))
         return found

@@ -191,6 +191,7 @@ def test_attributes_count_that_are_read_also_by_properties_and_before_they_matte
     assert state.holds()
     model.calls = 1
     assert not state.holds()
+    assert list(state.changed()) == ["calls"]
     assert type(model) is kind
 
 
