@@ -102,7 +102,8 @@ def test_a_module_in_the_way_is_fresh(python: str, tmp_path: Path) -> None:
     assert done.stdout == "True\n"
 
 
-WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
+# Short sleeps: Python sees a signal that comes just before a system call when the call ends.
+WAITS = "import os, time\nprint(os.getpid(), flush=True)\nfor _ in range(600): time.sleep(0.1)"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])

@@ -3,6 +3,7 @@
 import array
 import json
 import os
+import select
 import signal
 import socket
 import stat
@@ -55,7 +56,12 @@ def main(address: str, python: str, module: str | None, usual: dict[str, str]) -
     pid = int.from_bytes(server.recv(4), "big")
     for number in _FORWARDED:
         signal.signal(number, lambda number, _: os.kill(pid, number))
+    signaled, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())  # also for a signal that comes just before the wait
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    while server not in select.select([server, signaled], [], [])[0]:
+        signaled.recv(100)
     answer = server.recv(4)
     status = int.from_bytes(answer, "big") if answer else 1 << 8
     if os.WIFSIGNALED(status):
