@@ -114,6 +114,12 @@ class ParallelModule(nn.Module):
         self._require_end2end("infer_step")
         return list(self.result.train_step.infer(samples).outputs or ())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StepError(
+            f"a {type(self).__name__} cannot be copied or pickled: it is bound to its ranks' process groups. Save "
+            "module.state_dict(), or merge_state_dicts of all ranks; to make several modules, parallelize their class."
+        )
+
     def parameters_for_optimizer(self) -> list[nn.Parameter]:
         """What an optimizer updates on this rank; :func:`~atorch_ns.build_optimizer` takes them itself."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -278,7 +278,7 @@ def _applied(
                     parameter.fill_(float("nan"))
     inputs = Inputs(
         model=module,
-        loss_func=_own_loss if config.use_end2end else None,
+        loss_func=functools.partial(_own_loss, type(module).__qualname__) if config.use_end2end else None,
         model_input_format=None if config.use_end2end else "unpack_dict",
         sample_batch=source.sample,
         sample_is_micro_batch=True,
@@ -295,9 +295,18 @@ def _applied(
     return result
 
 
-def _own_loss(_: Any, output: Any) -> Any:
-    """The loss of an end-to-end module: the first of its results."""
-    return output
+def _own_loss(name: str, _: Any, output: Any) -> Any:
+    """The loss of an end-to-end module: what is called so in its results, or the first of them."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output if named is None else named
+    first = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
+    if not (isinstance(first, torch.Tensor) and first.numel() == 1):
+        what = f"of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else with_article(first)
+        raise InputError(
+            f"use_end2end: the first result of {name}.forward must be the loss, a tensor of one number, or be named 'loss'; it "
+            f"is {what}."
+        )
+    return loss
 
 
 def _member(kind: type[E], value: Any, name: str) -> E:

@@ -277,6 +277,10 @@ def _staged(
             "pipeline_scheduler 1f1b_plus puts a large embedding on all ranks; use 1f1b, and let the operators of each stage "
             "be divided (pipeline_nstages below plan_ngpus), which divides it too."
         )
+    if schedule == "infer_pipe" and not config.inference_only:
+        raise InputError(
+            "pipeline_scheduler infer_pipe has no backward passes: set inference_only=True, or take 1f1b."
+        )
     pipeline: dict[str, Any] = {
         "schedule": "GPipe" if schedule == "infer_pipe" else schedule,
         "num_micro_batches": micros,

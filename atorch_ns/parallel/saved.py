@@ -21,6 +21,7 @@ from atorch_ns.capture.nests import leaves
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig, ReuseType
 from atorch_ns.parallel.planning import Planned
+from atorch_ns.text import first_few
 
 _FILE = "plan.json"
 
@@ -49,7 +50,7 @@ class Made:
             {
                 "policy": named,
                 "compute_config": json.loads(json.dumps(config.as_json(), sort_keys=True, default=str)),
-                "structure of the module": fingerprint(module),
+                "structure of the module": _structures(module),
                 "source of the module": _sources(module),
                 "dummy_forward_args": _shapes(dummies),
                 "files of pas_config": {
@@ -67,6 +68,10 @@ class Made:
                 continue
             if isinstance(value, dict) and isinstance(theirs, dict):
                 keys = [key for key in {**value, **theirs} if value.get(key) != theirs.get(key)]
+                if name in _DIGESTS:
+                    inmost = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+                    found.append(f"{name}: {first_few(inmost, 4)} changed")
+                    continue
                 found += [f"{name}: {key} is {value.get(key)!r}, and was {theirs.get(key)!r}" for key in keys]
             else:
                 found.append(
@@ -180,11 +185,19 @@ def _bound(policy: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
 
 
-def _sources(module: nn.Module) -> str:
-    """A digest of the source of all classes of modules, in the order of their names."""
+_DIGESTS = ("structure of the module", "source of the module")
+
+
+def _structures(module: nn.Module) -> dict[str, str]:
+    """A digest of each part of a module, three levels deep, by path; a part's own counts what is in it."""
+    parts = module.named_modules(remove_duplicate=False)
+    return {path or _name(type(module)): fingerprint(part) for path, part in parts if path.count(".") < 3}
+
+
+def _sources(module: nn.Module) -> dict[str, str]:
+    """A digest of the source of each class of modules, by its name."""
     kinds = {_name(type(child)): type(child) for child in module.modules()}
-    texts = [f"{name} {_source(kinds[name])}" for name in sorted(kinds)]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    return {name: _source(kinds[name]) for name in sorted(kinds)}
 
 
 def _shapes(dummies: Mapping[str, Any]) -> str:
