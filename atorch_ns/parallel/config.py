@@ -95,6 +95,13 @@ class ComputeConfig:
             for name in ("pas_config", "user_config")
             if not isinstance(getattr(self, name), Mapping)
         ]
+        problems += [
+            f"keys of {name} must be strings; {key!r} is {with_article(key)}."
+            for name in ("pas_config", "user_config")
+            if isinstance(getattr(self, name), Mapping)
+            for key in getattr(self, name)
+            if not isinstance(key, str)
+        ]
         if problems:
             raise InputError("\n".join(f"ComputeConfig: {problem}" for problem in problems))
 

@@ -178,6 +178,8 @@ class ParallelOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this rank's part, or a whole one by names."""
+        if not {"state", "param_groups"} <= set(state_dict):
+            raise InputError("this is no state dict of an optimizer: it needs 'state' and 'param_groups'.")
         given = state_dict.get(PIECES)
         names = self._names()
         whole = given is None or given.get("rank") is None

@@ -80,7 +80,7 @@ def parallelize(
     if load_module:
         join_process_group(cluster)
 
-    def checked() -> tuple[_Source, ReuseType]:
+    def checked() -> tuple[_Source, PlanFolder, ReuseType]:
         sharing = _member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
         if sharing is not BroadcastGenFilesStrategy.NONE and not _has_process_group():
             raise InputError(
@@ -92,10 +92,10 @@ def parallelize(
                 f"runtime_ngpus={compute_config.runtime_ngpus}, and there are {cluster.world_size} ranks: start as many by "
                 "torchrun, or plan alone with load_module=False."
             )
-        return source, _member(ReuseType, reuse, "reuse")
+        folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
+        return source, folder, _member(ReuseType, reuse, "reuse")
 
-    source, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
-    folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
+    source, folder, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
     found = cluster.on_first(
         lambda: or_refusal(lambda: _plan(source, folder, reusing, cluster)), what="planning a module"
     )
@@ -161,6 +161,10 @@ class _Source:
                 "returned, or parallelize its class to make several."
             )
         if dtype is not None:
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise InputError(
+                    f"module_dtype must be a floating dtype, such as torch.bfloat16; it is {dtype!r}."
+                )
             module.to(dtype)
         sample = _sample(module, dummies, config)
         return cls(module, is_class, config, dummies, policy, sample)
@@ -192,7 +196,7 @@ def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig
         raise InputError(f"{what} has positional-only arguments, which dummy_forward_args cannot name.")
     open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     problems = [
-        f"{what} has no argument {name!r}.{did_you_mean(name, parameters)}"
+        f"{what} has no argument {name!r}.{did_you_mean(str(name), parameters)}"
         for name in dummies
         if name not in parameters and not open_ended
     ]

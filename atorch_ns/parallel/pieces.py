@@ -139,7 +139,9 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
     _, first, place = parts[0]
     if place is None:
         for rank, other, _ in parts[1:]:
-            if other.shape != first.shape or not torch.equal(other.to(first.device), first):
+            if other.shape != first.shape or not torch.allclose(
+                other.to(first.device), first, rtol=0, atol=0, equal_nan=True
+            ):
                 raise ValueError(
                     f"Conflict in merging {name}: ranks {parts[0][0]} and {rank} hold different values."
                 )
@@ -152,7 +154,7 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
         box = tuple(slice(start, start + size) for start, size in zip(where.offset, part.shape, strict=True))
         there, known = whole[box], covered[box]
         mine = part.to(first.device)
-        if bool((known & (there != mine)).any()):
+        if bool((known & (there != mine) & ~(there.isnan() & mine.isnan())).any()):
             raise ValueError(
                 f"Conflict in merging {name}: rank {rank} holds other values than the ranks before it."
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from atorch_ns.data import call_arguments
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.operators import (
+    CaptureError,
     OperatorGraph,
     PipelineTask,
     Prices,
@@ -33,9 +36,13 @@ from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.graph import PolicyGraph
 from atorch_ns.parallel.policies import Division, Step, division_by, pivots_of, strategy_of
 from atorch_ns.pipeline import find_units
-from atorch_ns.text import with_article
+from atorch_ns.system import write_whole
+from atorch_ns.text import error_text, with_article
 
 log = logging.getLogger("atorch_ns")
+
+
+_OF_OPERATORS = {"mem_constraint", "partition_constraints_path", "load_plan_path", "save_plan_path"}
 
 
 class Planned(NamedTuple):
@@ -68,11 +75,18 @@ def planned(
     steps = strategy_of(division, config)
     notes = (*_notes_of(config), *division.notes)
     methods = dict(steps)
-    if "operator_parallel" not in methods or "pipeline_parallel" in methods:
-        return Planned(steps, notes)
-    graph = _captured(module, sample, config, cluster).graph
     degree = dict(methods["parallel_mode"]["axes"])["tensor"]
-    settings = dict(methods["operator_parallel"])
+    limited = policy == "autodist" and bool(_OF_OPERATORS & config.pas_config.keys())  # also on one rank
+    if "pipeline_parallel" in methods or not ("operator_parallel" in methods or limited):
+        return Planned(steps, notes)
+    try:
+        graph = _captured(module, sample, config, cluster).graph
+    except CaptureError as error:
+        if degree > 1:
+            raise
+        idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
+        return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
+    settings = dict(division.operators or {})
     found = find_plan(
         graph,
         degree,
@@ -139,6 +153,8 @@ def _in_stages(
 ) -> Division:
     """The fastest pipeline of divided stages, in place of the one that was asked for."""
     settings = config.pas_config
+    if "load_plan_path" in settings:
+        return _read_stages(settings["load_plan_path"], asked)
     pivots = pivots_of(settings)
     units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
     shallow = _captured(module, sample, config, cluster, units)
@@ -175,15 +191,47 @@ def _in_stages(
         pivots=pivots,
         allow=allowed_by(read_constraints(constraints)) if constraints else None,
     )
-    operators = None if found.operators is None else {"plan": found.operators.as_json()}
+    plan = {
+        "stages_begin_with": list(found.starts),
+        "recompute": [float(again) for again in found.recomputed],
+        "operators": None if found.operators is None else found.operators.as_json(),
+    }
+    if "save_plan_path" in settings:
+        path = Path(settings["save_plan_path"])
+        try:
+            write_whole(path, json.dumps(plan, indent=2) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"save_plan_path: {path} cannot be written: {error.strerror or error}."
+            ) from error
+    return _of_stages(plan, asked)
+
+
+def _read_stages(path: str, asked: Division) -> Division:
+    """The stages that an earlier search saved."""
+    try:
+        plan = json.loads(Path(path).read_text("utf-8"))
+        starts, again, operators = plan["stages_begin_with"], plan["recompute"], plan["operators"]
+        fits = isinstance(starts, list) and len(again) == len(starts) + 1
+        if not fits or not isinstance(operators, (dict, type(None))):
+            raise ValueError("it says how many stages there are in two ways")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"load_plan_path: {path} holds no plan of stages, as save_plan_path writes one: {error_text(error)}"
+        ) from error
+    return _of_stages(plan, asked)
+
+
+def _of_stages(plan: Mapping[str, Any], asked: Division) -> Division:
     recompute = asked.recompute
-    if recompute is None and any(found.recomputed):
-        recompute = {"share": [float(again) for again in found.recomputed]}
-    pipeline = {**asked.pipeline, "split_points": list(found.starts), "stages_per_rank": 1}
+    if recompute is None and any(plan["recompute"]):
+        recompute = {"share": plan["recompute"]}
+    starts = plan["stages_begin_with"]
+    pipeline = {**asked.pipeline, "split_points": starts, "stages_per_rank": 1}
     return Division(
-        num_stages=len(found.recomputed),
-        operators=operators,
-        pipeline=pipeline if found.starts else {},
+        num_stages=len(starts) + 1,
+        operators=None if plan["operators"] is None else {"plan": plan["operators"]},
+        pipeline=pipeline if starts else {},
         recompute=recompute,
         notes=asked.notes,
     )

@@ -21,7 +21,7 @@ from atorch_ns.capture.nests import leaves
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig, ReuseType
 from atorch_ns.parallel.planning import Planned
-from atorch_ns.text import first_few
+from atorch_ns.text import first_few, with_article
 
 _FILE = "plan.json"
 
@@ -92,7 +92,9 @@ class PlanFolder:
     def of(cls, savedir: str | os.PathLike[str], kind: type, instance: str | None) -> PlanFolder:
         """The folder of a class of modules; ``instance`` tells several of one class apart."""
         name = instance if instance is not None else "_"
-        if not name.replace("_", "a").isalnum():
+        if not isinstance(savedir, (str, os.PathLike)):
+            raise InputError(f"gen_savedir must be a path; it is {with_article(savedir)}.")
+        if not isinstance(name, str) or not name.replace("_", "a").isalnum():
             raise InputError(
                 f"instance_name is part of a path, so it must be a plain name; it is {instance!r}."
             )

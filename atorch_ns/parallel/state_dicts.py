@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import parallel_modules
@@ -35,9 +36,12 @@ def merge_state_dicts(
         ValueError: if ranks hold different values of one parameter, or pieces are missing.
         InputError: if the state dicts are not those of parallel modules, or one rank's is there twice.
     """
+    if isinstance(module_state_dicts, Mapping) or not module_state_dicts:
+        raise InputError(
+            "merge_state_dicts needs a list of the state dicts of all ranks, and got "
+            f"{'one alone' if module_state_dicts else 'none'}."
+        )
     module_state_dicts = list(module_state_dicts)
-    if not module_state_dicts:
-        raise InputError("merge_state_dicts needs the state dicts of all ranks, and got none.")
     ranks = [_marks(state) for state in module_state_dicts]
     numbers = [next(iter(marks.values()))["rank"] for marks in ranks]
     if len(set(numbers)) < len(numbers):
@@ -182,11 +186,33 @@ def load_deduped_state_dict(
     device: str | torch.device | None = None,
 ) -> None:
     """Loads what :func:`deduped_state_dict` gave on this rank, under the same plan; tensors come from the ranks that kept them.
-    Collective."""
+    Collective.
+
+    Raises:
+        InputError: on all ranks, if one's state dicts lack what that rank has to give.
+    """
     state = module.state_dict()
-    given = _on(module_state_dict, device)
+    given = _on(module_state_dict or {}, device)
     inside = {path for path, _ in _inside(module)}
     stride = _stride(module)
+
+    def checked() -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        lacking = [
+            name
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and rank < (stride if _is_inside(name, inside) else 1)
+            and name not in given
+        ]
+        if lacking:
+            raise InputError(
+                f"the state dict of rank {rank} lacks {first_few(lacking, 4)}: give what deduped_state_dict gave on this rank."
+            )
+        if optimizer is not None and PIECES not in (optimizer_state_dict or {}):
+            raise InputError("optimizer_state_dict is what deduped_state_dict gave for this optimizer.")
+
+    Cluster.detect().agree(checked, what="loading a deduped state dict")
     for mine, own in ((True, stride), (False, 1)):
         names = [
             name
@@ -250,7 +276,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     if not dist.is_initialized():
         return
     stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _inside(module))
-    if dist.get_world_size() % stride:
+    if not isinstance(stride, int) or stride < 1 or dist.get_world_size() % stride:
         raise InputError(f"stride_size={stride} does not divide the {dist.get_world_size()} ranks.")
     if any(
         isinstance(parameter, DTensor) and _is_sharded_over_units(module) for parameter in module.parameters()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -428,3 +431,91 @@ def test_one_process(tmp_path: Path) -> None:
         build_optimizer(idle, torch.optim.SGD, lr=0.1)
     with pytest.raises(InputError, match="there is none in this one"):
         build_optimizer(Heavy(), torch.optim.SGD, lr=0.1)
+
+
+def test_parallel_modules_are_not_copied(tmp_path: Path) -> None:
+    model = in_one_process(tmp_path)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(StepError, match=r"Save module.state_dict\(\)"):
+            copied(model)
+
+
+@dataclass
+class Found:
+    """Results by name, as models of packages give them."""
+
+    scores: torch.Tensor
+    loss: torch.Tensor
+
+
+class Named(nn.Module):
+    """Gives its loss in one of several forms."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.inner, self.form = Heavy(), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = self.inner(x)
+        return self.form(scores, scores.square().mean())
+
+
+FORMS = {
+    "dataclass": Found,
+    "dictionary": lambda scores, loss: {"scores": scores, "loss": loss},
+    "tuple": lambda scores, loss: (loss, scores),
+    "nested": lambda scores, loss: {"loss": (loss, scores)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loss_of_an_end_to_end_module(tmp_path: Path, form: str) -> None:
+    x = batch(0, 0, 8)
+    config = ComputeConfig(1, 1, use_end2end=True)
+    model: Any = parallelize(Named(FORMS[form]), {"x": x}, "dp", config, gen_savedir=tmp_path)
+    build_optimizer(model, torch.optim.SGD, lr=0.1)
+    (output,) = model.train_step([x])
+    plain = Named(FORMS["tuple"])
+    loss, scores = plain(x)
+    loss.backward()
+    assert torch.equal(model.inner.up.weight.grad, plain.inner.up.weight.grad)
+    if form == "dataclass":
+        assert torch.equal(output.scores, scores)
+        assert not output.scores.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        (lambda scores, loss: {"score": scores}, "it is a dict"),
+        (lambda scores, loss: scores, r"it is of shape \(4, 8\)"),
+    ],
+)
+def test_results_without_a_loss(tmp_path: Path, form: Any, named: str) -> None:
+    x = batch(0, 0, 8)
+    config = ComputeConfig(1, 1, use_end2end=True)
+    model: Any = parallelize(Named(form), {"x": x}, "dp", config, gen_savedir=tmp_path)
+    build_optimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(InputError, match=r"the first result of Named.forward must be the loss.*" + named):
+        model.train_step([x])
+
+
+def in_bf16(folder: str) -> tuple[str, float]:
+    config = ComputeConfig(2, 2)
+    x = batch(0, 0, 8).bfloat16()
+    model: Any = parallelize(Heavy, {"x": x}, "tp", config, gen_savedir=folder, module_dtype=torch.bfloat16)()
+    optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    plain = Heavy().bfloat16()
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for trained, updates in ((model, optimizer), (plain, own)):
+        trained(x).float().square().mean().backward()
+        updates.step()
+    weights = whole(model)
+    apart = max(float((weights[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    return str(next(model.parameters()).dtype), apart
+
+
+def test_a_module_in_another_dtype(tmp_path: Path) -> None:
+    for dtype, apart in run_ranks(in_bf16, 2, args=(str(tmp_path),)):
+        assert dtype == "torch.bfloat16"
+        assert apart < 2**-9  # half a unit in the last place of weights below 1/2

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from atorch_ns import ComputeConfig, parallelize, register_op
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.parallel.policies import _REFUSED, _SETTINGS
 from atorch_ns.testing.workers import run_ranks
-from tests.parallel.training import check, made, trained
+from tests.parallel.training import check, made, module_of, sample_of, trained
 
 
 def by_columns_and_rows(graph: Any, config: ComputeConfig) -> Any:
@@ -273,6 +273,61 @@ def test_settings_of_stages_where_there_is_one_leave_a_note(tmp_path: Path) -> N
         assert any(note.startswith(f"{key}: there is one stage") for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"mem_constraint": 1e-9}, "no division fits in"),
+        ({"load_plan_path": "no/plan.json"}, "cannot be read"),
+        ({"save_plan_path": "/proc/no/plan.json"}, "cannot be written"),
+    ],
+)
+def test_settings_of_operators_count_on_one_rank_too(
+    tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    refused = made_by("autodist", tmp_path, plan_ngpus=1, runtime_ngpus=1, pas_config=settings)
+    assert named in refused
+
+
+def test_a_plan_of_stages_is_saved_and_loaded(tmp_path: Path) -> None:
+    saved = str(tmp_path / "stages.json")
+    staged = {"pipeline_nmicros": 4, "pipeline_nstages": 2}
+    _, made = plan_of(tmp_path / "saved", {**staged, "save_plan_path": saved})
+    plan = json.loads(Path(saved).read_text())
+    plan["stages_begin_with"], plan["recompute"] = ["layers.3"], [1.0, 0.0]
+    Path(saved).write_text(json.dumps(plan))
+    problem, (loaded, _) = plan_of(tmp_path / "loaded", {**staged, "load_plan_path": saved})
+    assert problem == ""
+    assert dict(loaded)["pipeline_parallel"]["split_points"] == ["layers.3"]
+    assert dict(loaded)["checkpoint"] == {"share": [1.0, 0.0]}
+    assert dict(made[0])["pipeline_parallel"]["split_points"] != ["layers.3"]
+    Path(saved).write_text("{}")
+    assert "holds no plan of stages" in made_by(
+        "autodist", tmp_path, pas_config={**staged, "load_plan_path": saved}
+    )
+
+
+def test_a_pipeline_for_inference_alone(tmp_path: Path) -> None:
+    settings = {"pipeline_nmicros": 2, "pipeline_scheduler": "infer_pipe"}
+    assert "set inference_only=True" in made_by("pp", tmp_path, pas_config=settings)
+    losses = [float(plain_loss(seed)) for seed in (1, 2)]
+    for found in run_ranks(inferred, 2, args=(str(tmp_path), settings)):
+        assert found == pytest.approx(losses, abs=1e-6)
+
+
+def plain_loss(seed: int) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = module_of("mlp")(sample_of("mlp", seed))
+    return found
+
+
+def inferred(folder: str, settings: dict[str, Any]) -> list[float]:
+    config = ComputeConfig(2, 2, use_end2end=True, inference_only=True, pas_config=settings)
+    module = made("mlp", "pp", config, folder=folder, reuse="override")
+    with pytest.raises(StepError, match="inference_only"):
+        module.train_step([sample_of("mlp", 1)] * 2)
+    return [float(output) for output in module.infer_step([sample_of("mlp", seed) for seed in (1, 2)])]
+
+
 def test_hybrid_begins_a_stage_at_each_pivot(tmp_path: Path) -> None:
     settings = {"pipeline_nmicros": 4, "pipeline_nstages": 2, "pipeline_pivots": "layers.2,layers.4"}
     assert "2 stages need 1, and there are 2" in made_by("hybrid", tmp_path, pas_config=settings)
@@ -320,6 +375,7 @@ def test_every_field_of_the_config_counts(tmp_path: Path) -> None:
         ({"trace_strategy": "cudaa"}, "Did you mean 'cuda'"),
         ({"use_zero": 1}, "use_zero must be True or False"),
         ({"pas_config": [1]}, "pas_config must be a dictionary"),
+        ({"pas_config": {1: 2}}, "keys of pas_config must be strings"),
     ],
 )
 def test_configs_that_are_wrong(given: dict[str, Any], named: str) -> None:

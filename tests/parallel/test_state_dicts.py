@@ -18,7 +18,8 @@ from atorch_ns import (
     load_merged_state_dict,
     merge_state_dicts,
 )
-from atorch_ns.errors import CheckpointError, InputError
+from atorch_ns.errors import CheckpointError, InputError, RankError
+from atorch_ns.parallel.pieces import Place, assemble
 from atorch_ns.testing.workers import run_ranks
 from tests.parallel.training import adam, made, merged, module_of, sample_of
 
@@ -115,3 +116,68 @@ def test_incomplete_ones_are_refused() -> None:
         merge_state_dicts([modules[0], changed])
     with pytest.raises(InputError, match="of the same ranks"):
         merge_state_dicts(modules, optimizers[:1])
+
+
+def states_on_four(policy: str, plan: int, fields: dict[str, Any]) -> Any:
+    return merged(*trained(policy, plan, **fields))
+
+
+def gone_on(states: Any, policy: str, plan: int, fields: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether loaded states are those given, and the whole ones after one more step on the same samples."""
+    module, optimizer = trained(policy, plan, **fields)
+    load_merged_state_dict(module, states[0], optimizer, states[1])
+    kept = same(merged(module, optimizer), states)
+    units = dist.get_world_size() // plan
+    unit = dist.get_rank() // plan
+    module.train_step([sample_of("mlp", seed) for seed in range(unit * 4 // units, (unit + 1) * 4 // units)])
+    optimizer.step()
+    return kept, merged(module, optimizer)
+
+
+def test_states_move_to_other_numbers_of_ranks() -> None:
+    zero = {"use_zero": True}
+    states = run_ranks(states_on_four, 4, args=("tp", 2, zero), timeout_s=120)[0]
+    model = module_of("mlp")
+    model.load_state_dict(states[0])
+    optimizer = adam([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer.load_state_dict(copy.deepcopy(states[1]))
+    torch.stack([model(sample_of("mlp", seed)) for seed in range(4)]).sum().backward()
+    optimizer.step()
+    for ranks, policy, plan, fields in (
+        (2, "dp", 1, zero),
+        (2, "pp", 2, {"pas_config": {"pipeline_nmicros": 4}}),
+        (4, "tp", 4, {}),
+    ):
+        for kept, (weights, _) in run_ranks(
+            gone_on, ranks, args=(states, policy, plan, fields), timeout_s=120
+        ):
+            assert kept
+            for name, value in model.state_dict().items():
+                assert torch.allclose(weights[name], value, atol=1e-6), name
+
+
+def lacking() -> list[str]:
+    module, optimizer = trained("dp", 1)
+    weights, states = deduped_state_dict(module, optimizer)
+    found = []
+    for given in (({}, states), (weights, None), (weights, {})):
+        try:
+            load_deduped_state_dict(module, given[0], optimizer, given[1])
+        except (InputError, RankError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_deduped_ones_that_lack_something_are_refused_on_all_ranks() -> None:
+    first, second = run_ranks(lacking, 2)
+    assert "the state dict of rank 0 lacks" in first[0]
+    assert "the state dict of rank 0 lacks" in second[0]
+    assert ["optimizer_state_dict is what" in text for text in first[1:]] == [True, True]
+    assert len(second) == 3
+
+
+def test_diverged_weights_are_merged() -> None:
+    nan = torch.full((2,), float("nan"))
+    assert assemble("a", [(0, nan, None), (1, nan.clone(), None)]).isnan().all()
+    parts = [(rank, nan, Place((2,), (0,))) for rank in range(2)]
+    assert assemble("a", parts).isnan().all()

@@ -54,7 +54,7 @@ def check_division(
     with random_states_kept(device):
         torch.manual_seed(0)
         states = _states(division, model, device)
-        inputs = [tensor.to(device) for tensor in tensors]
+        inputs = [_in_full_precision(tensor.to(device)) for tensor in tensors]
         whole = _run_whole(division, states, inputs)
         made = pieces(division) if run is None else run
         ranks = [_Record() for _ in range(division.degree)]
@@ -99,9 +99,9 @@ def _states(division: Division, model: nn.Module, device: torch.device) -> dict[
             )
             found[node.name] = value / shape[-1] ** 0.5 if len(shape) > 1 else value
         elif origin.kind == "buffer":
-            found[node.name] = buffers[origin.name].detach().to(device)
+            found[node.name] = _in_full_precision(buffers[origin.name].detach().to(device))
         elif origin.kind == "constant":
-            found[node.name] = division.graph.captured.constants[origin.name].to(device)
+            found[node.name] = _in_full_precision(division.graph.captured.constants[origin.name].to(device))
     return found
 
 
@@ -148,8 +148,11 @@ class _Quiet(fx.Interpreter):
 
 
 def _in_full_precision(value: Any) -> Any:
-    """fp32 in place of a lower precision, whose rounding would hide what differs."""
-    return torch.float32 if value is torch.bfloat16 or value is torch.float16 else value
+    """fp32 in place of a lower precision, a dtype or a tensor's, whose rounding would hide what differs."""
+    low = (torch.bfloat16, torch.float16)
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in low else value
+    return torch.float32 if value in low else value
 
 
 def _is_group(value: Any) -> bool:
