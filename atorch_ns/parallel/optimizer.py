@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from atorch_ns.apply import attach_optimizer
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import clip_gradients
 from atorch_ns.job.reducer import BucketHook, GradientReducer
+from atorch_ns.job.states import reshard
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
@@ -55,6 +56,7 @@ def build_optimizer(
         reducer = _reducer_of_the_rest(module, parts, config)
         for part in parts.values():
             _sum_when_told(part)
+            reshard(part.result.job.module)
         own = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
         optimizer = optimizer_fn(own, **kwargs)
         if not isinstance(optimizer, Optimizer):
@@ -76,6 +78,7 @@ class ParallelOptimizer(Optimizer):
     _config: ComputeConfig
     _non_parallel_module_reducer: GradientReducer | None
     _synchronised: bool
+    _mean_parameters: list[torch.Tensor]
 
     def _join(
         self,
@@ -89,15 +92,27 @@ class ParallelOptimizer(Optimizer):
         self._synchronised = False
         for called in {module, *parts}:
             called.register_forward_pre_hook(self._begins)
-        self.register_step_pre_hook(lambda *_: self.sync_shard_grad())
-        self.register_step_post_hook(lambda *_: setattr(self, "_synchronised", False))
+        self.register_step_pre_hook(self._before_step)
+        of_means: set[int] = set()
+        for part in self._means:
+            of_means |= {id(parameter) for parameter in part.parameters()}
+        # Those of the optimizer: a module's own are others while its weights are gathered.
+        self._mean_parameters = [one for one in self._parameters() if id(one) in of_means]
+
+    def _before_step(self, *_: Any) -> None:
+        self.sync_shard_grad()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Lets go of weights that a forward pass has left gathered: the next one would compute with them."""
+        for part in self._parts:
+            reshard(part.result.job.module)
 
     def _begins(self, *_: Any) -> None:
         """A forward pass after gradients are synchronised: more of them come."""
         if torch.is_grad_enabled() and self._synchronised:
             self._synchronised = False
-            for part in self._means:
-                self._multiply(part.parameters(), 1 / part.result.job.num_data_ranks)
+            self._multiply(self._mean_parameters, 1 / self._config.num_units)
 
     @property
     def _means(self) -> list[ParallelModule]:
@@ -113,8 +128,7 @@ class ParallelOptimizer(Optimizer):
         for part in self._parts:
             job = part.result.job
             job.gradients.complete(job.module)
-        for part in self._means:
-            self._multiply(part.parameters(), part.result.job.num_data_ranks)
+        self._multiply(self._mean_parameters, self._config.num_units)
         if self._non_parallel_module_reducer is not None:
             self._non_parallel_module_reducer.sync_grad()
         self._synchronised = True
@@ -185,11 +199,9 @@ class ParallelOptimizer(Optimizer):
         whole = given is None or given.get("rank") is None
         like = dict(named_parameters(self._module))
         indices = {name: index for index, name in enumerate(name for group in names for name in group)}
-        source = (
-            [name for group in given["names"] for name in group]
-            if given is not None
-            else list(self._pieces().order)
-        )
+        source = [name for group in (names if given is None else given["names"]) for name in group]
+        if given is None:  # a plain optimizer's
+            source = self._source_of(state_dict["param_groups"], source)
         state: dict[int, dict[str, Any]] = {}
         for index, values in state_dict["state"].items():
             name = source[index]
@@ -204,6 +216,18 @@ class ParallelOptimizer(Optimizer):
         ]
         super().load_state_dict({"state": state, "param_groups": loaded})
 
+    def _source_of(self, groups: Sequence[Mapping[str, Any]], own: list[str]) -> list[str]:
+        """The names that a plain optimizer's numbers stand for."""
+        count, order = sum(len(group["params"]) for group in groups), list(self._pieces().order)
+        if count == len(own):
+            return own
+        if count == len(order) and len(groups) == 1:
+            return order
+        raise InputError(
+            f"the state dict is of {count} parameters in {len(groups)} groups, which have no names; the module has {len(order)}, "
+            f"of which this rank's optimizer has {len(own)}. Give what merge_state_dicts made, or a state dict of all parameters."
+        )
+
     @staticmethod
     @torch.no_grad()
     def _multiply(parameters: Iterable[torch.Tensor], factor: float) -> None:
@@ -216,6 +240,7 @@ class ParallelOptimizer(Optimizer):
 
     def _names(self) -> list[list[str]]:
         """The names of the parameters of each group."""
+        self._let_go()
         known = {id(parameter): name for name, parameter in named_parameters(self._module)}
         return [[known[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
 

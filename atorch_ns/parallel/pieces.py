@@ -167,7 +167,7 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
 def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
     """Gives each tensor the value that it has on the rank ``rank % stride``; collective over all ranks."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    if stride >= size:
+    if stride >= size or not tensors:
         return
     own: Any = None
     for first in range(stride):

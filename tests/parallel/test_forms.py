@@ -519,3 +519,64 @@ def test_a_module_in_another_dtype(tmp_path: Path) -> None:
     for dtype, apart in run_ranks(in_bf16, 2, args=(str(tmp_path),)):
         assert dtype == "torch.bfloat16"
         assert apart < 2**-9  # half a unit in the last place of weights below 1/2
+
+
+def looked_at(folder: str, zero: bool, between: str) -> dict[str, Any]:
+    """Weights of steps with an evaluation, or a forward pass for nothing, between the backward pass and the update."""
+    model: Any = parallelize(
+        Heavy(), {"x": batch(0, 0, 8)}, "dp", config_of(1, zero), gen_savedir=folder, reuse="moo"
+    )
+    optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        model(batch(step, unit_of(1), 8)).square().mean().backward()
+        if between == "after the sums":
+            optimizer.sync_shard_grad()
+        with torch.set_grad_enabled(between == "with gradients"):
+            model(batch(9, 0, 8))
+        optimizer.clip_gnorm(100.0)
+        with torch.no_grad():
+            model(batch(9, 0, 8))
+        optimizer.step()
+        if step != 1:  # the gradients of two steps add up
+            optimizer.zero_grad()
+    optimizer.state_dict()
+    return whole(model)
+
+
+@pytest.mark.parametrize("between", ["without gradients", "with gradients", "after the sums"])
+@pytest.mark.parametrize("zero", [False, True])
+def test_forward_passes_between_a_backward_pass_and_its_update(
+    tmp_path: Path, zero: bool, between: str
+) -> None:
+    plain = Heavy()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        for unit in range(UNITS):
+            plain(batch(step, unit, 8)).square().mean().backward()
+        optimizer.step()
+        if step != 1:
+            optimizer.zero_grad()
+    for found in run_ranks(looked_at, UNITS, args=(str(tmp_path), zero, between)):
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+def test_states_of_a_plain_optimizer_with_frozen_parameters(tmp_path: Path) -> None:
+    def frozen() -> Heavy:
+        made = Heavy()
+        made.up.bias.requires_grad_(False)
+        return made
+
+    plain = frozen()
+    own = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(own)
+    x = batch(0, 0, 8)
+    plain(x).square().mean().backward()
+    optimizer.step()
+    model: Any = parallelize(frozen(), {"x": x}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)
+    updates: Any = build_optimizer(model, torch.optim.AdamW)
+    updates.load_state_dict(optimizer.state_dict())
+    for index, values in optimizer.state_dict()["state"].items():
+        assert torch.equal(updates.state_dict()["state"][index]["exp_avg"], values["exp_avg"])
+    with pytest.raises(InputError, match="is of 1 parameters in 1 groups"):
+        updates.load_state_dict(torch.optim.AdamW(own[:1]).state_dict())
