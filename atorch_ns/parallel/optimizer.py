@@ -69,8 +69,8 @@ def build_optimizer(
 class ParallelOptimizer(Optimizer):
     """What :func:`build_optimizer` adds to an optimizer.
 
-    Gradients are each rank's own until :meth:`sync_shard_grad`, which ``step()`` calls by itself. A ``step(closure)`` calls it
-    before the closure runs: call it there, after the backward pass.
+    Gradients are each rank's own until :meth:`sync_shard_grad`, which ``step()`` calls by itself, and ``step(closure)`` after the
+    closure.
     """
 
     _module: nn.Module
@@ -99,9 +99,24 @@ class ParallelOptimizer(Optimizer):
         # Those of the optimizer: a module's own are others while its weights are gathered.
         self._mean_parameters = [one for one in self._parameters() if id(one) in of_means]
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Synchronises the gradients that there are, and lets a closure synchronise those that it makes."""
         self.sync_shard_grad()
         self._let_go()
+        me, *given = args
+        named = {key: self._synchronising(value) for key, value in kwargs.items()}
+        return (me, *(self._synchronising(value) for value in given)), named
+
+    def _synchronising(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        def run() -> Any:
+            loss = closure()
+            self.sync_shard_grad()
+            return loss
+
+        return run
 
     def _let_go(self) -> None:
         """Lets go of weights that a forward pass has left gathered: the next one would compute with them."""

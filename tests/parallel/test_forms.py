@@ -580,3 +580,32 @@ def test_states_of_a_plain_optimizer_with_frozen_parameters(tmp_path: Path) -> N
         assert torch.equal(updates.state_dict()["state"][index]["exp_avg"], values["exp_avg"])
     with pytest.raises(InputError, match="is of 1 parameters in 1 groups"):
         updates.load_state_dict(torch.optim.AdamW(own[:1]).state_dict())
+
+
+def by_closure(folder: str, zero: bool) -> dict[str, Any]:
+    model: Any = parallelize(Heavy(), {"x": batch(0, 0, 8)}, "dp", config_of(1, zero), gen_savedir=folder)
+    optimizer: Any = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(batch(step, unit_of(1), 8)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return whole(model)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_gradients_of_a_closure_are_synchronised(tmp_path: Path, zero: bool) -> None:
+    plain = Heavy()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for unit in range(UNITS):
+            plain(batch(step, unit, 8)).square().mean().backward()
+        optimizer.step()
+    for found in run_ranks(by_closure, UNITS, args=(str(tmp_path), zero)):
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(found[name], value, atol=1e-6), name
