@@ -63,6 +63,14 @@ class ParallelModule(nn.Module):
                 raise
             return getattr(super().__getattr__(INNER), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what the module inside has there."""
+        inner = self.__dict__.get("_modules", {}).get(INNER)
+        if inner is not None and name in vars(inner) and name not in vars(self):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the plain module, whole on every rank of the unit.
 

@@ -333,6 +333,7 @@ def strategy_of(division: Division, config: ComputeConfig) -> list[Step]:
         steps.append(("operator_parallel", division.operators))
     if division.recompute is not None:
         steps.append(("checkpoint", division.recompute))
-    if config.runtime_ngpus > 1 and not config.inference_only:
-        steps.append(("zero2", {}) if config.use_zero else ("ddp", {"reducer": "own"}))
+    if config.runtime_ngpus > 1:
+        zero = config.use_zero and not config.inference_only
+        steps.append(("zero2", {}) if zero else ("ddp", {"reducer": "own"}))
     return steps

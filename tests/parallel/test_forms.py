@@ -609,3 +609,32 @@ def test_gradients_of_a_closure_are_synchronised(tmp_path: Path, zero: bool) -> 
     for found in run_ranks(by_closure, UNITS, args=(str(tmp_path), zero)):
         for name, value in plain.state_dict().items():
             assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+class Scaled(Heavy):
+    """Reads an attribute that users change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, scale) * self.factor
+
+
+def rescaled(folder: str, policy: str, plan: int, fields: dict[str, Any]) -> bool:
+    x = batch(0, 0, 8)
+    config = ComputeConfig(plan, 2, **fields)
+    model: Any = parallelize(Scaled(), {"x": x}, policy, config, gen_savedir=folder)
+    plain = Scaled()
+    before = torch.allclose(model(x), plain(x), atol=1e-6)
+    model.factor = plain.factor = 2.5
+    return before and model.factor == 2.5 and torch.allclose(model(x), plain(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(("policy", "plan"), [("dp", 1), ("tp", 2)])
+@pytest.mark.parametrize("fields", [{}, {"inference_only": True}])
+def test_attributes_are_those_of_the_module_inside(
+    tmp_path: Path, policy: str, plan: int, fields: dict[str, Any]
+) -> None:
+    assert run_ranks(rescaled, 2, args=(str(tmp_path), policy, plan, fields)) == [True, True]
