@@ -78,7 +78,6 @@ class ParallelOptimizer(Optimizer):
     _config: ComputeConfig
     _non_parallel_module_reducer: GradientReducer | None
     _synchronised: bool
-    _mean_parameters: list[torch.Tensor]
 
     def _join(
         self,
@@ -93,16 +92,10 @@ class ParallelOptimizer(Optimizer):
         for called in {module, *parts}:
             called.register_forward_pre_hook(self._begins)
         self.register_step_pre_hook(self._before_step)
-        of_means: set[int] = set()
-        for part in self._means:
-            of_means |= {id(parameter) for parameter in part.parameters()}
-        # Those of the optimizer: a module's own are others while its weights are gathered.
-        self._mean_parameters = [one for one in self._parameters() if id(one) in of_means]
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Synchronises the gradients that there are, and lets a closure synchronise those that it makes."""
-        self.sync_shard_grad()
-        self._let_go()
+        self._get_ready()
         me, *given = args
         named = {key: self._synchronising(value) for key, value in kwargs.items()}
         return (me, *(self._synchronising(value) for value in given)), named
@@ -113,13 +106,17 @@ class ParallelOptimizer(Optimizer):
 
         def run() -> Any:
             loss = closure()
-            self.sync_shard_grad()
+            self._get_ready()
             return loss
 
         return run
 
+    def _get_ready(self) -> None:
+        self.sync_shard_grad()
+        self._let_go()
+
     def _let_go(self) -> None:
-        """Lets go of weights that a forward pass has left gathered: the next one would compute with them."""
+        """Lets go of weights that a forward pass has left gathered: they have no gradients, and grow old with an update."""
         for part in self._parts:
             reshard(part.result.job.module)
 
@@ -127,7 +124,7 @@ class ParallelOptimizer(Optimizer):
         """A forward pass after gradients are synchronised: more of them come."""
         if torch.is_grad_enabled() and self._synchronised:
             self._synchronised = False
-            self._multiply(self._mean_parameters, 1 / self._config.num_units)
+            self._multiply_means(1 / self._config.num_units)
 
     @property
     def _means(self) -> list[ParallelModule]:
@@ -143,7 +140,7 @@ class ParallelOptimizer(Optimizer):
         for part in self._parts:
             job = part.result.job
             job.gradients.complete(job.module)
-        self._multiply(self._mean_parameters, self._config.num_units)
+        self._multiply_means(self._config.num_units)
         if self._non_parallel_module_reducer is not None:
             self._non_parallel_module_reducer.sync_grad()
         self._synchronised = True
@@ -242,6 +239,12 @@ class ParallelOptimizer(Optimizer):
             f"the state dict is of {count} parameters in {len(groups)} groups, which have no names; the module has {len(order)}, "
             f"of which this rank's optimizer has {len(own)}. Give what merge_state_dicts made, or a state dict of all parameters."
         )
+
+    def _multiply_means(self, factor: float) -> None:
+        if self._means:
+            self._let_go()
+        for part in self._means:
+            self._multiply(part.parameters(), factor)
 
     @staticmethod
     @torch.no_grad()

@@ -611,6 +611,32 @@ def test_gradients_of_a_closure_are_synchronised(tmp_path: Path, zero: bool) -> 
             assert torch.allclose(found[name], value, atol=1e-6), name
 
 
+def thawed(folder: str, zero: bool) -> dict[str, Any]:
+    """Weights of steps with parameters that join the optimizer late."""
+    module = Heavy()
+    model: Any = parallelize(module, {"x": batch(0, 0, 8)}, "dp", config_of(1, zero), gen_savedir=folder)
+    parameters: list[Any] = []
+
+    def of_up(given: Any, **options: Any) -> torch.optim.Optimizer:
+        for one in given:  # groups, where tensors of several kinds are not updated together
+            parameters.extend(one["params"] if isinstance(one, dict) else [one])
+        return torch.optim.SGD(parameters[:2], **options)
+
+    optimizer = build_optimizer(model, of_up, lr=0.1)
+    optimizer.add_param_group({"params": parameters[2:]})
+    steps(model, optimizer, [unit_of(1)], 8)
+    return whole(model)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_parameters_that_join_late(tmp_path: Path, zero: bool) -> None:
+    plain = Heavy()
+    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), list(range(UNITS)), 8)
+    for found in run_ranks(thawed, UNITS, args=(str(tmp_path), zero)):
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(found[name], value, atol=1e-6), name
+
+
 class Scaled(Heavy):
     """Reads an attribute that users change."""
 
