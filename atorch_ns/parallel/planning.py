@@ -66,9 +66,11 @@ def planned(
     Raises:
         InputError: if the policy cannot do what the config asks for, or no plan fits.
     """
+    staged = False
     if isinstance(policy, str):
         division = division_by(policy, config)
-        if policy == "autodist" and division.num_stages > 1:
+        staged = policy == "autodist" and division.num_stages > 1
+        if staged:
             division = _in_stages(module, sample, division, config, cluster)
     else:
         division = _by_function(module, sample, policy, config, cluster)
@@ -103,7 +105,7 @@ def planned(
         torch.device(cluster.device),
     )
     path = config.pas_config.get("save_plan_path")
-    if path is not None:
+    if path is not None and not staged:  # which has been written, though one stage was best
         found.plan.write(path)
     if config.pas_config.get("verbose"):
         log.info("%s\n%s", found.note, found.plan.describe())
@@ -212,9 +214,8 @@ def _read_stages(path: str, asked: Division) -> Division:
     try:
         plan = json.loads(Path(path).read_text("utf-8"))
         starts, again, operators = plan["stages_begin_with"], plan["recompute"], plan["operators"]
-        fits = isinstance(starts, list) and len(again) == len(starts) + 1
-        if not fits or not isinstance(operators, (dict, type(None))):
-            raise ValueError("it says how many stages there are in two ways")
+        if not isinstance(operators, (dict, type(None))) or len(again) != len(starts) + 1:
+            raise ValueError("recompute needs a number for each stage, and operators a plan or null")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"load_plan_path: {path} holds no plan of stages, as save_plan_path writes one: {error_text(error)}"

@@ -306,6 +306,18 @@ def test_a_plan_of_stages_is_saved_and_loaded(tmp_path: Path) -> None:
     )
 
 
+def test_a_plan_of_stages_is_one_where_one_stage_is_best_too(tmp_path: Path) -> None:
+    saved = str(tmp_path / "stages.json")
+    # A pivot before which there is next to nothing.
+    staged = {"pipeline_nmicros": 1, "pipeline_pivots": "layers.1"}
+    problem, made = plan_of(tmp_path / "saved", {**staged, "save_plan_path": saved})
+    assert problem == ""
+    assert json.loads(Path(saved).read_text())["stages_begin_with"] == []
+    problem, loaded = plan_of(tmp_path / "loaded", {**staged, "load_plan_path": saved})
+    assert problem == ""
+    assert loaded[0] == made[0]
+
+
 def test_a_pipeline_for_inference_alone(tmp_path: Path) -> None:
     settings = {"pipeline_nmicros": 2, "pipeline_scheduler": "infer_pipe"}
     assert "set inference_only=True" in made_by("pp", tmp_path, pas_config=settings)
