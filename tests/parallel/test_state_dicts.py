@@ -94,8 +94,11 @@ def states_of(policy: str, plan: int, fields: dict[str, Any]) -> Any:
     )
     with pytest.raises(CheckpointError, match="under another plan"):
         other.load_state_dict(module.state_dict())
-    with pytest.raises(InputError, match="stride_size=3 does not divide"):
-        broadcast_weights(module, 3)
+    for stride in (3, -1):
+        with pytest.raises(InputError, match=f"stride_size={stride} does not divide"):
+            broadcast_weights(module, stride)
+    with pytest.raises(InputError, match="no state dict of an optimizer"):
+        optimizer.load_state_dict({})
     return module.state_dict(), optimizer.state_dict()
 
 
@@ -109,6 +112,8 @@ def test_incomplete_ones_are_refused() -> None:
         merge_state_dicts([modules[0], modules[0]])
     with pytest.raises(InputError, match="got none"):
         merge_state_dicts([])
+    with pytest.raises(InputError, match="got one alone"):
+        merge_state_dicts(modules[0])
     with pytest.raises(InputError, match="has none in it"):
         merge_state_dicts([module_of("mlp").state_dict()])
     changed = {**modules[1], "layers.0.weight": modules[0]["layers.0.weight"] + 1}
