@@ -38,6 +38,7 @@ from atorch_ns.torch_compat import (
     found_inf_tensors,
     graph_breaks,
     group_timeout,
+    has_gradient_hooks,
     in_backward,
     inner_hooks,
     is_strided_shard,
@@ -394,6 +395,15 @@ def test_inner_hooks_are_those_below_a_module() -> None:
         ("1", "_forward_hooks", 1),
         ("1", "_forward_hooks_with_kwargs", 1),
     )
+
+
+def test_hooks_on_a_gradient_are_seen() -> None:
+    one, other, plain = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    handle = one.register_hook(lambda gradient: gradient)
+    other.register_post_accumulate_grad_hook(lambda _: None)
+    assert [has_gradient_hooks(each) for each in (one, other, plain)] == [True, True, False]
+    handle.remove()
+    assert not has_gradient_hooks(one)
 
 
 def test_branches_that_depend_on_data_count_as_breaks() -> None:

@@ -127,9 +127,7 @@ def _plan_operators(
     args, kwargs = call_arguments(known, batch, None if how == "none" else how)
     device = torch.device("cpu")
     shallow = capture_shallow(known.train(), args, kwargs, device=device)
-    parameters = next(iter(known.parameters()), None)
-    dtype = "float32" if parameters is None else str(parameters.dtype).removeprefix("torch.")
-    prices = Prices.on(place, degree, dtype)
+    prices = Prices.of(known, place, degree)
     limit = gibibytes(memory_limit)
     solved = solved_plan(
         shallow.graph,
@@ -143,7 +141,7 @@ def _plan_operators(
         typer.echo(solved.plan.text, nl=False)
     else:
         typer.echo(
-            f"{type(known).__name__} in {dtype} on {degree} ranks: {solved.text}\n"
+            f"{type(known).__name__} in {prices.compute_dtype} on {degree} ranks: {solved.text}\n"
             f"Figures of the device: {prices.device.source}.\n\n{solved.plan.describe()}\n\n"
             f"The longest operators (predicted)\n{costs_text(solved.costs, top=top)}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from atorch_ns.torch_compat import plain_name
 
 INNER = "_parallelized"
 """The attribute under which a parallel module holds what runs; state dicts do not name it."""
+
+STEP = "a step of a parallel module"
+"""What failures of a loop's forward passes and synchronisations are shared under."""
 
 
 class ParallelModule(nn.Module):
@@ -33,6 +36,7 @@ class ParallelModule(nn.Module):
     Attributes:
         compute_config: what it was made for.
         result: what the strategy has made of it, with the report: ``print(module.result.report)``.
+        num_calls: how often it was called.
     """
 
     compute_config: ClassVar[ComputeConfig]
@@ -47,12 +51,14 @@ class ParallelModule(nn.Module):
                 "parallelize makes the classes that can be instantiated; ParallelModule is their base."
             )
         self.__dict__["result"] = make(init_params)
+        self.__dict__["num_calls"] = 0
         self.add_module(INNER, self.result.job.module)
         self.train(self.result.job.module.training)
         self.register_state_dict_post_hook(_name_pieces)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_pieces)  # type: ignore[no-untyped-call]
 
     result: Result
+    num_calls: int
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of this module, or of the one inside."""
@@ -81,7 +87,9 @@ class ParallelModule(nn.Module):
             raise StepError(
                 f"{type(self).__name__} is end to end (use_end2end=True): call train_step(samples) or infer_step(samples)."
             )
-        return self.get_submodule(INNER)(*args, **kwargs)
+        self.num_calls += 1
+        with self.result.job.cluster.sharing_failures(STEP, turn=self.num_calls):
+            return self.get_submodule(INNER)(*args, **kwargs)
 
     def train_step(
         self,
@@ -121,6 +129,19 @@ class ParallelModule(nn.Module):
         """The outputs of samples, without gradients and in evaluation mode; collective."""
         self._require_end2end("infer_step")
         return list(self.result.train_step.infer(samples).outputs or ())
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Refuses moves and casts, which parts of parameters that ranks share do not survive."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            own = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+            made = fn(own)
+            if (made.dtype, made.device, made.is_shared()) != (tensor.dtype, tensor.device, own.is_cuda):
+                raise StepError(
+                    f"a {type(self).__name__} stays in the dtype, memory and device that it was made in: give parallelize "
+                    f"module_dtype=, and start a process for each device; a {tensor.dtype} tensor on {tensor.device} would become "
+                    f"{made.dtype} on {made.device}."
+                )
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StepError(

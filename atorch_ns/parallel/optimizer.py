@@ -16,9 +16,10 @@ from atorch_ns.job.gradients import clip_gradients
 from atorch_ns.job.reducer import BucketHook, GradientReducer
 from atorch_ns.job.states import reshard
 from atorch_ns.parallel.config import ComputeConfig
-from atorch_ns.parallel.module import ParallelModule, named_parameters, parallel_modules
+from atorch_ns.parallel.module import STEP, ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
 from atorch_ns.sharding.rank_context import local_part
+from atorch_ns.torch_compat import has_gradient_hooks
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -91,25 +92,19 @@ class ParallelOptimizer(Optimizer):
         self._synchronised = False
         for called in {module, *parts}:
             called.register_forward_pre_hook(self._begins)
-        self.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Synchronises the gradients that there are, and lets a closure synchronise those that it makes."""
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Updates, after :meth:`sync_shard_grad`; of a closure's gradients too. Collective."""
         self._get_ready()
-        me, *given = args
-        named = {key: self._synchronising(value) for key, value in kwargs.items()}
-        return (me, *(self._synchronising(value) for value in given)), named
+        if closure is None:
+            return super().step(**kwargs)
 
-    def _synchronising(self, closure: Any) -> Any:
-        if not callable(closure):
-            return closure
-
-        def run() -> Any:
+        def synchronised() -> Any:
             loss = closure()
             self._get_ready()
             return loss
 
-        return run
+        return super().step(synchronised, **kwargs)
 
     def _get_ready(self) -> None:
         self.sync_shard_grad()
@@ -122,6 +117,7 @@ class ParallelOptimizer(Optimizer):
 
     def _begins(self, *_: Any) -> None:
         """A forward pass after gradients are synchronised: more of them come."""
+        _refuse_gradient_hooks(self._parts)
         if torch.is_grad_enabled() and self._synchronised:
             self._synchronised = False
             self._multiply_means(1 / self._config.num_units)
@@ -137,12 +133,14 @@ class ParallelOptimizer(Optimizer):
         """Sums gradients over the scale units; nothing if that is done. Collective."""
         if self._synchronised:
             return
-        for part in self._parts:
-            job = part.result.job
-            job.gradients.complete(job.module)
-        self._multiply_means(self._config.num_units)
-        if self._non_parallel_module_reducer is not None:
-            self._non_parallel_module_reducer.sync_grad()
+        turn = max(part.num_calls for part in self._parts)
+        with self._parts[0].result.job.cluster.sharing_failures(STEP, turn=turn):
+            for part in self._parts:
+                job = part.result.job
+                job.gradients.complete(job.module)
+            self._multiply_means(self._config.num_units)
+            if self._non_parallel_module_reducer is not None:
+                self._non_parallel_module_reducer.sync_grad()
         self._synchronised = True
 
     def scale_grads(self, scale: float) -> None:
@@ -164,8 +162,10 @@ class ParallelOptimizer(Optimizer):
         Returns:
             The norm before clipping, 0-d, the same on every rank.
         """
-        self.sync_shard_grad()
         limit = float("inf") if max_norm is None else max_norm
+        if not limit > 0.0:
+            raise InputError(f"clip_gnorm needs a positive norm, or None to clip nothing; it got {max_norm}.")
+        self.sync_shard_grad()
         if isinstance(self._module, ParallelModule):
             return self._module.result.job.gradients.clip(self._parameters(), limit, 2.0)
         return clip_gradients(self._parameters(), limit)
@@ -287,6 +287,18 @@ def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
         return part_of(value, parameter) if value.shape == parameter.shape else value
     fits = value.dim() and value.shape == local_part(parameter).shape
     return as_part(value, parameter) if fits else value
+
+
+def _refuse_gradient_hooks(parts: Iterable[ParallelModule]) -> None:
+    """Refuses hooks that would not be called: ``fully_shard`` gives each rank its part of a gradient past them."""
+    for part in parts:
+        if part.result.job.gradients.reducer is None and part.compute_config.num_units > 1:
+            for name, parameter in named_parameters(part):
+                if has_gradient_hooks(parameter):
+                    raise InputError(
+                        f"{name} has a hook on its gradient, which is not called with use_zero; change gradients between "
+                        "sync_shard_grad() and step(), or leave use_zero out."
+                    )
 
 
 def _parallel_class(kind: type) -> type:

@@ -27,6 +27,7 @@ from atorch_ns.parallel.policies import POLICIES
 from atorch_ns.parallel.saved import Made, PlanFolder
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import did_you_mean, with_article
+from atorch_ns.torch_compat import has_gradient_hooks
 
 E = TypeVar("E", bound=Enum)
 
@@ -76,6 +77,8 @@ def parallelize(
     given = module_or_module_class
     if isinstance(given, ParallelModule) or (isinstance(given, type) and issubclass(given, ParallelModule)):
         return given
+    if not isinstance(load_module, bool):
+        raise InputError(f"load_module is True or False; it is {load_module!r}.")
     cluster = Cluster.detect()
     if load_module:
         join_process_group(cluster)
@@ -159,6 +162,12 @@ class _Source:
             raise InputError(
                 f"this {type(module).__qualname__} has been made parallel already, and was changed for that: use what parallelize "
                 "returned, or parallelize its class to make several."
+            )
+        hooked = next((name for name, one in module.named_parameters() if has_gradient_hooks(one)), None)
+        if hooked is not None:
+            raise InputError(
+                f"{hooked} has a hook on its gradient, which does not go with it to its parts: register it on the parallel module's "
+                "parameters."
             )
         if dtype is not None:
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -100,7 +100,7 @@ def planned(
             memory_bytes=settings["memory_gib"] * 2**30 if "memory_gib" in settings else None,
             recomputed=division.recompute is not None,
         ),
-        Prices.on(cluster, degree, _dtype(module)),
+        Prices.of(module, cluster, degree),
         _states(config),
         torch.device(cluster.device),
     )
@@ -138,11 +138,6 @@ def _captured(
     args, kwargs = call_arguments(module, sample, None if config.use_end2end else "unpack_dict")
     with modes_kept(module):
         return capture_shallow(module.train(), args, kwargs, device=torch.device(cluster.device), units=units)
-
-
-def _dtype(module: nn.Module) -> str:
-    parameter = next(module.parameters(), None)
-    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
 
 
 def _states(config: ComputeConfig) -> States:
@@ -187,7 +182,7 @@ def _in_stages(
         shallow,
         units,
         task,
-        lambda degree: Prices.on(cluster, degree, _dtype(module)),
+        lambda degree: Prices.of(module, cluster, degree),
         _states(config),
         torch.device(cluster.device),
         pivots=pivots,

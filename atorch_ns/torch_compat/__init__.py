@@ -51,6 +51,7 @@ from atorch_ns.torch_compat.fake import (
 )
 from atorch_ns.torch_compat.modules import (
     checkpoint_wrapper,
+    has_gradient_hooks,
     inner_hooks,
     is_stand_in,
     persistent_buffers,
@@ -81,6 +82,7 @@ __all__ = [
     "found_inf_tensors",
     "graph_breaks",
     "group_timeout",
+    "has_gradient_hooks",
     "has_matrix_tiles",
     "in_backward",
     "inner_hooks",

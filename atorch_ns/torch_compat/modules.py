@@ -82,6 +82,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something waits for a parameter's gradient: ``register_hook`` or ``register_post_accumulate_grad_hook``."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",

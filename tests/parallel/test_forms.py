@@ -376,6 +376,7 @@ class Needy(nn.Module):
         ({"broadcast_strategy": "al"}, "Did you mean 'all'?"),
         ({"broadcast_strategy": "all"}, "needs a process group"),
         ({"load_module": True}, "there are 1 ranks"),
+        ({"load_module": "no"}, "load_module is True or False"),
         ({"gen_savedir": "/proc/nothing"}, "gen_savedir: the folder"),
         ({"instance_name": "../x"}, "must be a plain name"),
         ({"instance_name": 3}, "must be a plain name"),

@@ -94,4 +94,12 @@ def _in_modes(target: Target, modes: tuple[tuple[Any, ...], ...]) -> Target:
                     stack.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache))
             return target(*args, **kwargs)
 
+    kept = tuple(mode for mode in modes if mode[0] == "grad")
+    if kept != modes:
+        call.without_autocast = _in_modes(target, kept)  # type: ignore[attr-defined]
     return call
+
+
+def without_autocast(target: Any) -> Any:
+    """What runs an operator, outside of the autocast regions that it is called in."""
+    return getattr(target, "without_autocast", target)

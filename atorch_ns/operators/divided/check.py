@@ -1,8 +1,8 @@
 """Check of a division: the divided graph on simulated ranks against the whole one, operator by operator.
 
 Both run on the same values: integers of the sample, random floats for parameters (ones and zeros make wrong rules look
-right). Random operators pass their input on. The first operator whose results differ is named, or, where all results are
-equal, the last whose gradients do.
+right), in fp32 and, where they differ, once more in fp64. Random operators pass their input on. The first operator whose
+results differ is named, or, where all results are equal, the last whose gradients do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
-from atorch_ns.operators.divided.calls import is_random, runnable
+from atorch_ns.operators.divided.calls import is_random, runnable, without_autocast
 from atorch_ns.operators.divided.conversions import Need, converted, local_shape
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.graph.graph import Operator
@@ -51,13 +51,30 @@ def check_division(
     Raises:
         InputError: naming the operator that is the first to differ, by its result or its gradient.
     """
+    made = pieces(division) if run is None else run
+    try:
+        _check_in(torch.float32, division, model, tensors, device, made)
+    except InputError as differs:
+        try:  # not by what fp32 rounds
+            _check_in(torch.float64, division, model, tensors, device, made)
+        except InputError:
+            raise differs from None
+
+
+def _check_in(
+    dtype: torch.dtype,
+    division: Division,
+    model: nn.Module,
+    tensors: Sequence[torch.Tensor],
+    device: torch.device,
+    made: Sequence[Piece],
+) -> None:
     with random_states_kept(device):
         torch.manual_seed(0)
-        states = _states(division, model, device)
-        inputs = [_in_full_precision(tensor.to(device)) for tensor in tensors]
-        whole = _run_whole(division, states, inputs)
-        made = pieces(division) if run is None else run
-        ranks = [_Record() for _ in range(division.degree)]
+        states = _states(division, model, device, dtype)
+        inputs = [_as_float(tensor.to(device), dtype) for tensor in tensors]
+        whole = _run_whole(division, states, inputs, dtype)
+        ranks = [_Record(dtype) for _ in range(division.degree)]
 
         def run_rank(group: Any) -> None:
             _run_rank(division, made, states, inputs, whole.cotangents, group, ranks[group.rank()])
@@ -72,8 +89,9 @@ def check_division(
 
 @dataclass
 class _Record:
-    """The values of a run by the whole graph's nodes, and the gradients of parameters by name."""
+    """The values of a run in one dtype by the whole graph's nodes, and the gradients of parameters by name."""
 
+    dtype: torch.dtype
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     cotangents: list[torch.Tensor | None] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -85,7 +103,9 @@ class _Record:
             self.values[node] = value
 
 
-def _states(division: Division, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+def _states(
+    division: Division, model: nn.Module, device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Values for parameters, buffers and constants, by the names of their placeholders."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     found = {}
@@ -97,11 +117,11 @@ def _states(division: Division, model: nn.Module, device: torch.device) -> dict[
                 if len(shape) < 2
                 else torch.randn(shape, device=device)
             )
-            found[node.name] = value / shape[-1] ** 0.5 if len(shape) > 1 else value
+            found[node.name] = _as_float(value / shape[-1] ** 0.5 if len(shape) > 1 else value, dtype)
         elif origin.kind == "buffer":
-            found[node.name] = _in_full_precision(buffers[origin.name].detach().to(device))
+            found[node.name] = _as_float(buffers[origin.name].detach().to(device), dtype)
         elif origin.kind == "constant":
-            found[node.name] = _in_full_precision(division.graph.captured.constants[origin.name].to(device))
+            found[node.name] = _as_float(division.graph.captured.constants[origin.name].to(device), dtype)
     return found
 
 
@@ -117,7 +137,8 @@ class _Quiet(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         one = self._calls.get(self._numbers[n])
-        args, kwargs = fx.node.map_aggregate(self.fetch_args_kwargs_from_env(n), _in_full_precision)
+        given = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = fx.node.map_aggregate(given, lambda value: _as_float(value, self._record.dtype))
         try:
             result = self._result(n, one, args, kwargs)
         except InputError:
@@ -143,16 +164,15 @@ class _Quiet(fx.Interpreter):
         if one is not None and is_random(one) and n.target is not operator.getitem:
             return _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
         if one is not None and n.target is one.call.operator:
-            return runnable(one, one.call.whole)[0](*args, **kwargs)
-        return getattr(self, n.op)(n.target, args, kwargs)
+            return without_autocast(runnable(one, one.call.whole)[0])(*args, **kwargs)
+        return getattr(self, n.op)(without_autocast(n.target), args, kwargs)
 
 
-def _in_full_precision(value: Any) -> Any:
-    """fp32 in place of a lower precision, a dtype or a tensor's, whose rounding would hide what differs."""
-    low = (torch.bfloat16, torch.float16)
+def _as_float(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or a dtype, in ``dtype`` if it is a floating-point one: rounding of a lower one would hide what differs."""
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in low else value
-    return torch.float32 if value in low else value
+        return value.to(dtype) if value.is_floating_point() else value
+    return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 def _is_group(value: Any) -> bool:
@@ -172,9 +192,9 @@ def _without_chance(one: Operator, args: list[Any], kwargs: Mapping[str, Any]) -
 
 
 def _run_whole(
-    division: Division, states: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]
+    division: Division, states: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> _Record:
-    graph, record = division.graph, _Record()
+    graph, record = division.graph, _Record(dtype)
     nodes = list(graph.captured.graph.nodes)
     calls = {
         number: producer[0] for number, node in enumerate(nodes) if (producer := graph.producers.get(node))

@@ -19,7 +19,12 @@ from atorch_ns.operators.divided.conversions import Need, converted
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.graph.capture import Captured, CaptureError, capture, filled, flat_arguments
 from atorch_ns.operators.graph.graph import OperatorGraph
-from atorch_ns.operators.graph.python_state import PythonState, carry_state
+from atorch_ns.operators.graph.python_state import (
+    PythonState,
+    UnrepeatableError,
+    carry_state,
+    refuse_hooks,
+)
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.text import first_few
@@ -102,6 +107,13 @@ class DividedForward:
         tensors: Sequence[torch.Tensor],
         structure: Any,
     ) -> _Pass:
+        try:
+            refuse_hooks((plain_name(path), part) for path, part in model.named_modules() if path)
+        except UnrepeatableError as error:
+            raise CallError(
+                f"{type(model).__name__} runs by its operators: {error}. Register it before, on a model that is left whole there, or "
+                "on the whole model."
+            ) from None
         states = self._states(model)
         stale: list[tuple[PythonState, _Pass]] = []
         for known, attributes, found in self._passes:

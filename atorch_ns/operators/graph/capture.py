@@ -202,7 +202,7 @@ def capture(
     shapes = tuple({0: Dim.AUTO} if tensor.dim() and tensor.shape[0] != 1 else None for tensor in tensors)
     try:
         with random_states_kept(device), caches_off(flat.inner, always=True), quiet_fake_kernels():
-            refuse_hooks(flat.inner.named_modules(), ("torch.", "atorch_ns."))
+            refuse_hooks(flat.inner.named_modules())
             try:
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
             except Exception as error:

@@ -19,6 +19,7 @@ from atorch_ns.torch_compat import plain_name, refusing_autograd_functions, unwr
 _OF_MODULES = frozenset((*vars(nn.Module()), "training"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _MISSING = object()
+_OURS = ("torch.", "atorch_ns.", "opt_lib.")  # where the hooks that methods register come from
 
 
 class UnrepeatableError(Exception):
@@ -198,11 +199,8 @@ def repeatable(model: nn.Module) -> Iterator[None]:
         )
 
 
-def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], ours: Sequence[str]) -> None:
+def refuse_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuses forward hooks of the user's on modules that a graph stands for: their side effects would be lost.
-
-    Args:
-        ours: modules of Python whose hooks belong to the capture.
 
     Raises:
         UnrepeatableError: naming the module.
@@ -210,7 +208,7 @@ def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], ours: Sequence[str]) 
     for path, module in modules:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             home = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
-            if not home.startswith(tuple(ours)):
+            if not home.startswith(_OURS):
                 raise UnrepeatableError(f"{path} has a forward hook, which a graph would not call")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -119,6 +120,12 @@ class Prices:
     groups: Groups
     degree: int
     compute_dtype: str
+
+    @classmethod
+    def of(cls, model: nn.Module, cluster: Cluster, degree: int) -> Prices:
+        """As :meth:`on`, in the dtype of a model's first parameter."""
+        dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        return cls.on(cluster, degree, str(dtype).removeprefix("torch."))
 
     @classmethod
     def on(cls, cluster: Cluster, degree: int, compute_dtype: str) -> Prices:

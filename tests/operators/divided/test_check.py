@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from atorch_ns.errors import InputError
 from atorch_ns.operators import OperatorPlan, Shallow, capture_shallow, division_of, random_plan
+from atorch_ns.operators.divided import check as check_module
 from atorch_ns.operators.divided.check import check_division
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.rules.rule import Rule
@@ -110,7 +111,31 @@ class Counted(torch.nn.Module):
         return self.out(x) * (x > 0).sum().item()
 
 
-@pytest.mark.parametrize("kind", [Frozen, Alias, Recurrent, Complex, Counted])
+class Cast(torch.nn.Module):
+    """An autocast region, in which results are rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: torch.Tensor = self.down(self.up(x).relu())
+        return found.float()
+
+
+def test_what_fp32_rounds_is_judged_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+    whole = check_module._check_in
+    monkeypatch.setattr(check_module, "TOLERANCE", 1e-12)
+    monkeypatch.setattr(
+        check_module, "_check_in", lambda dtype, *rest: (judged.append(dtype), whole(dtype, *rest))
+    )
+    check("llama", division("llama", random_plan(captured("llama")[0].graph, DEGREE, 0)))
+    assert judged == [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("kind", [Frozen, Alias, Recurrent, Complex, Counted, Cast])
 def test_random_plans_of_odd_operators_are_right(kind: type[torch.nn.Module]) -> None:
     model, x = kind(), torch.randn(4, 8, 4)
     shallow = capture_shallow(model, (x,), {}, device=CPU)

@@ -64,6 +64,36 @@ def test_the_captured_graph_computes_what_the_model_does(name: str) -> None:
     assert "torch.ops.aten" in forward.code
 
 
+class _Scaled(nn.Module):
+    """A layer times an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x) * self.scale
+        return found
+
+
+def test_an_attribute_that_changes_in_each_step_leaves_a_warning() -> None:
+    model, x = _Scaled(), torch.randn(2, 4)
+    own = copy.deepcopy(model)
+
+    def work(group: Any) -> int:
+        forward = attached(own, group)
+        for step in range(12):
+            own.scale = model.scale = float(step)
+            assert torch.equal(own(x), model(x))
+        return len(forward._passes)
+
+    with pytest.warns(
+        UserWarning, match="captured 9 times for calls of the same shapes, since scale changes"
+    ):
+        (kept,) = simulate(1, work, CPU)
+    assert kept <= 9
+
+
 def test_any_number_of_samples_fits_and_other_lengths_are_captured_anew() -> None:
     model, _ = network("llama")
     own = copy.deepcopy(model)
