@@ -66,7 +66,7 @@ def attach_optimizer(
 
     optimizer = job.cluster.agree(make, what="attaching the optimizer")
     result.train_step.optimizer = optimizer
-    return result.with_optimizer(optimizer)
+    return result.having(optim=optimizer)
 
 
 def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:

@@ -17,6 +17,7 @@ from atorch_ns.cli import (
     report,
     search,
     strategy,
+    train,
     verify,
 )
 from atorch_ns.cli._failures import (
@@ -42,6 +43,7 @@ app.command("plan")(plan.plan)
 app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
+app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train.train)
 app.command("explain")(report.explain)
 app.command("report")(report.report)
 app.command("diff")(estimate.diff)

@@ -152,9 +152,9 @@ class Result(_Fields):
         result.make_report = make_applied
         return result
 
-    def with_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Result:
-        """The same objects with another optimizer."""
-        fields = {**self._asdict(), "optim": optimizer}
+    def having(self, **changed: Any) -> Result:
+        """The same objects with others in some fields."""
+        fields = {**self._asdict(), **changed}
         result = Result.of(train_step=self.train_step, make_applied=self.make_applied, job=self.job, **fields)
         result.make_report = self.make_report
         return result

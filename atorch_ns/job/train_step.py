@@ -176,24 +176,26 @@ class TrainStep:
         self,
         samples: Sequence[Any],
         *,
+        reduction: Reduction = "sum",
         dummies: Sequence[bool] | None = None,
         scale_fn: LossScale | None = None,
+        outputs: bool = True,
     ) -> StepOutput:
         """The phases ``zero`` and ``forward_backward`` on micro-batches of one's own, for a loop that goes on itself.
 
-        Gradients are those of the sum of the losses of all micro-batches of all data ranks, once ``reduce`` has run.
-        The arguments are those of :meth:`micro_steps`.
+        Gradients are those of the sum, or mean, of the losses of all micro-batches of all data ranks, once ``reduce`` has
+        run. The arguments are those of :meth:`micro_steps`.
         """
-        with self._sharing_failures():
+        with self.sharing_failures():
             self.zero()
             work = self._weighed(
                 samples,
                 weights=None,
                 losses="means",
-                reduction="sum",
+                reduction=reduction,
                 dummies=dummies,
                 functions={"scale_fn": scale_fn},
-                outputs=True,
+                outputs=outputs,
             )
             return _arrived(self._forward_backward(work))
 
@@ -201,7 +203,7 @@ class TrainStep:
         self, work: Callable[[], StepWork], divisor: Callable[[StepOutput], float] | None = None
     ) -> StepOutput:
         self._require()
-        with self._sharing_failures():
+        with self.sharing_failures():
             self.times.start()
             self.zero()
             found, loss_arrives = self._forward_backward(work())
@@ -227,7 +229,7 @@ class TrainStep:
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
-        with self._sharing_failures():
+        with self.sharing_failures():
             return _arrived(self._forward_backward(self._mean_of(batch))).loss
 
     def reduce(self) -> None:
@@ -286,7 +288,9 @@ class TrainStep:
             raise StepError("evaluate needs loss_func; pass it to auto_accelerate.")
         return self._evaluated(lambda: self._mean_of(batch)).loss
 
-    def infer(self, samples: Sequence[Any], *, outputs: bool = True) -> StepOutput:
+    def infer(
+        self, samples: Sequence[Any], *, dummies: Sequence[bool] | None = None, outputs: bool = True
+    ) -> StepOutput:
         """The losses and outputs of micro-batches without training on them; collective.
 
         The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without a loss function
@@ -298,7 +302,7 @@ class TrainStep:
             weights=None,
             losses="means",
             reduction="mean",
-            dummies=None,
+            dummies=dummies,
             functions={},
             outputs=outputs,
         )
@@ -306,7 +310,7 @@ class TrainStep:
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        with self._sharing_failures():
+        with self.sharing_failures():
             for observer in tuple(self._watching.get(("before", phase), ())):
                 observer()
             yield
@@ -314,8 +318,8 @@ class TrainStep:
                 observer()
 
     @contextmanager
-    def _sharing_failures(self) -> Iterator[None]:
-        """Around a step, or a phase that a loop calls by itself: a failure of one rank ends all."""
+    def sharing_failures(self) -> Iterator[None]:
+        """Around a step that a loop makes of phases, with what it does between them: a failure of one rank ends all."""
         if self._is_shared:
             yield
             return
@@ -371,7 +375,7 @@ class TrainStep:
         for root in roots:
             root.eval()
         try:
-            with self._sharing_failures(), self._context(work := make_work()):
+            with self.sharing_failures(), self._context(work := make_work()):
                 passed = self._inferred(work) if self._runner is None else self._runner.forward(work)
                 return _arrived(self._output(work, passed))
         finally:

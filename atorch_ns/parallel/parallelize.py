@@ -291,7 +291,7 @@ def _applied(
                     parameter.fill_(float("nan"))
     inputs = Inputs(
         model=module,
-        loss_func=functools.partial(_own_loss, type(module).__qualname__) if config.use_end2end else None,
+        loss_func=functools.partial(own_loss, type(module).__qualname__) if config.use_end2end else None,
         model_input_format=None if config.use_end2end else "unpack_dict",
         sample_batch=source.sample,
         sample_is_micro_batch=True,
@@ -308,7 +308,7 @@ def _applied(
     return result
 
 
-def _own_loss(name: str, _: Any, output: Any) -> Any:
+def own_loss(name: str, _: Any, output: Any) -> Any:
     """The loss of an end-to-end module: what is called so in its results, or the first of them."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if named is None else named

@@ -44,6 +44,8 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("strategy diff", ("fine.json", "missing.json"), 2, "no such strategy file"),
     ("strategy convert", ("missing.yaml", "out.json"), 2, "cannot be read"),
     ("explain", ("missing.json",), 2, "no such file"),
+    ("train", ("-f", "missing.yaml"), 2, "cannot read missing.yaml"),
+    ("train", ("-f", "config.yaml", "max_epochs", "2"), 2, "'max_epochs' is no override"),
     ("report", ("missing.json",), 2, "missing.json"),
     ("diff", ("missing.json", "fine.json"), 2, "Methods by name: fsdp,checkpoint (missing.json)"),
     ("history", ("missing.journal",), 2, "is not there"),

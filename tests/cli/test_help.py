@@ -26,7 +26,7 @@ from tests.search.history.test_history import CANDIDATES, TRUTH, begin
 from tests.warm import COLD_PYTHON
 
 _CODE = "from atorch_ns.cli import main; main()"
-_READING = set(VERBS) - {"launch", "engine serve"}
+_READING = set(VERBS) - {"launch", "train", "engine serve"}
 """Verbs whose answer a program may want to read; the others have a program's output, or run until they are ended."""
 _FEWER = {"search": ["--max-trials", "1"], "doctor": ["--only", "disk"], "plan": ["--top", "1"]}
 """Said with an example, for it to end soon."""
@@ -92,6 +92,32 @@ def test_the_package_takes_a_third_of_a_second_beyond_torch() -> None:
     assert _cpu_seconds("import atorch_ns") < 0.3
 
 
+TRAINED = """
+import torch
+from torch import nn
+
+
+class Trained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+class Numbers:
+    def __init__(self, size):
+        self.size = size
+
+    def __getitem__(self, place):
+        return torch.full((4,), float(place))
+
+    def __len__(self):
+        return self.size
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every file that an example names."""
@@ -103,6 +129,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Strategy(["zero1"]).save(tmp_path / "new.json")
     TrainingReport(search=searched()).save(tmp_path / "report.json")
     config = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
+    (tmp_path / "config.yaml").write_text(
+        "max_train_steps: 2\nmodel: {type: job.Trained}\noptimizer: {type: torch.optim.SGD, args: {lr: 0.1}}\n"
+        "dataset: {type: job.Numbers, train_args: {size: 4}}\n"
+    )
+    (tmp_path / "job.py").write_text(TRAINED)
     (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
     world, history = World(TRUTH), History(tmp_path / "history.journal")
     history.conclude(world.search(CANDIDATES, search=begin(world, history)))
@@ -116,6 +147,7 @@ def test_the_example_runs(folder: Path, run: Run, inline_ranks: None, verb: str)
         done = run(*shlex.split(_example(verb))[1:], *_FEWER.get(verb, []))
     finally:
         sys.modules.pop("train", None)
+        sys.modules.pop("job", None)
     assert done.returncode == _CODES.get(verb, 0), done.stderr
     assert done.stdout or "report written to" in done.stderr
 

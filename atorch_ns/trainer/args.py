@@ -1,0 +1,404 @@
+"""TrainerArgs and its parts: everything that a Trainer is told, from Python or from a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from atorch_ns.errors import InputError
+from atorch_ns.parallel import ComputeConfig
+from atorch_ns.text import counted
+
+Named = str | Callable[..., Any] | None
+"""A class or function, or its name: ``pkg.mod.Name``, ``pkg.mod:Name`` or ``file.py:Name``."""
+
+PrecisionName = Literal["fp32", "fp16", "bf16", "none"]
+Precision = PrecisionName | dict[Literal["param", "buffer", "input"], PrecisionName] | None
+
+
+class _Strict:
+    """Read strictly: a key that nobody knows is an error."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+@dataclass
+class OptionalComputeConfig(_Strict):
+    """What the :class:`~atorch_ns.ComputeConfig` of one parallel module has in place of the trainer's; ``None`` for the same."""
+
+    constant_folding: bool | None = None
+    trace_strategy: str | None = None
+    use_zero: bool | None = None
+    zero_ngroups: int | None = None
+    zero_use_reduce_scatter: bool | None = None
+    use_async_reducer: bool | None = None
+    reducer_bucket_cap_mb: float | None = None
+    pas_config: dict[str, Any] | None = None
+    user_config: dict[str, Any] | None = None
+
+
+@dataclass
+class ModuleParallelizeConfig(_Strict):
+    """A class of modules inside of the model that is parallelized in the place of the whole.
+
+    Attributes:
+        type: the class; every module of it in the model is replaced, and keeps its weights.
+        args: accepted; modules are made by the model.
+        forward_args_gen_fn: ``(trainer_args) -> dummy arguments of forward by name``.
+        tracing_from_weights: file of weights that all modules of the class begin with.
+        tracing_from_weights_prefix: in its place, where they stand in the trainer's ``tracing_from_weights``.
+        compute_config: what differs from the trainer's. The other fields are those of :class:`TrainerArgs`; ``None`` for the
+            same.
+    """
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+    forward_args_gen_fn: Named = None
+    tracing_from_weights: str | None = None
+    tracing_from_weights_prefix: str | None = None
+    compute_config: OptionalComputeConfig | None = None
+    gen_savedir: str | None = None
+    gen_reuse: str | None = None
+    pas_policy: Named = None
+    broadcast_strategy: str | None = None
+    instance_name: str | None = None
+    precision: Precision = None
+
+
+@dataclass
+class ModelConfig(_Strict):
+    """The model: ``type(**args)``; ``parallel_modules`` are parallelized in the place of the whole."""
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+    parallel_modules: list[ModuleParallelizeConfig] = field(default_factory=list)
+
+
+@dataclass
+class OptimizerConfig(_Strict):
+    """The optimizer: ``type(parameters, **args)``.
+
+    Attributes:
+        clip_gnorm: the norm that gradients are clipped to; 0 or ``None`` for none.
+        loss_reduction: what ``train_loss`` is over the micro-batches of a step: ``mean`` or ``sum``.
+        grad_reduction: what gradients are: ``mean`` or ``sum`` over micro-batches, or ``per-token-mean``.
+        aggregate_outputs_fn: ``(loss_outputs, sync_group) -> AggregatedOutputs``: the outputs of this rank's micro-batches,
+            summed over the ranks of ``sync_group``. ``per-token-mean`` needs it, for ``num_tokens``.
+    """
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+    clip_gnorm: float | None = 0.0
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean"
+    aggregate_outputs_fn: Named = None
+
+
+@dataclass
+class DatasetConfig(_Strict):
+    """Datasets: ``type(**train_args)``, and ``type(**val_args)`` if there are any."""
+
+    type: Named = None
+    train_args: dict[str, Any] = field(default_factory=dict)
+    val_args: dict[str, Any] = field(default_factory=dict)
+    test_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DataloaderConfig(_Strict):
+    """Data loaders: ``type(dataset=, batch_size=, sampler=, **args)``; ``val_args`` are ``train_args`` where they are empty."""
+
+    type: Named = "torch.utils.data.DataLoader"
+    train_args: dict[str, Any] = field(default_factory=dict)
+    val_args: dict[str, Any] = field(default_factory=dict)
+    test_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DatasetSamplerConfig(_Strict):
+    """Samplers: ``type(dataset=, num_replicas=, rank=, **args)``; those three in ``args`` are ignored."""
+
+    type: Named = "torch.utils.data.DistributedSampler"
+    train_args: dict[str, Any] = field(default_factory=dict)
+    val_args: dict[str, Any] = field(default_factory=dict)
+    test_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LRSchedulerConfig(_Strict):
+    """The scheduler: ``type(optimizer, **args)``, stepped after each ``interval``: ``epoch`` or ``step``."""
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+    interval: Literal["epoch", "step"] = "epoch"
+
+
+@dataclass
+class CheckpointConfig(_Strict):
+    """What is saved, when, and what training begins from.
+
+    Attributes:
+        save_dir: the folder of checkpoints, which all ranks share.
+        no_save: whether to save nothing.
+        save_type: ``sharded`` and ``deduped`` are the same: each rank writes its part, every tensor once. ``merged`` writes
+            one file of whole tensors beside it.
+        save_last: whether ``last`` is the newest checkpoint.
+        save_best: whether ``best`` is that of the lowest ``val_loss``, or ``train_loss`` without validation data.
+        symlink_best_and_last: whether these are links; else copies.
+        every_n_train_steps: steps between checkpoints; ``None`` for none by steps.
+        every_n_epochs: epochs between checkpoints; ``None`` for none by epochs. One is saved at the end in any case.
+        keep_last_n_checkpoints: the newest that stay; ``None`` for all. What ``last`` and ``best`` mean always stays.
+        resume_from: ``last`` or ``best``, which need not exist yet; a folder, or a merged file.
+    """
+
+    save_dir: str = "./checkpoints"
+    no_save: bool = False
+    save_type: Literal["sharded", "deduped", "merged"] = "sharded"
+    save_last: bool = True
+    save_best: bool = True
+    symlink_best_and_last: bool = True
+    every_n_train_steps: int | None = None
+    every_n_epochs: int | None = None
+    keep_last_n_checkpoints: int | None = None
+    resume_from: str | None = None
+
+
+@dataclass
+class LogConfig(_Strict):
+    """A logger: ``type(**args)``."""
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HookConfig(_Strict):
+    """A hook: ``type(**args)``, a :class:`~atorch_ns.trainer.TrainHook`."""
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class HookMapConfig(_Strict):
+    """Functions by the names of :class:`~atorch_ns.trainer.TrainHook`'s methods."""
+
+    after_setup: Named = None
+    on_finalize: Named = None
+    on_train_start: Named = None
+    on_train_end: Named = None
+    on_val_start: Named = None
+    on_val_end: Named = None
+    on_epoch_start: Named = None
+    on_epoch_end: Named = None
+    on_train_step_start: Named = None
+    on_train_step_end: Named = None
+    on_val_step_start: Named = None
+    on_val_step_end: Named = None
+    on_step_start: Named = None
+    on_step_end: Named = None
+    after_aggregate_train_step_outputs: Named = None
+    after_aggregate_val_step_outputs: Named = None
+    before_zero_grad: Named = None
+    after_zero_grad: Named = None
+    before_sync_grad: Named = None
+    after_sync_grad: Named = None
+    before_gnorm_clip: Named = None
+    after_gnorm_clip: Named = None
+    before_optimizer_step: Named = None
+    after_optimizer_step: Named = None
+    before_log_train_metrics: Named = None
+    before_log_val_metrics: Named = None
+    on_load_checkpoint: Named = None
+    on_save_checkpoint: Named = None
+
+
+@dataclass
+class TrainerArgs(_Strict):
+    """Everything that a :class:`~atorch_ns.trainer.Trainer` is told.
+
+    Attributes:
+        compute_config: the ranks; by default every rank is a scale unit of its own.
+        gen_savedir: the folder of plans.
+        gen_reuse: ``auto`` is ``moo``, so that a run goes on on another number of ranks; else as ``reuse`` of :func:`~atorch_ns.parallelize`.
+        pas_policy: a policy of :func:`~atorch_ns.parallelize`, by name or as a function; a strategy file of
+            :func:`~atorch_ns.auto_accelerate`; or ``auto``, which searches for a strategy.
+        broadcast_strategy: as that of :func:`~atorch_ns.parallelize`.
+        instance_name: tells plans of one class apart.
+        run_mode: ``run``, or ``compile`` to plan alone, which needs no ranks.
+        tracing_from_weights: file of weights that training begins with.
+        model: the model; ``forward(sample)`` returns the loss first, or by the name ``loss``.
+        optimizer: the optimizer, and how gradients are reduced and clipped.
+        dataset: training and validation data.
+        dataloader: what batches them.
+        dataset_sampler: what divides them over the scale units.
+        lr_scheduler: the scheduler; ``None`` for none.
+        checkpoint: what is saved and resumed.
+        log: loggers.
+        hook: a hook, or functions by name.
+        precision: dtype of parameters, buffers and inputs, or of each; ``None`` leaves the model's.
+        micro_batch_size: samples of one forward pass.
+        global_batch_size: samples of a step over all ranks.
+        grad_accumulation_steps: micro-batches of a step on each rank. Of this and ``global_batch_size`` one may be given.
+        max_epochs: ``None`` for no limit.
+        max_train_steps: ``None`` for no limit.
+        max_val_steps: ``None`` for all validation data.
+        val_every_n_train_steps: ``None`` for no validation by steps.
+        val_every_n_epochs: ``None`` for no validation by epochs.
+        enable_progress_bar: a bar on a terminal, else a line now and then.
+        log_progress_every_n_train_steps: steps between lines of the log.
+        seed: seed of all random numbers; scale unit u trains with ``seed + u``.
+        init_env_fn: ``(trainer) -> None``, called before anything is made; in the place of ``seed`` or beside it.
+
+    Raises:
+        InputError: naming every field that is wrong.
+    """
+
+    compute_config: ComputeConfig | None = None
+
+    gen_savedir: str = "./.atorch_ns"
+    gen_reuse: Literal["auto", "match", "override", "moo", "graph"] = "auto"
+    pas_policy: Named | PathLike[str] = "autodist"
+    broadcast_strategy: Literal["none", "all", "no_weights", "code"] = "all"
+    instance_name: str | None = None
+    run_mode: Literal["run", "compile"] = "run"
+    tracing_from_weights: str | None = None
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    dataset_sampler: DatasetSamplerConfig = field(default_factory=DatasetSamplerConfig)
+    lr_scheduler: LRSchedulerConfig | None = None
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: list[LogConfig] = field(default_factory=list)
+    hook: HookConfig | HookMapConfig | None = None
+
+    precision: Precision = None
+
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    grad_accumulation_steps: int | None = None
+
+    max_epochs: int | None = None
+    max_train_steps: int | None = None
+    max_val_steps: int | None = None
+
+    val_every_n_train_steps: int | None = None
+    val_every_n_epochs: int | None = 1
+
+    enable_progress_bar: bool = True
+    log_progress_every_n_train_steps: int = 100
+
+    seed: int | None = None
+    init_env_fn: Named = None
+
+    def check(self) -> None:
+        """Refuses what cannot be trained.
+
+        Raises:
+            InputError: with every problem.
+        """
+        problems = [*self._missing(), *self._not_positive(), *self._contradictions()]
+        if problems:
+            raise InputError("TrainerArgs: " + "\nTrainerArgs: ".join(problems))
+
+    def _missing(self) -> list[str]:
+        given = {
+            "model.type": self.model.type,
+            "optimizer.type": self.optimizer.type,
+            "dataset.type": self.dataset.type,
+        }
+        problems = [f"{name} must be set." for name, value in given.items() if value is None]
+        if self.lr_scheduler is not None and self.lr_scheduler.type is None:
+            problems.append("lr_scheduler.type must be set.")
+        problems += [
+            f"log.{place}.type must be set." for place, one in enumerate(self.log) if one.type is None
+        ]
+        return problems
+
+    def _not_positive(self) -> list[str]:
+        named: list[tuple[str, Any]] = [
+            (name, getattr(self, name))
+            for name in (
+                "micro_batch_size",
+                "global_batch_size",
+                "grad_accumulation_steps",
+                "max_epochs",
+                "max_train_steps",
+                "max_val_steps",
+                "val_every_n_train_steps",
+                "val_every_n_epochs",
+                "log_progress_every_n_train_steps",
+            )
+        ]
+        named += [
+            (f"checkpoint.{name}", getattr(self.checkpoint, name))
+            for name in ("every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints")
+        ]
+        return [
+            f"{name} must be a positive integer; it is {value!r}."
+            for name, value in named
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        ]
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        config = self.compute_config
+        if config is not None and not config.use_end2end:
+            problems.append(
+                "compute_config.use_end2end must be True: the Trainer runs modules whose forward takes a sample and returns the loss."
+            )
+        if config is not None and config.inference_only:
+            problems.append(
+                "compute_config.inference_only must be False: there is nothing to train otherwise."
+            )
+        if self.optimizer.grad_reduction == "per-token-mean" and self.optimizer.aggregate_outputs_fn is None:
+            problems.append(
+                "optimizer.grad_reduction=per-token-mean needs optimizer.aggregate_outputs_fn, which counts the tokens."
+            )
+        clip = self.optimizer.clip_gnorm
+        if clip is not None and not clip >= 0.0:
+            problems.append(f"optimizer.clip_gnorm must be a norm, or 0 for no clipping; it is {clip!r}.")
+        problems += [
+            f"dataloader.{name} has batch_size, which is micro_batch_size of the Trainer: set that."
+            for name in ("train_args", "val_args", "test_args")
+            if "batch_size" in getattr(self.dataloader, name)
+        ]
+        if self.checkpoint.every_n_train_steps is not None and self.checkpoint.every_n_epochs is not None:
+            problems.append("checkpoint.every_n_train_steps and checkpoint.every_n_epochs: give one of them.")
+        return problems
+
+    def num_micro_batches(self, data_ranks: int) -> int:
+        """Micro-batches of a step on each of the ranks that see different data.
+
+        Raises:
+            InputError: if the sizes contradict each other.
+        """
+        one = self.micro_batch_size * data_ranks
+        if self.global_batch_size is None:
+            return self.grad_accumulation_steps or 1
+        ranks = f"{counted(data_ranks, 'rank')} with data of {'its' if data_ranks == 1 else 'their'} own"
+        if self.global_batch_size % one:
+            raise InputError(
+                f"TrainerArgs: global_batch_size={self.global_batch_size} is no multiple of micro_batch_size="
+                f"{self.micro_batch_size} times {ranks}."
+            )
+        found = self.global_batch_size // one
+        if self.grad_accumulation_steps not in (None, found):
+            raise InputError(
+                f"TrainerArgs: global_batch_size={self.global_batch_size} on {ranks} is {found} micro-batches of "
+                f"{self.micro_batch_size}, and grad_accumulation_steps={self.grad_accumulation_steps}: leave one of them out."
+            )
+        return found
+
+    @property
+    def hook_functions(self) -> dict[str, Named]:
+        """The functions of a hook map, by name."""
+        if not isinstance(self.hook, HookMapConfig):
+            return {}
+        return {one.name: value for one in fields(self.hook) if (value := getattr(self.hook, one.name))}

@@ -1,0 +1,146 @@
+"""Batches of a Trainer: datasets, samplers and loaders by configuration, in windows of the micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, default_collate
+
+from atorch_ns.capture.nests import floats_to
+from atorch_ns.data.build import RankStream
+from atorch_ns.errors import InputError
+from atorch_ns.trainer.args import TrainerArgs
+from atorch_ns.trainer.components import arguments, make, named
+
+Split = Literal["train", "val"]
+
+_AUTOMATIC = ("dataset", "num_replicas", "rank")
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtypes of a configuration's precisions."""
+
+
+def dtype_of(args: TrainerArgs, kind: Literal["param", "buffer", "input"]) -> torch.dtype | None:
+    """The dtype that the configuration casts parameters, buffers or inputs to; ``None`` to leave them."""
+    given = args.precision
+    name = given.get(kind) if isinstance(given, dict) else given
+    return DTYPES.get(name or "none")
+
+
+class Window(NamedTuple):
+    """The micro-batches of a step on this rank, and which of them count nothing: those that fill a last window up."""
+
+    samples: list[Any]
+    dummies: list[bool]
+
+    @property
+    def real(self) -> list[Any]:
+        """The micro-batches that count."""
+        return [sample for sample, dummy in zip(self.samples, self.dummies, strict=True) if not dummy]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of one split on this rank.
+
+    Attributes:
+        dataset: the dataset.
+        loader: gives micro-batches.
+        num_micro_batches: of a step.
+        input_dtype: what floats in batches are cast to; ``None`` to leave them.
+    """
+
+    dataset: Any
+    loader: Any
+    num_micro_batches: int
+    input_dtype: torch.dtype | None
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of an epoch; ``None`` if the loader does not say."""
+        try:
+            return -(-len(self.loader) // self.num_micro_batches)
+        except TypeError:
+            return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler and the dataset which epoch comes."""
+        for one in (getattr(self.loader, "sampler", None), self.dataset):
+            tell = getattr(one, "set_epoch", None)
+            if callable(tell):
+                tell(epoch)
+
+    def windows(self) -> Iterator[Window]:
+        """The windows of an epoch; the last one is filled up with dummies."""
+        batches = iter(self.loader)
+        while taken := list(islice(batches, self.num_micro_batches)):
+            missing = self.num_micro_batches - len(taken)
+            if self.input_dtype is not None:
+                taken = [floats_to(batch, self.input_dtype) for batch in taken]
+            flags = [False] * len(taken) + [True] * missing
+            yield Window(taken + [taken[-1]] * missing, flags)
+
+
+def make_dataset(args: TrainerArgs, split: Split) -> Any:
+    """The dataset of a split; ``None`` if the configuration has no arguments for it."""
+    given = getattr(args.dataset, f"{split}_args")
+    if split != "train" and not given:
+        return None
+    return make(args.dataset.type, given=given, what="dataset")
+
+
+def make_data(
+    args: TrainerArgs,
+    split: Split,
+    dataset: Any,
+    *,
+    batch_size: int,
+    num_micro_batches: int,
+    data_rank: int,
+    data_ranks: int,
+) -> Data:
+    """The data of a split on this rank, with micro-batches of ``batch_size`` samples."""
+    settings = _args_of(args.dataloader, split)
+    automatic: dict[str, Any] = {"dataset": dataset, "batch_size": batch_size}
+    if isinstance(dataset, IterableDataset):
+        if data_ranks > 1:
+            automatic["dataset"] = RankStream(dataset, rank=data_rank, num_ranks=data_ranks)
+    else:
+        automatic["sampler"] = _sampler(args, split, dataset, data_rank, data_ranks)
+    loader = make(args.dataloader.type, given=settings, what="dataloader", **automatic)
+    return Data(dataset, loader, num_micro_batches, dtype_of(args, "input"))
+
+
+def sample_of(args: TrainerArgs, dataset: Any) -> Any:
+    """One micro-batch, to plan with."""
+    settings = arguments(_args_of(args.dataloader, "train"), what="dataloader.train_args")
+    if isinstance(dataset, IterableDataset):
+        items = list(islice(iter(dataset), args.micro_batch_size))
+    else:
+        items = [dataset[place % len(dataset)] for place in range(args.micro_batch_size)]
+    if not items:
+        raise InputError("dataset: it is empty; there is nothing to train on.")
+    collate = settings.get("collate_fn") or default_collate
+    batch = named(collate, what="dataloader.train_args.collate_fn")(items)
+    dtype = dtype_of(args, "input")
+    return batch if dtype is None else floats_to(batch, dtype)
+
+
+def _args_of(config: Any, split: Split) -> dict[str, Any]:
+    """The arguments of a split, which are those of the training data where it has none."""
+    own: dict[str, Any] = getattr(config, f"{split}_args") or config.train_args
+    return own
+
+
+def _sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, data_ranks: int) -> Any:
+    config = args.dataset_sampler
+    given = {key: value for key, value in _args_of(config, split).items() if key not in _AUTOMATIC}
+    kind = named(config.type, what="dataset_sampler.type")
+    if split == "val" and isinstance(kind, type) and issubclass(kind, DistributedSampler):
+        given.setdefault("shuffle", False)
+    automatic = {"dataset": dataset, "num_replicas": data_ranks, "rank": data_rank}
+    return make(kind, given=given, what="dataset_sampler", **automatic)

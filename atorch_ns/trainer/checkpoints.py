@@ -1,0 +1,350 @@
+"""Checkpoints of a Trainer: a folder for each, ``last`` and ``best``, and what a run resumes from.
+
+::
+
+    checkpoints/
+      0000-0010/          epoch 0, after 10 steps
+        step-10/          a checkpoint of atorch_ns.checkpoint: complete or absent
+        0.ckpt  1.ckpt    of each rank: what hooks have added, and random states of the epoch's begin
+      last -> 0000-0010
+      best -> 0000-0010
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atorch_ns import checkpoint
+from atorch_ns.checkpoint.folder import MANIFEST
+from atorch_ns.checkpoint.manifest import Manifest
+from atorch_ns.checkpoint.one_file import merge, unmerge
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import CheckpointError, InputError
+from atorch_ns.job import Result
+from atorch_ns.text import error_text
+from atorch_ns.trainer.args import CheckpointConfig
+
+log = logging.getLogger("atorch_ns")
+
+LAST, BEST = "last", "best"
+_NAME = re.compile(r"\d{4,}-(\d{4,})")
+_EPOCH_RNG = "epoch_rng"
+_FILE = "merged.ckpt"
+
+
+@dataclass
+class TrainStatus:
+    """How far training is.
+
+    Attributes:
+        epoch: the epoch, from 0.
+        step_in_epoch: steps of it that are done.
+        finished_train_steps: steps in all.
+        best_loss: the lowest loss of a checkpoint; infinite before the first.
+        train_loss: of the last step.
+        val_loss: of the last validation; ``None`` before the first.
+        global_batch_size: samples of a step over all ranks.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    finished_train_steps: int = 0
+    best_loss: float = float("inf")
+    train_loss: float | None = None
+    val_loss: float | None = None
+    global_batch_size: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; infinite numbers as texts, which JSON has not."""
+        return {key: str(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> TrainStatus:
+        """What :meth:`as_json` gave."""
+        floats = ("best_loss", "train_loss", "val_loss")
+        values: dict[str, Any] = {
+            key: float(value) if key in floats and value is not None else value
+            for key, value in found.items()
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was resumed.
+
+    Attributes:
+        status: how far training was.
+        custom: what hooks had added on this rank; lists by rank where another number of ranks had saved.
+        epoch_rng: random states of this rank when the epoch began; ``None`` where another number of ranks had saved.
+        notes: on what differs.
+        path: where from.
+        world_size: ranks that had saved.
+    """
+
+    status: TrainStatus
+    custom: dict[str, Any]
+    epoch_rng: dict[str, torch.Tensor] | None
+    notes: list[str]
+    path: Path
+    world_size: int
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of a run; every method is collective.
+
+    Args:
+        config: what is saved, and when.
+        result: the job.
+        train_args: the trainer's arguments as plain data, kept with each checkpoint.
+    """
+
+    def __init__(self, config: CheckpointConfig, result: Result, train_args: dict[str, Any]) -> None:
+        self._config, self._result, self._args = config, result, train_args
+        self._folder = Path(config.save_dir).absolute()
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self._result.job.cluster
+
+    def save(
+        self, epoch: int, status: TrainStatus, custom: dict[str, Any], epoch_rng: dict[str, torch.Tensor]
+    ) -> None:
+        """Saves a checkpoint, and makes it ``last``, and ``best`` if its loss is the lowest.
+
+        Raises:
+            CheckpointError: on all ranks; what was saved before stays.
+        """
+        loss = status.train_loss if status.val_loss is None else status.val_loss
+        assert loss is not None
+        is_best = loss < status.best_loss
+        before = status.best_loss
+        status.best_loss = min(loss, before)
+        name = f"{epoch:04d}-{status.finished_train_steps:04d}"
+        place = self._folder / name
+        self._say(f"Saving checkpoint after {status.finished_train_steps} steps with loss={loss:.3f}.")
+        self._say(f"Saving checkpoint to {self._shown(place)}")
+        self._cluster.agree(
+            lambda: self._write_own(place, {**custom, _EPOCH_RNG: epoch_rng}),
+            what="saving what ranks have added",
+        )
+        extra = {"train_status": status.as_json(), "train_args": self._args}
+        checkpoint.save(place, self._result, step=status.finished_train_steps, extra=extra)
+        self._cluster.on_first(
+            lambda: self._finish(place, is_best, before, loss), what="linking the checkpoint"
+        )
+
+    def _write_own(self, place: Path, content: dict[str, Any]) -> None:
+        path = place / f"{self._cluster.rank}.ckpt"
+        draft = path.with_name(f".{path.name}.tmp")
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            if self._cluster.rank == 0:
+                _drop_others(place, self._cluster.world_size)
+            torch.save(content, draft)
+            draft.replace(path)
+        except Exception as error:  # what hooks add may be anything
+            draft.unlink(missing_ok=True)
+            raise CheckpointError(f"cannot write {path}: {error_text(error)}") from error
+
+    def _finish(self, place: Path, is_best: bool, before: float, loss: float) -> None:
+        config = self._config
+        try:
+            if config.save_type == "merged":
+                merge_folder(place, place / _FILE)
+            if config.save_last:
+                log.info("Saving checkpoint as the last checkpoint.")
+                self._point(LAST, place)
+            if is_best:
+                log.info("Best loss updated: %.3f -> %.3f", before, loss)
+                if config.save_best:
+                    log.info("Saving checkpoint as the best checkpoint.")
+                    self._point(BEST, place)
+            self._expire(place)
+        except OSError as error:
+            raise CheckpointError(f"cannot complete the checkpoint in {self._folder}: {error}") from error
+
+    def _point(self, name: str, place: Path) -> None:
+        """Makes ``name`` mean a checkpoint; at every moment it means one."""
+        target, draft = self._folder / name, self._folder / f".{name}.tmp"
+        _remove(draft)
+        if self._config.symlink_best_and_last:
+            draft.symlink_to(place.name)
+        else:
+            shutil.copytree(place, draft)
+        if target.is_dir() and not target.is_symlink():
+            old = self._folder / f".{name}.old"
+            _remove(old)
+            target.rename(old)
+            draft.rename(target)
+            _remove(old)
+        elif draft.is_symlink() or not target.is_symlink():
+            draft.replace(target)
+        else:  # a copy in the place of a link
+            target.unlink()
+            draft.rename(target)
+
+    def _expire(self, newest: Path) -> None:
+        keep = self._config.keep_last_n_checkpoints
+        if keep is None:
+            return
+        found = sorted(
+            (int(match[1]), place)
+            for place in self._folder.iterdir()
+            if (match := _NAME.fullmatch(place.name)) and not place.is_symlink()
+        )
+        meant = {newest, *(self._folder / name for name in (LAST, BEST))}
+        resolved = {place.resolve() for place in meant if place.exists()}
+        for _, place in found[:-keep]:
+            if place.resolve() not in resolved:
+                shutil.rmtree(place)
+
+    def load(self) -> Loaded | None:
+        """Resumes from what the configuration says; ``None`` to begin anew.
+
+        Raises:
+            CheckpointError: if it is missing or damaged, or of another model; nothing is changed then.
+            InputError: if it is no checkpoint.
+        """
+        given = self._config.resume_from
+        if given is None:
+            return None
+        place = self._cluster.on_first(lambda: self._meant(given), what="looking for the checkpoint")
+        if place is None:
+            self._say(f"There is no {given} checkpoint in {self._shown(self._folder)}: training begins anew.")
+            return None
+        if place.is_file():
+            return self._load_file(place)
+        return self._load_folder(place, place)
+
+    def _meant(self, given: str) -> Path | None:
+        if given in (LAST, BEST):
+            place, old = self._folder / given, self._folder / f".{given}.old"
+            return next((one.resolve() for one in (place, old) if one.exists()), None)
+        place = Path(given).absolute()
+        if not place.exists():
+            raise InputError(f"checkpoint.resume_from={given}: there is neither a file nor a folder {place}.")
+        if place.is_dir() and (place / LAST).exists() and checkpoint.latest(place) is None:
+            return (place / LAST).resolve()
+        return place.resolve()
+
+    def _load_folder(self, folder: Path, named: Path) -> Loaded:
+        found = checkpoint.load(folder, self._result)
+        status = found["extra"].get("train_status")
+        files = sorted(folder.glob("*.ckpt"), key=lambda path: (len(path.name), path.name))
+        own = folder / f"{self._cluster.rank}.ckpt"
+        same = found["world_size"] == self._cluster.world_size and own.is_file()
+
+        def read() -> list[dict[str, Any]]:
+            paths = [own] if same else [path for path in files if path.stem.isdigit()]
+            return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
+
+        saved = self._cluster.agree(read, what="reading what ranks have added")
+        rng = saved[0].get(_EPOCH_RNG) if same else None
+        return Loaded(
+            status=TrainStatus.of(status) if status else TrainStatus(finished_train_steps=found["step"]),
+            custom={k: v for k, v in saved[0].items() if k != _EPOCH_RNG} if same else by_rank(saved),
+            epoch_rng=rng,
+            notes=found["notes"],
+            path=named,
+            world_size=found["world_size"],
+        )
+
+    def _load_file(self, path: Path) -> Loaded:
+        """Resumes from a merged file, or takes the weights of a file of weights."""
+
+        def read() -> Any:
+            if self._cluster.rank:
+                return None
+            try:
+                return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+            except Exception as error:
+                raise CheckpointError(f"{path} cannot be read: {error_text(error)}") from error
+
+        document = self._cluster.agree(read, what="reading the checkpoint")
+        whole = self._cluster.from_first(isinstance(document, dict) and "manifest" in document)
+        if not whole:
+            state = document.get("model", document) if isinstance(document, dict) else {}
+            checkpoint.import_state_dict(self._result, state)
+            notes = ["a file of weights alone: the optimizer begins anew"]
+            return Loaded(TrainStatus(), {}, None, notes, path, 1)
+        with self._unmerged(document, path) as folder:
+            loaded = self._load_folder(folder, path)
+        custom = self._cluster.from_first(document.get("custom", {}) if document else None)
+        return Loaded(loaded.status, custom, None, loaded.notes, path, 1)
+
+    @contextlib.contextmanager
+    def _unmerged(self, document: Any, path: Path) -> Iterator[Path]:
+        def write() -> Path:
+            try:
+                folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: its folder must be writable to resume from it: {error}"
+                ) from error
+            unmerge(document, folder)
+            return folder
+
+        folder = self._cluster.on_first(write, what="taking the merged checkpoint apart")
+        try:
+            yield folder
+        finally:
+            if self._cluster.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _shown(self, path: Path) -> str:
+        """A path as the configuration wrote it."""
+        relative = os.path.relpath(path, self._folder)
+        return str(Path(self._config.save_dir) / relative)
+
+    def _say(self, text: str) -> None:
+        if self._cluster.rank == 0:
+            log.info("%s", text)
+
+
+def by_rank(saved: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What ranks have added, a list by rank for each key."""
+    keys = dict.fromkeys(key for one in saved for key in one if key != _EPOCH_RNG)
+    return {key: [one.get(key) for one in saved] for key in keys}
+
+
+def merge_folder(folder: Path, output: Path) -> None:
+    """Writes a checkpoint of a Trainer as one file.
+
+    Raises:
+        CheckpointError: if it is missing or damaged, or the file cannot be written.
+    """
+    paths = sorted(
+        (path for path in folder.glob("*.ckpt") if path.stem.isdigit()), key=lambda path: int(path.stem)
+    )
+    custom = by_rank([torch.load(path, map_location="cpu", weights_only=False) for path in paths])
+    place = next(folder.glob(f"step-*/{MANIFEST}"), None)
+    if place is None:
+        raise CheckpointError(f"{folder} holds no complete checkpoint.")
+    extra = Manifest.read(place.parent).extra
+    merge(place.parent, output, more={**extra, "custom": custom})
+
+
+def _drop_others(place: Path, world_size: int) -> None:
+    """Removes what more ranks have left there."""
+    for path in place.glob("*.ckpt"):
+        if path.stem.isdigit() and int(path.stem) >= world_size:
+            path.unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,88 @@
+"""Components by name: what ``type`` and ``args`` of a configuration stand for."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atorch_ns.errors import AtorchError, InputError
+from atorch_ns.text import error_text, with_article
+from atorch_ns.usercode import load_object
+
+
+def named(value: Any, *, what: str) -> Callable[..., Any]:
+    """The class or function that a field names, or is.
+
+    Raises:
+        InputError: if there is none.
+    """
+    found = load_object(value, option=what) if isinstance(value, str) else value
+    if not callable(found):
+        raise InputError(f"{what} must be a class or a function; it is {with_article(found)}.")
+    made: Callable[..., Any] = found
+    return made
+
+
+def arguments(given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """Arguments with objects in the place of ``{"__type": …}`` and ``{"__value_type": …, "value": …}``.
+
+    Raises:
+        InputError: naming the argument that cannot be made.
+    """
+    return {key: _value(value, f"{what}.{key}") for key, value in given.items()}
+
+
+def make(kind: Any, *args: Any, given: Mapping[str, Any], what: str, **automatic: Any) -> Any:
+    """``kind(*args, **given, **automatic)``; of arguments that are given twice the automatic ones count.
+
+    Args:
+        kind: a class, a function, or its name.
+        what: the field that ``type`` and ``args`` stand in, for messages.
+
+    Raises:
+        InputError: if the arguments do not fit it, or it fails.
+    """
+    called = named(kind, what=f"{what}.type")
+    keywords = {**arguments(given, what=f"{what}.args"), **automatic}
+    try:
+        return called(*args, **keywords)
+    except AtorchError:
+        raise
+    except Exception as error:
+        shown = ", ".join(f"{key}=" for key in keywords)
+        raise InputError(f"{what}: {_name(called)}({shown}) failed: {error_text(error)}") from error
+
+
+def _value(value: Any, what: str) -> Any:
+    if isinstance(value, list):
+        return [_value(item, f"{what}.{place}") for place, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if "__type" in value:
+        rest = {key: item for key, item in value.items() if key != "__type"}
+        return make(value["__type"], given=rest, what=what)
+    if "__value_type" in value:
+        return _converted(value, what)
+    return arguments(value, what=what)
+
+
+def _converted(value: Mapping[str, Any], what: str) -> Any:
+    if set(value) != {"__value_type", "value"}:
+        raise InputError(
+            f"{what} has __value_type, and must have value and nothing else; it has {', '.join(value)}."
+        )
+    kind, given = value["__value_type"], value["value"]
+    if kind == "function":
+        return named(given, what=what)
+    convert = getattr(builtins, kind, None) if isinstance(kind, str) else kind
+    if convert is None:
+        convert = named(kind, what=f"{what}.__value_type")
+    try:
+        return convert(given)
+    except Exception as error:
+        raise InputError(f"{what}: {given!r} cannot be made a {kind}: {error_text(error)}") from error
+
+
+def _name(kind: Any) -> str:
+    return getattr(kind, "__qualname__", None) or type(kind).__qualname__

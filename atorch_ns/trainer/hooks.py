@@ -1,0 +1,204 @@
+"""TrainHook: what a Trainer calls on every rank between its steps, and the chain of all hooks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class AggregatedOutputs:
+    """What the micro-batches of a step gave, over all ranks.
+
+    Attributes:
+        loss_sum: the sum of their losses.
+        num_batches: how many there were.
+        num_tokens: how many tokens, where gradients are means over tokens.
+        aggregated_outputs: anything else.
+    """
+
+    loss_sum: float | None = None
+    num_batches: int | None = None
+    num_tokens: int | None = None
+    aggregated_outputs: Any = None
+
+
+@dataclass
+class TrainStepMetrics:
+    """Metrics of a training step; ``None`` where there are none.
+
+    Attributes:
+        train_loss: the loss, as ``loss_reduction`` says.
+        loss: the same.
+        lr: the learning rate of the first group.
+        gnorm: the norm of all gradients before they were clipped.
+        train_wall: seconds.
+        cuda_gb_allocated: the largest memory of this device in use, GB.
+        cuda_gb_reserved: and that torch has reserved.
+        cuda_gb_free: memory of this device that nobody has.
+    """
+
+    train_loss: float
+    loss: float
+    lr: float
+    gnorm: float
+    train_wall: float
+    cuda_gb_allocated: float | None = None
+    cuda_gb_reserved: float | None = None
+    cuda_gb_free: float | None = None
+
+
+@dataclass
+class ValMetrics:
+    """Metrics of a validation.
+
+    Attributes:
+        val_loss: the mean over all micro-batches of all ranks.
+        val_wall: seconds.
+    """
+
+    val_loss: float
+    val_wall: float
+
+
+class TrainHook:
+    """Does nothing; override what you need. Hooks are called on all ranks, in the order model, optimizer, scheduler, hook.
+
+    Arguments are given as keywords of these names, so a function may leave none out, and may have ``**kwargs``.
+    """
+
+    def after_setup(self, trainer: Any) -> None:
+        """Everything has been made; not when ``run_mode`` is ``compile``."""
+
+    def on_finalize(self, trainer: Any) -> None:
+        """Training is over."""
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Before the first step."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """After the last step."""
+
+    def on_val_start(self, trainer: Any) -> None:
+        """Before a validation."""
+
+    def on_val_end(self, trainer: Any, val_loss: float) -> None:
+        """After a validation."""
+
+    def on_epoch_start(self, trainer: Any, epoch: int) -> None:
+        """Before the first step of an epoch."""
+
+    def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+        """After the last step of an epoch."""
+
+    def on_train_step_start(self, trainer: Any, batches: list[Any]) -> None:
+        """Before the forward passes of a step."""
+
+    def on_train_step_end(self, trainer: Any, outputs: list[Any]) -> None:
+        """After the backward passes of a step."""
+
+    def on_val_step_start(self, trainer: Any, batches: list[Any]) -> None:
+        """Before some micro-batches are validated."""
+
+    def on_val_step_end(self, trainer: Any, outputs: list[Any]) -> None:
+        """After some micro-batches are validated."""
+
+    def on_step_start(self, trainer: Any, epoch: int, idx: int) -> None:
+        """Before a step: the ``idx``-th of its epoch, from 0."""
+
+    def on_step_end(
+        self,
+        trainer: Any,
+        epoch: int,
+        idx: int,
+        step_metrics: TrainStepMetrics,
+        aggregated_outputs: AggregatedOutputs,
+    ) -> None:
+        """After a step."""
+
+    def after_aggregate_train_step_outputs(
+        self, trainer: Any, aggregated_outputs: AggregatedOutputs, train_loss: float
+    ) -> None:
+        """The outputs of a step are summed over all ranks."""
+
+    def after_aggregate_val_step_outputs(
+        self, trainer: Any, aggregated_outputs: AggregatedOutputs, val_loss: float
+    ) -> None:
+        """The outputs of some validated micro-batches are summed over all ranks."""
+
+    def before_zero_grad(self, trainer: Any) -> None:
+        """Before gradients are cleared."""
+
+    def after_zero_grad(self, trainer: Any) -> None:
+        """After gradients are cleared."""
+
+    def before_sync_grad(self, trainer: Any) -> None:
+        """Before the first byte of gradients is sent."""
+
+    def after_sync_grad(self, trainer: Any) -> None:
+        """Gradients are those of all ranks."""
+
+    def before_gnorm_clip(self, trainer: Any) -> None:
+        """Before the norm of gradients is taken, and they are clipped."""
+
+    def after_gnorm_clip(self, trainer: Any, gnorm: torch.Tensor) -> None:
+        """After gradients are clipped; ``gnorm`` is the norm before, 0-d."""
+
+    def before_optimizer_step(self, trainer: Any) -> None:
+        """Before the update."""
+
+    def after_optimizer_step(self, trainer: Any) -> None:
+        """After the update."""
+
+    def before_log_train_metrics(
+        self, trainer: Any, step_metrics: TrainStepMetrics, aggregated_outputs: AggregatedOutputs
+    ) -> None:
+        """Before metrics of a step are logged; they may be changed."""
+
+    def before_log_val_metrics(self, trainer: Any, metrics: ValMetrics) -> None:
+        """Before metrics of a validation are logged; they may be changed."""
+
+    def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is loaded. What another number of ranks has saved, and what was merged, is a list by rank."""
+
+    def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """Before a checkpoint is saved: what is added to the dictionary is in it, for each rank."""
+
+
+HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
+"""The names of all hooks."""
+
+
+class HookChain:
+    """All hooks of a run, called one after another.
+
+    Args:
+        trainer: what hooks are given first.
+        hooks: objects, of which those count that are a :class:`TrainHook`.
+        functions: functions by hook, called last.
+    """
+
+    def __init__(
+        self, trainer: Any, hooks: Iterable[Any], functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self._trainer = trainer
+        self._called: dict[str, list[Callable[..., Any]]] = {name: [] for name in HOOKS}
+        for hook in hooks:
+            if isinstance(hook, TrainHook):
+                for name in HOOKS:
+                    if getattr(type(hook), name) is not getattr(TrainHook, name):
+                        self._called[name].append(getattr(hook, name))
+        for name, function in functions.items():
+            self._called[name].append(function)
+
+    def has(self, name: str) -> bool:
+        """Whether anything is called for a hook."""
+        return bool(self._called[name])
+
+    def call(self, name: str, **arguments: Any) -> None:
+        """Calls all hooks of a name."""
+        for function in self._called[name]:
+            function(self._trainer, **arguments)

@@ -1,0 +1,147 @@
+"""Overrides of a configuration on the command line, and references inside of it; pure functions over plain data.
+
+::
+
+    --model.args.dim 32 --log.0.type my.Logger    a value by its path, lists by index
+    --model.args!.dim 3                           model.args is emptied first
+    --lr_scheduler!                               taken out
+    --compute_config.use_zero                     True
+    --checkpoint.save_dir '$(run).${USER}'        $(a.b) and ${a.b}: a value of the configuration, else of the environment
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import did_you_mean
+
+BARE = object()
+"""The value of a flag that is given none."""
+
+_REFERENCE = re.compile(r"\$\((?P<round>[^()\s]+)\)|\$\{(?P<curly>[^{}\s]+)\}|\$\\(?P<escaped>[({])")
+
+
+def parse(arguments: Sequence[str]) -> list[tuple[str, Any]]:
+    """The paths and values of ``--a.b c``, ``--a.b=c`` and ``--a``, whose value is :data:`BARE`.
+
+    Raises:
+        InputError: for what is no such option.
+    """
+    found: list[tuple[str, Any]] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        path = key.replace("-", "_")
+        if not word.startswith("--") or not all(path.replace("!", "").split(".")):
+            raise InputError(
+                f"{word!r} is no override: write --path.to.field value, with values that begin with -- as --path=value."
+            )
+        if equals:
+            found.append((path, value))
+        elif rest and not rest[0].startswith("--"):
+            found.append((path, rest.pop(0)))
+        else:
+            found.append((path, BARE))
+    return found
+
+
+def override(config: Any, overrides: Sequence[tuple[str, Any]]) -> Any:
+    """The configuration with values at their paths, in their order.
+
+    Raises:
+        InputError: for an index where there is no list, or a list that an index leaves with gaps.
+    """
+    for path, value in overrides:
+        config = _put(config, path.split("."), value, path)
+    return config
+
+
+def _put(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
+    first, *others = parts
+    name, empties = first.removesuffix("!"), first.endswith("!")
+    if isinstance(inside, list) or (inside is None and name.isdigit()):
+        return _put_in_list(list(inside or []), name, empties, others, value, path)
+    made = dict(inside) if isinstance(inside, Mapping) else {}
+    if empties:
+        made.pop(name, None)
+    if others:
+        made[name] = _put(made.get(name), others, value, path)
+    elif not (empties and value is BARE):
+        made[name] = True if value is BARE else value
+    return made
+
+
+def _put_in_list(
+    made: list[Any], name: str, empties: bool, others: Sequence[str], value: Any, path: str
+) -> list[Any]:
+    if not name.isdigit():
+        raise InputError(f"--{path}: {name!r} is no index, and there is a list.")
+    place = int(name)
+    if place > len(made):
+        raise InputError(f"--{path}: the list has {len(made)} items; the next one has index {len(made)}.")
+    removes = empties and not others and value is BARE
+    if place == len(made):
+        if removes:
+            return made
+        made.append(None)
+    if removes:
+        return [*made[:place], *made[place + 1 :]]
+    before = None if empties else made[place]
+    made[place] = _put(before, others, value, path) if others else (True if value is BARE else value)
+    return made
+
+
+def resolve_references(config: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    r"""The configuration with ``$(a.b)`` and ``${a.b}`` replaced, by values of itself, else of the environment.
+
+    A text that is one reference has the value's type. ``$\(`` and ``$\{`` stand for ``$(`` and ``${``.
+
+    Raises:
+        InputError: for references to nothing, or in a circle.
+    """
+    return _Resolver(config, environment).value(config, ())
+
+
+class _Resolver:
+    def __init__(self, config: Any, environment: Mapping[str, str]) -> None:
+        self._config, self._environment = config, environment
+
+    def value(self, inside: Any, circle: tuple[str, ...]) -> Any:
+        if isinstance(inside, Mapping):
+            return {key: self.value(item, circle) for key, item in inside.items()}
+        if isinstance(inside, list):
+            return [self.value(item, circle) for item in inside]
+        if not isinstance(inside, str):
+            return inside
+        whole = _REFERENCE.fullmatch(inside)
+        if whole is not None and whole["escaped"] is None:
+            return self._referred(whole, circle)
+        return _REFERENCE.sub(
+            lambda match: f"${match['escaped']}" if match["escaped"] else str(self._referred(match, circle)),
+            inside,
+        )
+
+    def _referred(self, match: re.Match[str], circle: tuple[str, ...]) -> Any:
+        name = match["round"] or match["curly"]
+        if name in circle:
+            raise InputError(f"references go in a circle: {' → '.join([*circle, name])}.")
+        inside = self._config
+        for part in name.split("."):
+            if isinstance(inside, Mapping) and part in inside:
+                inside = inside[part]
+            elif isinstance(inside, list) and part.isdigit() and int(part) < len(inside):
+                inside = inside[int(part)]
+            elif name in self._environment:
+                return self._environment[name]
+            else:
+                known = inside if isinstance(inside, Mapping) else ()
+                raise InputError(
+                    f"{match.group()}: neither the configuration nor the environment has {name!r}."
+                    f"{did_you_mean(part, [str(key) for key in known])}"
+                )
+        return self.value(inside, (*circle, name))

@@ -1,0 +1,199 @@
+"""Preparation of a Trainer's model: by parallelize, by a strategy file, or by a search; each gives the same Result."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.api import auto_accelerate
+from atorch_ns.apply import attach_optimizer
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster, join_process_group
+from atorch_ns.errors import InputError
+from atorch_ns.job import Result
+from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
+from atorch_ns.parallel.parallelize import own_loss
+from atorch_ns.parallel.policies import POLICIES
+from atorch_ns.text import did_you_mean, error_text, with_article
+from atorch_ns.trainer.args import TrainerArgs
+from atorch_ns.trainer.batches import dtype_of, sample_of
+from atorch_ns.trainer.components import make, named
+
+AUTO = "auto"
+"""The policy that searches for a strategy."""
+
+_FILES = (".json", ".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What decides how the model is trained.
+
+    Attributes:
+        rule: a policy of ``parallelize``, by name or as a function; ``None`` where a strategy does.
+        strategy: a strategy file; ``None`` to search for one, where there is no rule.
+    """
+
+    rule: str | Callable[..., Any] | None = None
+    strategy: Path | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Policy:
+        """What ``pas_policy`` means.
+
+        Raises:
+            InputError: if it means nothing.
+        """
+        if isinstance(given, PathLike) or (isinstance(given, str) and given.endswith(_FILES)):
+            path = Path(given)
+            if not path.is_file():
+                raise InputError(f"pas_policy: there is no strategy file {path}.")
+            return cls(strategy=path)
+        if given == AUTO:
+            return cls()
+        if isinstance(given, str) and given not in POLICIES and "." not in given:
+            known = [*POLICIES, AUTO]
+            raise InputError(
+                f"pas_policy: there is no policy {given!r}.{did_you_mean(given, known)} Policies are {', '.join(known)}, a "
+                "function, or a strategy file."
+            )
+        return cls(rule=given if given in POLICIES else named(given, what="pas_policy"))
+
+
+def make_model(args: TrainerArgs) -> nn.Module:
+    """The plain model, with its weights and precision.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    model = make(args.model.type, given=args.model.args, what="model")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model.type must make a torch.nn.Module; it made {with_article(model)}.")
+    if args.tracing_from_weights is not None:
+        load_weights(model, args.tracing_from_weights, "tracing_from_weights")
+    cast(model, dtype_of(args, "param"), dtype_of(args, "buffer"))
+    return model
+
+
+def load_weights(model: nn.Module, path: str, what: str, prefix: str = "") -> None:
+    """Gives a model the weights of a file that ``torch.save`` has written, by itself or under ``model``."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = found.get("model", found)
+        model.load_state_dict(
+            {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        )
+    except Exception as error:
+        raise InputError(f"{what}: cannot load {path}: {error_text(error)}") from error
+
+
+@torch.no_grad()
+def cast(model: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None) -> None:
+    """Casts floating parameters and buffers, each where a dtype is given."""
+    for dtype, found in ((parameters, model.parameters()), (buffers, model.buffers())):
+        for tensor in found:
+            if dtype is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+
+
+def compute_config(args: TrainerArgs, cluster: Cluster) -> ComputeConfig:
+    """The configuration's ranks, by default all of them, each a scale unit."""
+    return args.compute_config or ComputeConfig(1, cluster.world_size, use_end2end=True)
+
+
+def compile_plan(args: TrainerArgs, dataset: Any) -> None:
+    """Plans alone; needs no ranks.
+
+    Raises:
+        InputError: if a strategy, and no plan, decides.
+    """
+    policy = Policy.of(args.pas_policy)
+    if policy.rule is None:
+        raise InputError(
+            "run_mode=compile makes a plan of parallelize; a strategy file is one already, and 'atorch-ns search' finds others."
+        )
+    _parallelized(args, policy.rule, make_model(args), dataset, Cluster.detect())
+
+
+def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, nn.Module]:
+    """What trains the model, with its optimizer and scheduler, and the module that it trains; collective.
+
+    Raises:
+        InputError: on all ranks, for what cannot be trained as configured.
+    """
+    join_process_group(cluster)
+    policy = cluster.agree(lambda: Policy.of(args.pas_policy), what="reading the policy")
+    model = cluster.agree(lambda: make_model(args), what="making the model")
+    optimizer = functools.partial(_optimizer, args)
+    module: nn.Module = model
+    if policy.rule is not None:
+        made = _parallelized(args, policy.rule, model, dataset, cluster)
+        assert isinstance(made, ParallelModule)
+        module, result = made, attach_optimizer(made.result, optimizer)
+    else:
+        _, found, _ = auto_accelerate(
+            model,
+            optimizer,
+            loss_func=functools.partial(own_loss, type(model).__qualname__),
+            load_strategy=policy.strategy,
+            sample_batch=_sample(args, dataset, cluster),
+            batch_size=args.global_batch_size
+            or args.micro_batch_size * cluster.world_size * (args.grad_accumulation_steps or 1),
+        )
+        assert found is not None
+        result, module = found, found.model
+    result.job.inputs = replace(result.job.inputs, max_grad_norm=args.optimizer.clip_gnorm or math.inf)
+    if args.lr_scheduler is None:
+        return result, module
+    config = args.lr_scheduler
+    scheduler = cluster.agree(
+        lambda: make(config.type, result.optim, given=config.args, what="lr_scheduler"),
+        what="making the scheduler",
+    )
+    return result.having(lr_scheduler=scheduler), module
+
+
+def _optimizer(args: TrainerArgs, parameters: Any) -> Any:
+    return make(args.optimizer.type, parameters, given=args.optimizer.args, what="optimizer")
+
+
+def _sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:
+    def read() -> Any:
+        with random_states_kept():
+            return sample_of(args, dataset)
+
+    return cluster.agree(read, what="reading a sample")
+
+
+def _parallelized(args: TrainerArgs, rule: Any, model: nn.Module, dataset: Any, cluster: Cluster) -> Any:
+    runs = args.run_mode == "run"
+    reuse = "moo" if args.gen_reuse == "auto" else args.gen_reuse
+    first = next(iter(inspect.signature(model.forward).parameters), None)
+    if first is None:
+        raise InputError("model.type: forward must take a sample as its first argument; it takes nothing.")
+    return parallelize(
+        model,
+        {first: _sample(args, dataset, cluster)},
+        rule,
+        compute_config(args, cluster),
+        gen_savedir=args.gen_savedir,
+        reuse=reuse,
+        instance_name=args.instance_name,
+        load_module=runs,
+        broadcast_strategy=args.broadcast_strategy if runs and cluster.distributed else "none",
+    )
+
+
+def aggregate_function(args: TrainerArgs) -> Callable[..., Any] | None:
+    """What sums the outputs of micro-batches over ranks, if the configuration names one."""
+    given = args.optimizer.aggregate_outputs_fn
+    return None if given is None else named(given, what="optimizer.aggregate_outputs_fn")

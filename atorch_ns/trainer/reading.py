@@ -1,0 +1,159 @@
+"""Reading of TrainerArgs: from a YAML file with overrides of a command line, every mistake at once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.parallel import ComputeConfig
+from atorch_ns.text import did_you_mean, with_article
+from atorch_ns.trainer.args import (
+    HookConfig,
+    HookMapConfig,
+    LogConfig,
+    LRSchedulerConfig,
+    ModuleParallelizeConfig,
+    OptionalComputeConfig,
+    TrainerArgs,
+)
+from atorch_ns.trainer.overrides import override, parse, resolve_references
+
+_FREE = ("args", "train_args", "val_args", "test_args", "pas_config", "user_config")
+"""Fields whose values have no declared type: texts among them are taken for what Python would."""
+
+
+def read_args(argv: Sequence[str]) -> TrainerArgs:
+    """The arguments of ``-f config.yaml --path.to.field value …``.
+
+    Raises:
+        InputError: for a file that cannot be read, and for every field that is unknown or wrong.
+    """
+    if len(argv) < 2 or argv[0] not in ("-f", "--file"):
+        raise InputError("the Trainer is called as: -f config.yaml [--path.to.field value …].")
+    overrides = [(path, None if value in ("None", "null") else value) for path, value in parse(argv[2:])]
+    return made_args(override(read_yaml(argv[1]), overrides), where=argv[1])
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The dictionary in a YAML file.
+
+    Raises:
+        InputError: if it cannot be read, or holds something else.
+    """
+    try:
+        found = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds {with_article(found)}; it must hold the fields of TrainerArgs.")
+    return found
+
+
+def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> TrainerArgs:
+    """TrainerArgs of plain data, references replaced and texts converted to the fields' types.
+
+    Raises:
+        InputError: naming every field that is unknown or wrong.
+    """
+    given: dict[str, Any] = _guessed(resolve_references(dict(config)))
+    problems: list[str] = []
+    try:
+        if isinstance(given.get("compute_config"), Mapping):
+            given["compute_config"] = _compute_config(given["compute_config"], problems)
+    except InputError as error:
+        problems.append(str(error))
+    problems = [f"compute_config: {one}" for text in problems for one in text.splitlines()]
+    if problems:
+        given.pop("compute_config")
+    if isinstance(given.get("hook"), Mapping):  # of two kinds, of which one has a type
+        kind = HookConfig if "type" in given["hook"] else HookMapConfig
+        given["hook"] = _validated(kind, given["hook"], "hook", problems)
+    made = _validated(TrainerArgs, given, "", problems)
+    if problems:
+        raise InputError(f"{where}: " + f"\n{where}: ".join(problems))
+    found: TrainerArgs = made
+    return found
+
+
+def _validated(kind: Any, given: Any, at: str, problems: list[str]) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        told: set[str] = set()
+        for one in error.errors():
+            place = [str(part) for part in one["loc"] if _is_place(part)]
+            path = ".".join(filter(None, [at, *place]))
+            if path not in told:
+                told.add(path)
+                problems.append(_problem(kind, place, path, one))
+    return None
+
+
+def _is_place(part: Any) -> bool:
+    """Whether a part of pydantic's location is one of the data, and not of the types that it has tried."""
+    return isinstance(part, int) or part.replace("_", "").replace("!", "").isalnum()
+
+
+def _problem(kind: Any, place: Sequence[str], path: str, error: Any) -> str:
+    if error["type"] == "unexpected_keyword_argument":
+        known = [one.name for one in fields(_owner(kind, place[:-1]))]
+        return f"there is no field {path}.{did_you_mean(place[-1], known, otherwise='Known are ' + ', '.join(known) + '.')}"
+    return f"{path} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
+
+
+def _owner(kind: Any, place: Sequence[str]) -> Any:
+    """The dataclass of the field at a place."""
+    for part in place:
+        nested = _NESTED
+        if kind is ModuleParallelizeConfig:
+            nested = {"compute_config": OptionalComputeConfig}
+        kind = nested.get(part, kind)
+    return kind
+
+
+_NESTED: dict[str, Any] = {
+    one.name: one.default_factory
+    for one in fields(TrainerArgs)
+    if isinstance(one.default_factory, type) and is_dataclass(one.default_factory)
+} | {"lr_scheduler": LRSchedulerConfig, "log": LogConfig, "parallel_modules": ModuleParallelizeConfig}
+
+
+def _compute_config(given: Mapping[str, Any], problems: list[str]) -> ComputeConfig | None:
+    known = [one.name for one in fields(ComputeConfig)]
+    problems += [
+        f"there is no field {key}.{did_you_mean(str(key), known)}" for key in given if key not in known
+    ]
+    values = {key: guessed(value) for key, value in given.items() if key in known}
+    values.setdefault("plan_ngpus", 1)
+    values.setdefault("runtime_ngpus", Cluster.detect().world_size)
+    return ComputeConfig(**values)
+
+
+def _guessed(config: Any, *, free: bool = False) -> Any:
+    if isinstance(config, Mapping):
+        if "__value_type" in config:
+            return dict(config)
+        return {key: _guessed(value, free=free or key in _FREE) for key, value in config.items()}
+    if isinstance(config, list):
+        return [_guessed(item, free=free) for item in config]
+    return guessed(config) if free else config
+
+
+def guessed(value: Any) -> Any:
+    """What Python would take a text for: ``'1e-3'`` for a number, ``'true'`` for True; itself if for nothing else."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value

@@ -1,0 +1,540 @@
+"""Trainer: the loop of epochs, steps, validations and checkpoints, over the phases of a TrainStep."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from atorch_ns.capture.random_states import random_states_kept, seed_all
+from atorch_ns.checkpoint.contents import capture_rng, restore_rng
+from atorch_ns.cluster import Cluster
+from atorch_ns.data import StepOutput
+from atorch_ns.errors import InputError
+from atorch_ns.job import Result
+from atorch_ns.job.optimizer import inner_optimizer
+from atorch_ns.text import with_article
+from atorch_ns.tracking import ProgressTracker
+from atorch_ns.trainer.args import HookConfig, TrainerArgs
+from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
+from atorch_ns.trainer.checkpoints import Checkpoints, Loaded, TrainStatus, merge_folder
+from atorch_ns.trainer.components import make, named
+from atorch_ns.trainer.hooks import AggregatedOutputs, HookChain, TrainHook, TrainStepMetrics, ValMetrics
+from atorch_ns.trainer.loggers import LoggerBase
+from atorch_ns.trainer.prepare import aggregate_function, compile_plan, prepare
+from atorch_ns.trainer.reading import made_args, read_args
+
+log = logging.getLogger("atorch_ns")
+
+
+class Trainer:
+    """Trains a model as :class:`~atorch_ns.trainer.TrainerArgs` say, on the ranks that have started it.
+
+    Args:
+        argv: words of a command line: ``-f config.yaml`` and overrides; by default those of this process.
+        train_args: the arguments, or plain data of them, in the place of ``argv``.
+
+    Attributes:
+        train_args: the arguments.
+        model: what is trained: a :class:`~atorch_ns.ParallelModule`, or what a strategy has made.
+        optimizer: its optimizer.
+        lr_scheduler: its scheduler, or ``None``.
+        result: what the strategy has made of it all, with the report: ``print(trainer.result.report)``.
+        train_status: how far training is.
+        rank: this process.
+        world_size: the number of processes.
+
+    Raises:
+        InputError: for arguments that are wrong, every one named.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    result: Result
+
+    def __init__(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        train_args: TrainerArgs | Mapping[str, Any] | None = None,
+    ) -> None:
+        if argv is not None and train_args is not None:
+            raise InputError("Trainer takes argv or train_args, and not both.")
+        if train_args is None:
+            train_args = read_args(sys.argv[1:] if argv is None else argv)
+        elif isinstance(train_args, Mapping):
+            train_args = made_args(train_args)
+        elif not isinstance(train_args, TrainerArgs):
+            raise InputError(f"train_args must be TrainerArgs; it is {with_article(train_args)}.")
+        train_args.check()
+        self.train_args = train_args
+        self.train_status = TrainStatus()
+        self._cluster = Cluster.detect()
+        self.rank, self.world_size = self._cluster.rank, self._cluster.world_size
+        self.hook = HookChain(self, (), {})
+        self._loggers: list[LoggerBase] = []
+        self._progress: ProgressTracker | None = None
+        self._window = Window([], [])
+        self._epoch_rng: dict[str, torch.Tensor] = {}
+        self._validated_at: int | None = None
+        self._saved_at: int | None = None
+
+    def run(self) -> None:
+        """Plans and trains, or plans alone. Collective.
+
+        Raises:
+            AtorchError: on all ranks, with the cause.
+        """
+        args = self.train_args
+        if args.init_env_fn is not None:
+            named(args.init_env_fn, what="init_env_fn")(self)
+        if args.seed is not None:
+            seed_all(args.seed)
+        dataset = make_dataset(args, "train")
+        if args.run_mode == "compile":
+            compile_plan(args, dataset)
+            return
+        try:
+            loaded = self._set_up(dataset)
+            self._train(loaded)
+        finally:
+            for logger in self._loggers:
+                logger.finalize()
+            if self._progress is not None:
+                self._progress.close()
+        self.hook.call("on_finalize")
+
+    @classmethod
+    def merge_checkpoint(cls, checkpoint_files: Sequence[str], output_file: str) -> None:
+        """Writes a checkpoint as one file that any plan on any number of ranks resumes from, and ``torch.load`` reads.
+
+        Args:
+            checkpoint_files: the folder of a checkpoint, or files in it.
+            output_file: the file.
+
+        Raises:
+            CheckpointError: if the checkpoint is missing or damaged.
+            InputError: if the files are of several checkpoints.
+        """
+        folders = {path if path.is_dir() else path.parent for path in map(Path, checkpoint_files)}
+        if len(folders) != 1:
+            raise InputError(f"checkpoint_files are of {len(folders)} checkpoints; give those of one.")
+        merge_folder(folders.pop().resolve(), Path(output_file))
+
+    merge_checkpoints = merge_checkpoint
+
+    # Setting up
+
+    def _set_up(self, dataset: Any) -> Loaded | None:
+        args = self.train_args
+        self.result, self.model = prepare(args, dataset, self._cluster)
+        job = self.result.job
+        assert self.result.optim is not None
+        self.optimizer, self.lr_scheduler = self.result.optim, self.result.lr_scheduler
+        data_ranks = job.num_data_ranks
+        num = args.num_micro_batches(data_ranks)
+        batch_size = args.micro_batch_size
+        if job.step.num_micro_batches > 1:  # as a strategy has it
+            per_rank = num * batch_size
+            num, batch_size = job.step.num_micro_batches, per_rank // job.step.num_micro_batches
+            if num * batch_size != per_rank:
+                raise InputError(
+                    f"the strategy makes {num} micro-batches of the {per_rank} samples of a rank: they do not divide them."
+                )
+        place = {
+            "batch_size": batch_size,
+            "num_micro_batches": num,
+            "data_rank": job.data_rank,
+            "data_ranks": data_ranks,
+        }
+        self._train_data = make_data(args, "train", dataset, **place)
+        val = make_dataset(args, "val")
+        self._val_data = None if val is None else make_data(args, "val", val, **place)
+        self.train_status.global_batch_size = num * batch_size * data_ranks
+        self._aggregate = aggregate_function(args)
+        self._make_hooks()
+        self._make_loggers()
+        self._checkpoints = Checkpoints(args.checkpoint, self.result, _plain(args))
+        if args.seed is not None:
+            seed_all(args.seed + job.data_rank)
+        loaded = self._checkpoints.load()
+        self.hook.call("after_setup")
+        if loaded is not None:
+            self._resume(loaded)
+        return loaded
+
+    def _make_hooks(self) -> None:
+        args, step = self.train_args, self.result.train_step
+        own: Any = None
+        if isinstance(args.hook, HookConfig):
+            own = make(args.hook.type, given=args.hook.args, what="hook")
+            if not isinstance(own, TrainHook):
+                raise InputError(f"hook.type must make a TrainHook; it made {with_article(own)}.")
+        functions = {name: named(value, what=f"hook.{name}") for name, value in args.hook_functions.items()}
+        plain = self.result.job.inputs.model
+        self.hook = HookChain(
+            self, (plain, inner_optimizer(self.optimizer), self.lr_scheduler, own), functions
+        )
+        step.observe("zero", lambda: self.hook.call("before_zero_grad"), when="before")
+        step.observe("zero", self._zeroed)
+        self._waits = False
+        reducer = self.result.job.gradients.reducer
+        if self.hook.has("before_sync_grad") and reducer is not None:
+            reducer.wait_until_told()  # so that the hook sees whole gradients of this rank
+            self._waits = True
+
+    def _zeroed(self) -> None:
+        self.hook.call("after_zero_grad")
+        self.hook.call("on_train_step_start", batches=self._window.real)
+        if not self._waits:
+            self.hook.call("before_sync_grad")
+
+    def _make_loggers(self) -> None:
+        args = self.train_args
+        if self.rank != 0:
+            return
+        for place, one in enumerate(args.log):
+            logger = make(one.type, given=one.args, what=f"log.{place}")
+            if not callable(getattr(logger, "log_metrics", None)):
+                raise InputError(f"log.{place}.type must make a LoggerBase; it made {with_article(logger)}.")
+            logger.setup(_plain(args))
+            self._loggers.append(logger)
+        if args.enable_progress_bar:
+            self._progress = ProgressTracker(self._num_steps())
+
+    def _num_steps(self) -> int | None:
+        """Steps of the whole run, as far as they are known."""
+        args, per_epoch = self.train_args, self._train_data.num_steps
+        by_epochs = None if args.max_epochs is None or per_epoch is None else args.max_epochs * per_epoch
+        found = [number for number in (args.max_train_steps, by_epochs) if number is not None]
+        return min(found, default=None)
+
+    def _resume(self, loaded: Loaded) -> None:
+        size = self.train_status.global_batch_size
+        self.train_status = loaded.status
+        status = self.train_status
+        if status.global_batch_size not in (0, size):
+            samples = status.step_in_epoch * status.global_batch_size
+            status.step_in_epoch, rest = divmod(samples, size)
+            log.warning(
+                "The global batch was %d and is %d: the epoch goes on after %d of its steps%s.",
+                status.global_batch_size,
+                size,
+                status.step_in_epoch,
+                f", and sees {rest} samples again" if rest else "",
+            )
+        status.global_batch_size = size
+        self._saved_at = self._validated_at = status.finished_train_steps
+        document = {
+            **loaded.custom,
+            "train_status": status.as_json(),
+            "train_args": _plain(self.train_args),
+            "rank": self.rank,
+        }
+        self.hook.call("on_load_checkpoint", checkpoint=document)
+        if self.rank == 0:
+            log.info(
+                "Resumed from %s: epoch %d, after %d steps; saved on %d ranks, and going on on %d.",
+                loaded.path,
+                status.epoch,
+                status.finished_train_steps,
+                loaded.world_size,
+                self.world_size,
+            )
+
+    # The loop
+
+    def _train(self, loaded: Loaded | None) -> None:
+        args, status = self.train_args, self.train_status
+        if self.rank == 0:
+            log.info("Training...")
+        self.hook.call("on_train_start")
+        last_epoch = status.epoch
+        while not self._is_over():
+            last_epoch = status.epoch
+            self._epoch(loaded)
+            loaded = None
+        if self.rank == 0:
+            limit, number = (
+                ("epochs", args.max_epochs)
+                if args.max_train_steps is None or status.finished_train_steps < args.max_train_steps
+                else ("train steps", args.max_train_steps)
+            )
+            log.info("Reached max %s(%s): Training is done.", limit, number)
+        if status.train_loss is not None:
+            self._save(last_epoch)
+        self.hook.call("on_train_end")
+
+    def _is_over(self) -> bool:
+        args, status = self.train_args, self.train_status
+        return (args.max_epochs is not None and status.epoch >= args.max_epochs) or self._has_all_steps()
+
+    def _has_all_steps(self) -> bool:
+        most = self.train_args.max_train_steps
+        return most is not None and self.train_status.finished_train_steps >= most
+
+    def _epoch(self, loaded: Loaded | None) -> None:
+        args, status, data = self.train_args, self.train_status, self._train_data
+        epoch = status.epoch
+        self.hook.call("on_epoch_start", epoch=epoch)
+        began = status.step_in_epoch
+        windows = self._windows(data, loaded)
+        while True:
+            if self._has_all_steps() and status.step_in_epoch != data.num_steps:
+                return  # before more data are read, which may draw random numbers
+            window = next(windows, None)
+            if window is None:
+                break
+            self._step(epoch, window)
+            self._after_step(epoch)
+        if status.step_in_epoch == began == 0:
+            raise InputError("the data loader gives no batch: there is nothing to train on.")
+        scheduler = args.lr_scheduler
+        if scheduler is not None and scheduler.interval == "epoch":
+            self._step_scheduler()
+        self.hook.call("on_epoch_end", epoch=epoch)
+        status.epoch, status.step_in_epoch = epoch + 1, 0
+        if self._val_data is not None and _is_due(epoch + 1, args.val_every_n_epochs):
+            self._validate()
+        if _is_due(epoch + 1, args.checkpoint.every_n_epochs):
+            self._save(epoch)
+
+    def _windows(self, data: Data, loaded: Loaded | None) -> Iterator[Window]:
+        """The windows of the epoch that are left, with the random states that they would have seen in one run."""
+        status, job = self.train_status, self.result.job
+        data.set_epoch(status.epoch)
+        skip = status.step_in_epoch
+        now = capture_rng(job.device, job.step.randomness)
+        if loaded is not None and loaded.epoch_rng is not None and skip:
+            restore_rng(loaded.epoch_rng, job.device, job.step.randomness)
+        self._epoch_rng = capture_rng(job.device, job.step.randomness)
+        windows = data.windows()
+        if skip:
+            for _ in islice(windows, skip):
+                pass
+            restore_rng(now, job.device, job.step.randomness)
+        return windows
+
+    def _after_step(self, epoch: int) -> None:
+        args, status = self.train_args, self.train_status
+        done = status.finished_train_steps
+        if self._val_data is not None and _is_due(done, args.val_every_n_train_steps):
+            self._validate()
+        if _is_due(done, args.checkpoint.every_n_train_steps):
+            self._save(epoch)
+
+    def _step(self, epoch: int, window: Window) -> None:
+        args, status, step, hook = self.train_args, self.train_status, self.result.train_step, self.hook
+        start, self._window = time.perf_counter(), window
+        by_tokens = args.optimizer.grad_reduction == "per-token-mean"
+        with step.sharing_failures():
+            hook.call("on_step_start", epoch=epoch, idx=status.step_in_epoch)
+            found = step.micro_gradients(
+                window.samples,
+                dummies=window.dummies,
+                reduction="mean" if args.optimizer.grad_reduction == "mean" else "sum",
+                outputs=self._aggregate is not None or hook.has("on_train_step_end"),
+            )
+            hook.call("on_train_step_end", outputs=list(found.outputs))
+            aggregated, loss = self._aggregated(found, len(window.real))
+            status.train_loss = loss
+            hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
+            if self._waits:
+                hook.call("before_sync_grad")
+            step.reduce()
+            hook.call("after_sync_grad")
+            step.scale(1.0 / _tokens(aggregated) if by_tokens else None)
+            hook.call("before_gnorm_clip")
+            step.clip()
+            assert step.grad_norm is not None
+            hook.call("after_gnorm_clip", gnorm=step.grad_norm)
+            rate = self.optimizer.param_groups[0]["lr"]
+            hook.call("before_optimizer_step")
+            step.update()
+            hook.call("after_optimizer_step")
+            if args.lr_scheduler is not None and args.lr_scheduler.interval == "step":
+                self._step_scheduler()
+            idx = status.step_in_epoch
+            status.step_in_epoch += 1
+            status.finished_train_steps += 1
+            metrics = TrainStepMetrics(
+                train_loss=loss,
+                loss=loss,
+                lr=float(rate),
+                gnorm=float(step.grad_norm),
+                train_wall=time.perf_counter() - start,
+                **_memory(self.result.device),
+            )
+            hook.call("before_log_train_metrics", step_metrics=metrics, aggregated_outputs=aggregated)
+            self._log(asdict(metrics), "train")
+            self._show(epoch, idx, metrics)
+            hook.call(
+                "on_step_end",
+                epoch=epoch,
+                idx=idx,
+                step_metrics=metrics,
+                aggregated_outputs=aggregated,
+            )
+
+    def _aggregated(self, found: StepOutput, num_real: int) -> tuple[AggregatedOutputs, float]:
+        """The outputs of micro-batches over all ranks, and the loss as the configuration reduces it."""
+        job, config = self.result.job, self.train_args.optimizer
+        if self._aggregate is not None:
+            group = None if job.mesh is None else job.mesh.data_group
+            given = self._aggregate(list(found.outputs), group)
+            if not isinstance(given, AggregatedOutputs) or given.loss_sum is None or not given.num_batches:
+                raise InputError(
+                    "optimizer.aggregate_outputs_fn must return AggregatedOutputs with loss_sum and num_batches; it returned "
+                    f"{given!r}."
+                )
+            aggregated = given
+        else:
+            pair = torch.tensor([0.0, num_real], dtype=torch.float64, device=job.device)
+            pair[0] = found.losses.double().sum()
+            if job.mesh is not None and job.num_data_ranks > 1:
+                dist.all_reduce(pair, group=job.mesh.data_group)
+            loss_sum, count = pair.tolist()
+            aggregated = AggregatedOutputs(loss_sum=loss_sum, num_batches=int(count))
+        assert aggregated.loss_sum is not None
+        assert aggregated.num_batches is not None
+        total = float(aggregated.loss_sum)
+        return aggregated, total if config.loss_reduction == "sum" else total / aggregated.num_batches
+
+    def _step_scheduler(self) -> None:
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            status = self.train_status
+            loss = status.train_loss if status.val_loss is None else status.val_loss
+            assert loss is not None
+            self.lr_scheduler.step(loss)
+        else:
+            self.lr_scheduler.step()
+
+    # Validation, checkpoints and logs
+
+    def _validate(self) -> None:
+        data, status, hook = self._val_data, self.train_status, self.hook
+        if data is None or self._validated_at == status.finished_train_steps:
+            return
+        start, losses, batches = time.perf_counter(), 0.0, 0
+        step = self.result.train_step
+        hook.call("on_val_start")
+        with random_states_kept(self.result.device):
+            for window in islice(data.windows(), self.train_args.max_val_steps):
+                hook.call("on_val_step_start", batches=window.real)
+                wants = self._aggregate is not None or hook.has("on_val_step_end")
+                found = step.infer(window.samples, dummies=window.dummies, outputs=wants)
+                hook.call("on_val_step_end", outputs=list(found.outputs))
+                aggregated, _ = self._aggregated(found, len(window.real))
+                assert aggregated.loss_sum is not None
+                assert aggregated.num_batches is not None
+                own = aggregated.loss_sum / aggregated.num_batches
+                hook.call("after_aggregate_val_step_outputs", aggregated_outputs=aggregated, val_loss=own)
+                losses, batches = losses + aggregated.loss_sum, batches + aggregated.num_batches
+        if not batches:
+            raise InputError("the validation data gives no batch.")
+        metrics = ValMetrics(val_loss=losses / batches, val_wall=time.perf_counter() - start)
+        status.val_loss, self._validated_at = metrics.val_loss, status.finished_train_steps
+        hook.call("on_val_end", val_loss=metrics.val_loss)
+        hook.call("before_log_val_metrics", metrics=metrics)
+        self._log(asdict(metrics), "val")
+        if self.rank == 0:
+            log.info(
+                "Validation after %d steps: val_loss=%.3f, val_wall=%.3f",
+                status.finished_train_steps,
+                metrics.val_loss,
+                metrics.val_wall,
+            )
+
+    def _save(self, epoch: int) -> None:
+        status = self.train_status
+        if self.train_args.checkpoint.no_save or self._saved_at == status.finished_train_steps:
+            return
+        self._validate()
+        document = {
+            "train_status": status.as_json(),
+            "train_args": _plain(self.train_args),
+            "rank": self.rank,
+        }
+        known = set(document)
+        self.hook.call("on_save_checkpoint", checkpoint=document)
+        custom = {key: value for key, value in document.items() if key not in known}
+        self._checkpoints.save(epoch, status, custom, self._epoch_rng)
+        self._saved_at = status.finished_train_steps
+
+    def _log(self, metrics: Mapping[str, Any], tag: str) -> None:
+        numbers = {name: value for name, value in metrics.items() if value is not None}
+        for logger in self._loggers:
+            logger.log_metrics(numbers, self.train_status.finished_train_steps, tag=tag)
+
+    def _show(self, epoch: int, idx: int, metrics: TrainStepMetrics) -> None:
+        if self.rank != 0:
+            return
+        status, args = self.train_status, self.train_args
+        done = status.finished_train_steps
+        if self._progress is not None:
+            shown = {
+                "train/loss": metrics.train_loss,
+                "train/grad_norm": metrics.gnorm,
+                "train/lr": metrics.lr,
+            }
+            self._progress.log(shown, done)
+        total = self._train_data.num_steps
+        is_last = idx + 1 == total or self._has_all_steps()
+        if is_last or _is_due(done, args.log_progress_every_n_train_steps):
+            of = f"{idx + 1:0{len(str(total))}d}/{total}" if total is not None else str(idx + 1)
+            log.info(
+                "Epoch %d: %s train_loss=%.3f, lr=%.3g, gnorm=%.3f, train_wall=%.3f",
+                *(epoch, of, metrics.train_loss, metrics.lr, metrics.gnorm, metrics.train_wall),
+            )
+
+
+def _is_due(number: int, every: int | None) -> bool:
+    return every is not None and number > 0 and number % every == 0
+
+
+def _tokens(aggregated: AggregatedOutputs) -> int:
+    if not aggregated.num_tokens:
+        raise InputError(
+            "grad_reduction=per-token-mean: aggregate_outputs_fn must return num_tokens, a positive number; it returned "
+            f"{aggregated.num_tokens!r}."
+        )
+    return aggregated.num_tokens
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return {}
+    free, _ = torch.cuda.mem_get_info(device)
+    return {
+        "cuda_gb_allocated": torch.cuda.max_memory_allocated(device) / 1e9,
+        "cuda_gb_reserved": torch.cuda.max_memory_reserved(device) / 1e9,
+        "cuda_gb_free": free / 1e9,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A configuration as JSON has it; classes and functions by their names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {key: _plain(item) for key, item in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+    return str(value)
