@@ -92,3 +92,25 @@ def aggregate(outputs: list[Any], group: Any) -> AggregatedOutputs:
         torch.distributed.all_reduce(found, group=group)
     loss_sum, count, tokens = found.tolist()
     return AggregatedOutputs(loss_sum=loss_sum, num_batches=int(count), num_tokens=int(tokens))
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The samples of a :class:`Dataset`, one after the other."""
+
+    def __init__(self, size: int = 24) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        dataset = Dataset(self.size)
+        return iter([dataset[place] for place in range(self.size)])
+
+
+def collated(items: list[Any]) -> Any:
+    """As torch collates, ids shifted by one."""
+    ids = torch.stack([item["ids"] for item in items])
+    return {"ids": (ids + 1) % VOCABULARY, "labels": ids}
+
+
+def seeded(trainer: Any) -> None:
+    """An ``init_env_fn``."""
+    torch.manual_seed(5)
