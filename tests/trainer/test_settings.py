@@ -132,14 +132,12 @@ def log(folder: Path) -> None:
         log=[
             LogConfig(type=Lines, args={"path": str(folder / "lines")}),
             LogConfig(type=TensorBoardLogger, args={"name": "run", "root_dir": str(folder / "tb")}),
-            LogConfig(type=WandbLogger, args={"name": "run", "dir": str(folder)}),
         ],
     )
     lines = (folder / "lines").read_text().splitlines()
     assert [line.rsplit(" ", 5)[0] for line in lines[:2]] == ["train 1", "train 2"]
     assert lines[2].startswith("val 2 val_loss val_wall")
     assert {path.parent.name for path in (folder / "tb").rglob("events*")} == {"train", "val"}
-    assert list(folder.rglob("*.wandb"))
 
 
 def precision(folder: Path) -> None:
@@ -226,6 +224,29 @@ def test_every_field_counts(
     check = globals()[name]
     more = {"capsys": capsys, "caplog": caplog}
     check(tmp_path, **{key: more[key] for key in more if key in check.__annotations__})
+
+
+def test_weights_and_biases_get_the_settings_and_names_with_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its process, which tests of the tracker start."""
+    logged: list[Any] = []
+
+    class Tracker:
+        def __init__(self, **settings: Any) -> None:
+            logged.append(settings)
+
+        def log(self, metrics: Any, step: int) -> None:
+            logged.append((dict(metrics), step))
+
+        def close(self) -> None:
+            logged.append("closed")
+
+    monkeypatch.setattr("atorch_ns.trainer.loggers.WandbTracker", Tracker)
+    logger = WandbLogger("run", "project")
+    logger.setup({"seed": 1})
+    logger.log_metrics({"loss": 2.0}, 3, tag="train")
+    logger.finalize()
+    assert logged[1]["config"] == {"seed": 1}
+    assert logged[2:] == [({"train/loss": 2.0}, 3), "closed"]
 
 
 def test_loss_reduction(tmp_path: Path) -> None:
