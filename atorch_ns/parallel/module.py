@@ -16,7 +16,7 @@ from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localised
 from atorch_ns.torch_compat import plain_name
 
 INNER = "_parallelized"
-"""The attribute under which a parallel module holds what runs; state dicts do not name it."""
+"""The attribute under which a parallel module holds what runs; state dicts and :func:`plain_name` leave it out."""
 
 STEP = "a step of a parallel module"
 """What failures of a loop's forward passes and synchronisations are shared under."""
@@ -168,15 +168,10 @@ def parallel_modules(module: nn.Module) -> dict[str, ParallelModule]:
     return {path: found for path, found in module.named_modules() if isinstance(found, ParallelModule)}
 
 
-def without_inner(name: str) -> str:
-    """A name as the plain module has it."""
-    return ".".join(part for part in name.split(".") if part != INNER)
-
-
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module with parallel ones in it, by the plain module's first names."""
     for name, parameter in module.named_parameters():
-        yield without_inner(plain_name(name)), parameter
+        yield plain_name(name), parameter
 
 
 def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:

@@ -54,7 +54,9 @@ def build_optimizer(
         if not config.use_end2end:
             _sum_when_told(module)
     else:
-        reducer = _reducer_of_the_rest(module, parts, config)
+        reducer = reducer_of_the_rest(module, parts, config)
+        if reducer is not None:
+            reducer.wait_until_told(sums=True)
         for part in parts.values():
             _sum_when_told(part)
             reshard(part.result.job.module)
@@ -339,10 +341,11 @@ def _sum_when_told(part: ParallelModule) -> None:
         job.gradients.reducer.wait_until_told(sums=True)
 
 
-def _reducer_of_the_rest(
+def reducer_of_the_rest(
     module: nn.Module, parts: Mapping[str, ParallelModule], config: ComputeConfig
 ) -> GradientReducer | None:
-    """Sums the gradients of parameters outside of parallel modules."""
+    """Averages gradients of parameters outside of parallel modules over the units, and gives these the first rank's values;
+    collective. ``None`` where there is nothing to average."""
     inside = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
     if config.runtime_ngpus == 1 or not dist.is_initialized():
@@ -353,6 +356,4 @@ def _reducer_of_the_rest(
     mesh = next(iter(parts.values())).result.job.mesh
     if not rest or mesh is None or config.num_units == 1:
         return None
-    reducer = GradientReducer(module, mesh.data_group, rest)
-    reducer.wait_until_told(sums=True)
-    return reducer
+    return GradientReducer(module, mesh.data_group, rest)

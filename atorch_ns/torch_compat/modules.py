@@ -24,8 +24,14 @@ def unwrap_checkpoint(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
-WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "_pipeline_unit.")
-"""Parts that torch's wrappers, and the units of a pipeline, insert into the names of parameters inside them."""
+WRAPPER_PREFIXES = (
+    "_checkpoint_wrapped_module.",
+    "_fsdp_wrapped_module.",
+    "_orig_mod.",
+    "_pipeline_unit.",
+    "_parallelized.",
+)
+"""Parts that torch's wrappers, the units of a pipeline and parallel modules insert into the names of parameters inside them."""
 
 
 def pipeline_unit(module: nn.Module) -> tuple[str, nn.Module]:

@@ -15,20 +15,11 @@ from atorch_ns.data.build import RankStream
 from atorch_ns.errors import InputError
 from atorch_ns.trainer.args import TrainerArgs
 from atorch_ns.trainer.components import arguments, make, named
+from atorch_ns.trainer.model import dtype_of
 
 Split = Literal["train", "val"]
 
 _AUTOMATIC = ("dataset", "num_replicas", "rank")
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes of a configuration's precisions."""
-
-
-def dtype_of(args: TrainerArgs, kind: Literal["param", "buffer", "input"]) -> torch.dtype | None:
-    """The dtype that the configuration casts parameters, buffers or inputs to; ``None`` to leave them."""
-    given = args.precision
-    name = given.get(kind) if isinstance(given, dict) else given
-    return DTYPES.get(name or "none")
 
 
 class Window(NamedTuple):
@@ -112,7 +103,7 @@ def make_data(
     else:
         automatic["sampler"] = _sampler(args, split, dataset, data_rank, data_ranks)
     loader = make(args.dataloader.type, given=settings, what="dataloader", **automatic)
-    return Data(dataset, loader, num_micro_batches, dtype_of(args, "input"))
+    return Data(dataset, loader, num_micro_batches, dtype_of(args.precision, "input"))
 
 
 def sample_of(args: TrainerArgs, dataset: Any) -> Any:
@@ -126,7 +117,7 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
         raise InputError("dataset: it is empty; there is nothing to train on.")
     collate = settings.get("collate_fn") or default_collate
     batch = named(collate, what="dataloader.train_args.collate_fn")(items)
-    dtype = dtype_of(args, "input")
+    dtype = dtype_of(args.precision, "input")
     return batch if dtype is None else floats_to(batch, dtype)
 
 

@@ -6,9 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from os import PathLike
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,90 +17,16 @@ from atorch_ns.apply import attach_optimizer
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.errors import InputError
-from atorch_ns.job import Result
+from atorch_ns.job import Inputs, Result
+from atorch_ns.job.model import OriginalModel
 from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
 from atorch_ns.parallel.parallelize import own_loss
-from atorch_ns.parallel.policies import POLICIES
-from atorch_ns.text import did_you_mean, error_text, with_article
 from atorch_ns.trainer.args import TrainerArgs
-from atorch_ns.trainer.batches import dtype_of, sample_of
+from atorch_ns.trainer.batches import sample_of
 from atorch_ns.trainer.components import make, named
-
-AUTO = "auto"
-"""The policy that searches for a strategy."""
-
-_FILES = (".json", ".yaml", ".yml")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What decides how the model is trained.
-
-    Attributes:
-        rule: a policy of ``parallelize``, by name or as a function; ``None`` where a strategy does.
-        strategy: a strategy file; ``None`` to search for one, where there is no rule.
-    """
-
-    rule: str | Callable[..., Any] | None = None
-    strategy: Path | None = None
-
-    @classmethod
-    def of(cls, given: Any) -> Policy:
-        """What ``pas_policy`` means.
-
-        Raises:
-            InputError: if it means nothing.
-        """
-        if isinstance(given, PathLike) or (isinstance(given, str) and given.endswith(_FILES)):
-            path = Path(given)
-            if not path.is_file():
-                raise InputError(f"pas_policy: there is no strategy file {path}.")
-            return cls(strategy=path)
-        if given == AUTO:
-            return cls()
-        if isinstance(given, str) and given not in POLICIES and "." not in given:
-            known = [*POLICIES, AUTO]
-            raise InputError(
-                f"pas_policy: there is no policy {given!r}.{did_you_mean(given, known)} Policies are {', '.join(known)}, a "
-                "function, or a strategy file."
-            )
-        return cls(rule=given if given in POLICIES else named(given, what="pas_policy"))
-
-
-def make_model(args: TrainerArgs) -> nn.Module:
-    """The plain model, with its weights and precision.
-
-    Raises:
-        InputError: if it cannot be made.
-    """
-    model = make(args.model.type, given=args.model.args, what="model")
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model.type must make a torch.nn.Module; it made {with_article(model)}.")
-    if args.tracing_from_weights is not None:
-        load_weights(model, args.tracing_from_weights, "tracing_from_weights")
-    cast(model, dtype_of(args, "param"), dtype_of(args, "buffer"))
-    return model
-
-
-def load_weights(model: nn.Module, path: str, what: str, prefix: str = "") -> None:
-    """Gives a model the weights of a file that ``torch.save`` has written, by itself or under ``model``."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        state = found.get("model", found)
-        model.load_state_dict(
-            {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        )
-    except Exception as error:
-        raise InputError(f"{what}: cannot load {path}: {error_text(error)}") from error
-
-
-@torch.no_grad()
-def cast(model: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None) -> None:
-    """Casts floating parameters and buffers, each where a dtype is given."""
-    for dtype, found in ((parameters, model.parameters()), (buffers, model.buffers())):
-        for tensor in found:
-            if dtype is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+from atorch_ns.trainer.model import make_model
+from atorch_ns.trainer.policy import Policy
+from atorch_ns.trainer.submodules import job_of, replaced
 
 
 def compute_config(args: TrainerArgs, cluster: Cluster) -> ComputeConfig:
@@ -121,7 +45,11 @@ def compile_plan(args: TrainerArgs, dataset: Any) -> None:
         raise InputError(
             "run_mode=compile makes a plan of parallelize; a strategy file is one already, and 'atorch-ns search' finds others."
         )
-    _parallelized(args, policy.rule, make_model(args), dataset, Cluster.detect())
+    model, cluster = make_model(args), Cluster.detect()
+    if args.model.parallel_modules:
+        replaced(args, model, compute_config(args, cluster), cluster, _sample(args, dataset, cluster))
+    else:
+        _parallelized(args, policy.rule, model, dataset, cluster)
 
 
 def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, nn.Module]:
@@ -135,7 +63,9 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     model = cluster.agree(lambda: make_model(args), what="making the model")
     optimizer = functools.partial(_optimizer, args)
     module: nn.Module = model
-    if policy.rule is not None:
+    if args.model.parallel_modules:
+        result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
+    elif policy.rule is not None:
         made = _parallelized(args, policy.rule, model, dataset, cluster)
         assert isinstance(made, ParallelModule)
         module, result = made, attach_optimizer(made.result, optimizer)
@@ -160,6 +90,20 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
         what="making the scheduler",
     )
     return result.having(lr_scheduler=scheduler), module
+
+
+def _with_parallel_modules(
+    args: TrainerArgs,
+    model: nn.Module,
+    dataset: Any,
+    cluster: Cluster,
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> Result:
+    inputs = Inputs(model=model)
+    original = OriginalModel.of(inputs)
+    sample = _sample(args, dataset, cluster)
+    parts = replaced(args, model, compute_config(args, cluster), cluster, sample)
+    return job_of(inputs, original, parts, optimizer)
 
 
 def _optimizer(args: TrainerArgs, parameters: Any) -> Any:

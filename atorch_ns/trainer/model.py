@@ -1,0 +1,58 @@
+"""The plain model of a Trainer: made by its configuration, with weights and precision."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import error_text, with_article
+from atorch_ns.trainer.args import Precision, TrainerArgs
+from atorch_ns.trainer.components import make
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtypes of a configuration's precisions."""
+
+
+def dtype_of(given: Precision, kind: Literal["param", "buffer", "input"]) -> torch.dtype | None:
+    """The dtype that a configuration casts parameters, buffers or inputs to; ``None`` to leave them."""
+    name = given.get(kind) if isinstance(given, dict) else given
+    return DTYPES.get(name or "none")
+
+
+def make_model(args: TrainerArgs) -> nn.Module:
+    """The plain model, with its weights and precision.
+
+    Raises:
+        InputError: if it cannot be made.
+    """
+    model = make(args.model.type, given=args.model.args, what="model")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model.type must make a torch.nn.Module; it made {with_article(model)}.")
+    if args.tracing_from_weights is not None:
+        load_weights(model, args.tracing_from_weights, "tracing_from_weights")
+    cast(model, dtype_of(args.precision, "param"), dtype_of(args.precision, "buffer"))
+    return model
+
+
+def load_weights(model: nn.Module, path: str, what: str, prefix: str = "") -> None:
+    """Gives a model the weights of a file that ``torch.save`` has written, by itself or under ``model``."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        state = found.get("model", found)
+        model.load_state_dict(
+            {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        )
+    except Exception as error:
+        raise InputError(f"{what}: cannot load {path}: {error_text(error)}") from error
+
+
+@torch.no_grad()
+def cast(model: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None) -> None:
+    """Casts floating parameters and buffers, each where a dtype is given."""
+    for dtype, found in ((parameters, model.parameters()), (buffers, model.buffers())):
+        for tensor in found:
+            if dtype is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
