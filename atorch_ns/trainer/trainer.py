@@ -23,7 +23,7 @@ from atorch_ns.data import StepOutput
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.job.optimizer import inner_optimizer
-from atorch_ns.text import with_article
+from atorch_ns.text import counted, with_article
 from atorch_ns.tracking import ProgressTracker
 from atorch_ns.trainer.args import HookConfig, TrainerArgs
 from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
@@ -245,12 +245,12 @@ class Trainer:
         self.hook.call("on_load_checkpoint", checkpoint=document)
         if self.rank == 0:
             log.info(
-                "Resumed from %s: epoch %d, after %d steps; saved on %d ranks, and going on on %d.",
+                "Resumed from %s: epoch %d, after %d steps; saved on %s, and going on on %s.",
                 loaded.path,
                 status.epoch,
                 status.finished_train_steps,
-                loaded.world_size,
-                self.world_size,
+                counted(loaded.world_size, "rank"),
+                counted(self.world_size, "rank"),
             )
 
     # The loop

@@ -43,6 +43,36 @@ def launch(script: str, *flags: str | Path, num_processes: int, timeout_s: float
     return done.stdout
 
 
+def test_the_example_of_the_trainer_learns_and_goes_on_on_two_ranks(tmp_path: Path) -> None:
+    """Its two commands with fewer steps, in another folder."""
+    words = ["-f", "examples/trainer/config.yaml", "--gen_savedir", f"{tmp_path}/plans"]
+    words += ["--checkpoint.save_dir", f"{tmp_path}/checkpoints", "--max_val_steps", "2"]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for command, steps, more in (([], 20, []), (two, 22, ["--compute_config.plan_ngpus", "2"])):
+        done = subprocess.run(
+            [
+                sys.executable,
+                *command,
+                "-m",
+                "atorch_ns.trainer",
+                *words,
+                "--max_train_steps",
+                str(steps),
+                *more,
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LAUNCH_TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        losses = [float(found) for found in re.findall(r"train_loss=(\S+),", done.stderr)]
+        assert losses[-1] < 4.5
+    assert "saved on 1 rank, and going on on 2 ranks" in done.stderr
+
+
 def train(*flags: str, num_processes: int) -> str:
     """What ``train.py`` prints on rank 0, on ranks that are forked: as :func:`launch`, without its seconds.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,16 @@ def collated(items: list[Any]) -> Any:
 def seeded(trainer: Any) -> None:
     """An ``init_env_fn``."""
     torch.manual_seed(5)
+
+
+def pause(trainer: Any, **told: Any) -> None:
+    """A step that takes a while."""
+    time.sleep(0.05)
+
+
+def die_once(trainer: Any, **told: Any) -> None:
+    """Kills the second rank after the sixth step, if nobody has been killed yet."""
+    path = Path(os.environ["DIES_BY"])
+    if trainer.rank == 1 and trainer.train_status.finished_train_steps == 6 and not path.exists():
+        path.touch()
+        os.kill(os.getpid(), signal.SIGKILL)

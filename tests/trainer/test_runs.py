@@ -253,6 +253,50 @@ def watched(folder: str, fails: bool) -> tuple[list[float], list[float]]:
     return found.before, found.after
 
 
+class Order(TrainHook):
+    """Writes down when gradients may be looked at, among the reductions."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        whole = dist.all_reduce
+
+        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.numel() > 2:  # else of losses
+                self.log.append("reduced")
+            return whole(tensor, *args, **kwargs)
+
+        dist.all_reduce = noted
+
+    def on_step_start(self, trainer: Trainer, epoch: int, idx: int) -> None:
+        self.log.append("step")
+
+    def before_sync_grad(self, trainer: Trainer) -> None:
+        self.log.append("before")
+
+    def after_sync_grad(self, trainer: Trainer) -> None:
+        self.log.append("after")
+
+
+def ordered(folder: str) -> list[str]:
+    trainer = Trainer(
+        train_args=args_of(folder, pas_policy="dp", hook=HookConfig(type=Order), max_train_steps=2)
+    )
+    trainer.run()
+    log: list[str] = trainer.hook._called["before_sync_grad"][0].__self__.log
+    return log
+
+
+def test_before_sync_grad_is_called_before_the_first_byte_is_reduced(tmp_path: Path) -> None:
+    for log in run_ranks(ordered, 2, args=(str(tmp_path),)):
+        steps = " ".join(log).split("step")[1:]
+        assert len(steps) == 2
+        for one in steps:
+            words = one.split()
+            assert words[0] == "before"
+            assert words[1 : words.index("after")]
+            assert set(words[1 : words.index("after")]) == {"reduced"}
+
+
 def test_before_sync_grad_sees_the_gradients_of_this_rank_alone(tmp_path: Path) -> None:
     (mine, means), (others, _) = run_ranks(watched, 2, args=(str(tmp_path), False))
     assert mine != pytest.approx(others, rel=1e-3)
