@@ -15,7 +15,7 @@ from torch import nn
 from atorch_ns.api import auto_accelerate
 from atorch_ns.apply import attach_optimizer
 from atorch_ns.capture.random_states import random_states_kept
-from atorch_ns.cluster import Cluster, join_process_group
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Result
 from atorch_ns.job.model import OriginalModel
@@ -58,7 +58,6 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     Raises:
         InputError: on all ranks, for what cannot be trained as configured.
     """
-    join_process_group(cluster)
     policy = cluster.agree(lambda: Policy.of(args.pas_policy), what="reading the policy")
     model = cluster.agree(lambda: make_model(args), what="making the model")
     optimizer = functools.partial(_optimizer, args)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from atorch_ns.capture.random_states import random_states_kept, seed_all
 from atorch_ns.checkpoint.contents import capture_rng, restore_rng
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.data import StepOutput
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
@@ -96,24 +96,35 @@ class Trainer:
         Raises:
             AtorchError: on all ranks, with the cause.
         """
-        args = self.train_args
-        if args.init_env_fn is not None:
-            named(args.init_env_fn, what="init_env_fn")(self)
-        if args.seed is not None:
-            seed_all(args.seed)
-        dataset = make_dataset(args, "train")
+        args, cluster = self.train_args, self._cluster
         if args.run_mode == "compile":
-            compile_plan(args, dataset)
+            compile_plan(args, self._begin())
             return
+        join_process_group(cluster)
+        dataset = cluster.agree(self._begin, what="making the dataset")
         try:
-            loaded = self._set_up(dataset)
-            self._train(loaded)
+            self._set_up(dataset)
+            with self.result.train_step.sharing_failures():
+                loaded = self._checkpoints.load()
+                if loaded is not None:
+                    self._resume(loaded)
+                self.hook.call("after_setup")
+                self._train(loaded)
+                self.hook.call("on_finalize")
         finally:
             for logger in self._loggers:
                 logger.finalize()
             if self._progress is not None:
                 self._progress.close()
-        self.hook.call("on_finalize")
+
+    def _begin(self) -> Any:
+        """Seeds, and the dataset, which may draw from them."""
+        args = self.train_args
+        if args.init_env_fn is not None:
+            named(args.init_env_fn, what="init_env_fn")(self)
+        if args.seed is not None:
+            seed_all(args.seed)
+        return make_dataset(args, "train")
 
     @classmethod
     def merge_checkpoint(cls, checkpoint_files: Sequence[str], output_file: str) -> None:
@@ -136,12 +147,19 @@ class Trainer:
 
     # Setting up
 
-    def _set_up(self, dataset: Any) -> Loaded | None:
-        args = self.train_args
-        self.result, self.model = prepare(args, dataset, self._cluster)
+    def _set_up(self, dataset: Any) -> None:
+        args, cluster = self.train_args, self._cluster
+        self.result, self.model = prepare(args, dataset, cluster)
         job = self.result.job
         assert self.result.optim is not None
         self.optimizer, self.lr_scheduler = self.result.optim, self.result.lr_scheduler
+        cluster.agree(lambda: self._make_data(dataset), what="making data loaders, hooks and loggers")
+        self._checkpoints = Checkpoints(args.checkpoint, self.result, _plain(args))
+        if args.seed is not None:
+            seed_all(args.seed + job.data_rank)
+
+    def _make_data(self, dataset: Any) -> None:
+        args, job = self.train_args, self.result.job
         data_ranks = job.num_data_ranks
         num = args.num_micro_batches(data_ranks)
         batch_size = args.micro_batch_size
@@ -165,14 +183,6 @@ class Trainer:
         self._aggregate = aggregate_function(args)
         self._make_hooks()
         self._make_loggers()
-        self._checkpoints = Checkpoints(args.checkpoint, self.result, _plain(args))
-        if args.seed is not None:
-            seed_all(args.seed + job.data_rank)
-        loaded = self._checkpoints.load()
-        self.hook.call("after_setup")
-        if loaded is not None:
-            self._resume(loaded)
-        return loaded
 
     def _make_hooks(self) -> None:
         args, step = self.train_args, self.result.train_step
@@ -338,54 +348,53 @@ class Trainer:
         args, status, step, hook = self.train_args, self.train_status, self.result.train_step, self.hook
         start, self._window = time.perf_counter(), window
         by_tokens = args.optimizer.grad_reduction == "per-token-mean"
-        with step.sharing_failures():
-            hook.call("on_step_start", epoch=epoch, idx=status.step_in_epoch)
-            found = step.micro_gradients(
-                window.samples,
-                dummies=window.dummies,
-                reduction="mean" if args.optimizer.grad_reduction == "mean" else "sum",
-                outputs=self._aggregate is not None or hook.has("on_train_step_end"),
-            )
-            hook.call("on_train_step_end", outputs=list(found.outputs))
-            aggregated, loss = self._aggregated(found, len(window.real))
-            status.train_loss = loss
-            hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
-            if self._waits:
-                hook.call("before_sync_grad")
-            step.reduce()
-            hook.call("after_sync_grad")
-            step.scale(1.0 / _tokens(aggregated) if by_tokens else None)
-            hook.call("before_gnorm_clip")
-            step.clip()
-            assert step.grad_norm is not None
-            hook.call("after_gnorm_clip", gnorm=step.grad_norm)
-            rate = self.optimizer.param_groups[0]["lr"]
-            hook.call("before_optimizer_step")
-            step.update()
-            hook.call("after_optimizer_step")
-            if args.lr_scheduler is not None and args.lr_scheduler.interval == "step":
-                self._step_scheduler()
-            idx = status.step_in_epoch
-            status.step_in_epoch += 1
-            status.finished_train_steps += 1
-            metrics = TrainStepMetrics(
-                train_loss=loss,
-                loss=loss,
-                lr=float(rate),
-                gnorm=float(step.grad_norm),
-                train_wall=time.perf_counter() - start,
-                **_memory(self.result.device),
-            )
-            hook.call("before_log_train_metrics", step_metrics=metrics, aggregated_outputs=aggregated)
-            self._log(asdict(metrics), "train")
-            self._show(epoch, idx, metrics)
-            hook.call(
-                "on_step_end",
-                epoch=epoch,
-                idx=idx,
-                step_metrics=metrics,
-                aggregated_outputs=aggregated,
-            )
+        hook.call("on_step_start", epoch=epoch, idx=status.step_in_epoch)
+        found = step.micro_gradients(
+            window.samples,
+            dummies=window.dummies,
+            reduction="mean" if args.optimizer.grad_reduction == "mean" else "sum",
+            outputs=self._aggregate is not None or hook.has("on_train_step_end"),
+        )
+        hook.call("on_train_step_end", outputs=list(found.outputs))
+        aggregated, loss = self._aggregated(found, len(window.real))
+        status.train_loss = loss
+        hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
+        if self._waits:
+            hook.call("before_sync_grad")
+        step.reduce()
+        hook.call("after_sync_grad")
+        step.scale(1.0 / _tokens(aggregated) if by_tokens else None)
+        hook.call("before_gnorm_clip")
+        step.clip()
+        assert step.grad_norm is not None
+        hook.call("after_gnorm_clip", gnorm=step.grad_norm)
+        rate = self.optimizer.param_groups[0]["lr"]
+        hook.call("before_optimizer_step")
+        step.update()
+        hook.call("after_optimizer_step")
+        if args.lr_scheduler is not None and args.lr_scheduler.interval == "step":
+            self._step_scheduler()
+        idx = status.step_in_epoch
+        status.step_in_epoch += 1
+        status.finished_train_steps += 1
+        metrics = TrainStepMetrics(
+            train_loss=loss,
+            loss=loss,
+            lr=float(rate),
+            gnorm=float(step.grad_norm),
+            train_wall=time.perf_counter() - start,
+            **_memory(self.result.device),
+        )
+        hook.call("before_log_train_metrics", step_metrics=metrics, aggregated_outputs=aggregated)
+        self._log(asdict(metrics), "train")
+        self._show(epoch, idx, metrics)
+        hook.call(
+            "on_step_end",
+            epoch=epoch,
+            idx=idx,
+            step_metrics=metrics,
+            aggregated_outputs=aggregated,
+        )
 
     def _aggregated(self, found: StepOutput, num_real: int) -> tuple[AggregatedOutputs, float]:
         """The outputs of micro-batches over all ranks, and the loss as the configuration reduces it."""

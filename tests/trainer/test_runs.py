@@ -319,3 +319,54 @@ def test_schedulers_step_by_epoch_or_step(tmp_path: Path, interval: Any) -> None
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(
         1e-2 * 0.5 ** (1 if interval == "epoch" else 5)
     )
+
+
+class Late(Dataset):
+    """Fails on the second rank, when it is made or later."""
+
+    def __init__(self, size: int, fails_at: int) -> None:
+        super().__init__(size)
+        self.fails_at = fails_at
+        self._fail_if(fails_at < 0)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        self._fail_if(place == self.fails_at)
+        return super().__getitem__(place)
+
+    def _fail_if(self, is_due: bool) -> None:
+        if is_due and dist.get_rank() == 1:
+            raise ValueError("a sample of rank 1")
+
+
+class LateHook(TrainHook):
+    """Fails on the second rank where it is told."""
+
+    def __init__(self, name: str) -> None:
+        def fail(trainer: Trainer, **_: Any) -> None:
+            if trainer.rank == 1:
+                raise ValueError("a sample of rank 1")
+
+        setattr(type(self), name, lambda _, trainer, **told: fail(trainer, **told))
+
+
+def failing(folder: str, where: str) -> None:
+    fields: dict[str, Any] = {}
+    if where in ("made", "read"):
+        given = {"size": 20, "fails_at": -1 if where == "made" else 5}
+        fields["dataset"] = DatasetConfig(type=Late, train_args=given)
+    else:
+        fields["hook"] = HookConfig(type=LateHook, args={"name": where})
+    Trainer(train_args=args_of(folder, pas_policy="dp", **fields)).run()
+
+
+@pytest.mark.parametrize(
+    "where", ["made", "read", "after_setup", "on_val_end", "on_save_checkpoint", "on_finalize"]
+)
+def test_what_fails_on_one_rank_ends_the_run_on_all_with_its_cause(tmp_path: Path, where: str) -> None:
+    other, own = catch_ranks(failing, 2, args=(str(tmp_path), where))
+    assert "a sample of rank 1" in own.message
+    if where == "on_finalize":  # the other one is done
+        assert other.status == "returned"
+    else:
+        assert "rank 1" in other.message, other.traceback
+        assert "a sample of rank 1" in other.message, other.traceback
