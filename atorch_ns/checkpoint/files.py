@@ -26,7 +26,7 @@ def record_files(folder: Path, rank: int) -> dict[str, FileRecord]:
     # torch names the files of a rank so; rank 0 writes the index too.
     paths = [*folder.glob(f"__{rank}_*.distcp"), *([folder / INDEX] if rank == 0 else [])]
     try:
-        return {path.name: _record(path) for path in sorted(paths)}
+        return {path.name: record_of(path) for path in sorted(paths)}
     except OSError as error:
         raise CheckpointError(
             f"what was written to {folder} cannot be read back ({error}), so it was not made a checkpoint."
@@ -45,7 +45,7 @@ def check_files(folder: Path, records: Mapping[str, FileRecord], names: Iterable
     for name in named:
         wanted = records[name]
         try:
-            found = _record(folder / name)
+            found = record_of(folder / name)
         except OSError as error:
             problems.append(f"{name} cannot be read: {error}")
             continue
@@ -127,7 +127,8 @@ def _is_whole(place: Path) -> bool:
     return True
 
 
-def _record(path: Path) -> FileRecord:
+def record_of(path: Path) -> FileRecord:
+    """Size and digest of a file."""
     size, digest, chunk = 0, 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,13 @@ from atorch_ns.text import error_text
 _MANIFEST: Final = "manifest"
 
 
-def merge(folder: Path, output: Path, *, more: Mapping[str, Any] | None = None) -> None:
+def merge(
+    folder: Path,
+    output: Path,
+    *,
+    tied: Mapping[str, Sequence[str]] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a checkpoint as one file, which ``torch.load`` reads; in one process.
 
     It has ``model``, ``optimizer`` (``state`` and ``param_groups`` in the order of the model's parameters) and
@@ -29,6 +35,7 @@ def merge(folder: Path, output: Path, *, more: Mapping[str, Any] | None = None) 
     Args:
         folder: the checkpoint.
         output: the file, written whole or not at all.
+        tied: other names of tied weights, by the first; a plain module's state dict has them all.
         more: further values of the caller.
 
     Raises:
@@ -43,9 +50,11 @@ def merge(folder: Path, output: Path, *, more: Mapping[str, Any] | None = None) 
     read_tensors(tensors, folder, distributed=False)
     alone = {"world_size": 1, "rng_digests": manifest.rng_digests[:1], "files": None}
     scheduler = manifest.scheduler
+    model = _under(tensors, WEIGHT) | _under(tensors, BUFFER)
+    model |= {other: model[name] for name, others in (tied or {}).items() for other in others}
     document = {
         **(more or {}),
-        "model": _under(tensors, WEIGHT) | _under(tensors, BUFFER),
+        "model": model,
         "optimizer": _optimizer(manifest, tensors),
         "lr_scheduler": None if scheduler is None else decode(scheduler.state),
         "tensors": tensors,  # the same ones, by the checkpoint's keys
@@ -87,8 +96,10 @@ def _optimizer(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[
         return None
     indices: dict[str, int] = {}
     groups = []
+    order = {name: place for place, name in enumerate(manifest.weights)}  # the model's
     for group in record.groups:
-        numbers = [indices.setdefault(name, len(indices)) for name in group.params]
+        names = sorted(group.params, key=order.__getitem__)
+        numbers = [indices.setdefault(name, len(indices)) for name in names]
         groups.append({**{key: decode(value) for key, value in group.options.items()}, "params": numbers})
     state: dict[int, dict[str, Any]] = {}
     for name, values in record.values.items():

@@ -156,7 +156,8 @@ class ParameterStates:
         *,
         holder: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
     ) -> None:
-        reshard(job.module)
+        for root in (job.module, *job.parts.stages):
+            reshard(root)
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         aliases = parameter_names(job.module)
         self._job = job

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from atorch_ns.errors import InputError
 from atorch_ns.trainer.run import train
 
 if __name__ == "__main__":
-    train(sys.argv[1:])
+    try:
+        train(sys.argv[1:])
+    except InputError as error:  # the rest has a traceback, which says where
+        sys.exit(f"atorch_ns.trainer: {error}")

@@ -21,9 +21,11 @@ Precision = PrecisionName | dict[Literal["param", "buffer", "input"], PrecisionN
 
 
 class _Strict:
-    """Read strictly: a key that nobody knows is an error."""
+    """Read strictly: a key that nobody knows is an error, and what Python has set is checked as a file's values are."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, revalidate_instances="always"
+    )
 
 
 @dataclass

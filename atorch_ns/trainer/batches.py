@@ -112,7 +112,9 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
     if isinstance(dataset, IterableDataset):
         items = list(islice(iter(dataset), args.micro_batch_size))
     else:
-        items = [dataset[place % len(dataset)] for place in range(args.micro_batch_size)]
+        items = [
+            dataset[place % len(dataset)] for place in range(args.micro_batch_size if len(dataset) else 0)
+        ]
     if not items:
         raise InputError("dataset: it is empty; there is nothing to train on.")
     collate = settings.get("collate_fn") or default_collate

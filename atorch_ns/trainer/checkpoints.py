@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 
 from atorch_ns import checkpoint
+from atorch_ns.checkpoint.files import check_files, record_of
 from atorch_ns.checkpoint.folder import MANIFEST
-from atorch_ns.checkpoint.manifest import Manifest
+from atorch_ns.checkpoint.manifest import FileRecord, Manifest
 from atorch_ns.checkpoint.one_file import merge, unmerge
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import CheckpointError, InputError
@@ -40,6 +42,7 @@ log = logging.getLogger("atorch_ns")
 LAST, BEST = "last", "best"
 _NAME = re.compile(r"\d{4,}-(\d{4,})")
 _EPOCH_RNG = "epoch_rng"
+_RANK_FILES = "rank_files"
 _FILE = "merged.ckpt"
 
 
@@ -128,24 +131,54 @@ class Checkpoints:
         """
         loss = status.train_loss if status.val_loss is None else status.val_loss
         assert loss is not None
-        is_best = loss < status.best_loss
         before = status.best_loss
-        status.best_loss = min(loss, before)
+        is_best = loss < before  # which a NaN is not
+        status.best_loss = loss if is_best else before
         name = f"{epoch:04d}-{status.finished_train_steps:04d}"
         place = self._folder / name
         self._say(f"Saving checkpoint after {status.finished_train_steps} steps with loss={loss:.3f}.")
         self._say(f"Saving checkpoint to {self._shown(place)}")
-        self._cluster.agree(
+        record = self._cluster.agree(
             lambda: self._write_own(place, {**custom, _EPOCH_RNG: epoch_rng}),
             what="saving what ranks have added",
         )
-        extra = {"train_status": status.as_json(), "train_args": self._args}
+        extra = {
+            "train_status": status.as_json(),
+            "train_args": self._args,
+            "tied": self._result.job.original.tied,
+            _RANK_FILES: {f"{rank}.ckpt": one for rank, one in enumerate(self._cluster.gathered(record))},
+        }
         checkpoint.save(place, self._result, step=status.finished_train_steps, extra=extra)
         self._cluster.on_first(
             lambda: self._finish(place, is_best, before, loss), what="linking the checkpoint"
         )
 
-    def _write_own(self, place: Path, content: dict[str, Any]) -> None:
+    @property
+    def has_best(self) -> bool:
+        """Whether there is a best checkpoint in the folder; collective."""
+        return self._cluster.on_first((self._folder / BEST).exists, what="looking for the best checkpoint")
+
+    def check_folder(self) -> None:
+        """Makes the folder of checkpoints, so that one that cannot be written is found before training. Collective.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+
+        def write() -> None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self._folder):
+                    pass
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint.save_dir: cannot write to {self._folder}: {error}"
+                ) from error
+
+        if not self._config.no_save:
+            self._cluster.agree(write, what="making the folder of checkpoints")
+
+    def _write_own(self, place: Path, content: dict[str, Any]) -> dict[str, Any]:
         path = place / f"{self._cluster.rank}.ckpt"
         draft = path.with_name(f".{path.name}.tmp")
         try:
@@ -154,8 +187,10 @@ class Checkpoints:
                 _drop_others(place, self._cluster.world_size)
             torch.save(content, draft)
             draft.replace(path)
+            return record_of(path).model_dump()
         except Exception as error:  # what hooks add may be anything
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {path}: {error_text(error)}") from error
 
     def _finish(self, place: Path, is_best: bool, before: float, loss: float) -> None:
@@ -200,9 +235,9 @@ class Checkpoints:
         if keep is None:
             return
         found = sorted(
-            (int(match[1]), place)
+            (place.stat().st_mtime_ns, place)
             for place in self._folder.iterdir()
-            if (match := _NAME.fullmatch(place.name)) and not place.is_symlink()
+            if _NAME.fullmatch(place.name) and not place.is_symlink()
         )
         meant = {newest, *(self._folder / name for name in (LAST, BEST))}
         resolved = {place.resolve() for place in meant if place.exists()}
@@ -231,6 +266,10 @@ class Checkpoints:
     def _meant(self, given: str) -> Path | None:
         if given in (LAST, BEST):
             place, old = self._folder / given, self._folder / f".{given}.old"
+            if place.is_symlink() and not place.exists():
+                raise CheckpointError(
+                    f"{place} is a link to {place.readlink()}, which is not there. Name another folder in checkpoint.resume_from."
+                )
             return next((one.resolve() for one in (place, old) if one.exists()), None)
         place = Path(given).absolute()
         if not place.exists():
@@ -240,6 +279,7 @@ class Checkpoints:
         return place.resolve()
 
     def _load_folder(self, folder: Path, named: Path) -> Loaded:
+        self._cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
         found = checkpoint.load(folder, self._result)
         status = found["extra"].get("train_status")
         files = sorted(folder.glob("*.ckpt"), key=lambda path: (len(path.name), path.name))
@@ -268,7 +308,12 @@ class Checkpoints:
             if self._cluster.rank:
                 return None
             try:
+                with zipfile.ZipFile(path) as archive:  # torch's files, with a digest of each tensor
+                    if (damaged := archive.testzip()) is not None:
+                        raise CheckpointError(f"{path} is damaged: {damaged} differs from what was written.")
                 return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+            except CheckpointError:
+                raise
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be read: {error_text(error)}") from error
 
@@ -325,6 +370,7 @@ def merge_folder(folder: Path, output: Path) -> None:
     Raises:
         CheckpointError: if it is missing or damaged, or the file cannot be written.
     """
+    _check_rank_files(folder)
     paths = sorted(
         (path for path in folder.glob("*.ckpt") if path.stem.isdigit()), key=lambda path: int(path.stem)
     )
@@ -333,7 +379,19 @@ def merge_folder(folder: Path, output: Path) -> None:
     if place is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint.")
     extra = Manifest.read(place.parent).extra
-    merge(place.parent, output, more={**extra, "custom": custom})
+    kept: dict[str, Any] = {key: extra[key] for key in ("train_status", "train_args") if key in extra}
+    merge(place.parent, output, tied=extra.get("tied"), more={**kept, "custom": custom})
+
+
+def _check_rank_files(folder: Path) -> None:
+    """Compares what ranks have added with what was written.
+
+    Raises:
+        CheckpointError: naming each file that differs.
+    """
+    place = checkpoint.latest(folder)
+    records = {} if place is None else Manifest.read(place).extra.get(_RANK_FILES, {})
+    check_files(folder, {name: FileRecord(**one) for name, one in records.items()}, records)
 
 
 def _drop_others(place: Path, world_size: int) -> None:

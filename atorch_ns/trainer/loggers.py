@@ -82,3 +82,7 @@ class WandbLogger(LoggerBase):
     def finalize(self) -> None:
         """Ends the run."""
         self._tracker.close()
+
+
+BUILT_IN = {one.__name__: one for one in (TensorBoardLogger, WandbLogger)}
+"""Loggers that need no module before their names."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
     Raises:
         InputError: naming every field that is unknown or wrong.
     """
-    given: dict[str, Any] = _guessed(resolve_references(dict(config)))
+    try:
+        given: dict[str, Any] = _guessed(resolve_references(dict(config)))
+    except RecursionError:
+        raise InputError(f"{where}: an alias (&, *) contains itself.") from None
     problems: list[str] = []
     try:
         if isinstance(given.get("compute_config"), Mapping):
@@ -76,10 +79,32 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
     if isinstance(given.get("hook"), Mapping):  # of two kinds, of which one has a type
         kind = HookConfig if "type" in given["hook"] else HookMapConfig
         given["hook"] = _validated(kind, given["hook"], "hook", problems)
+    elif given.get("hook") is not None:
+        problems.append(
+            f"hook is {given.pop('hook')!r}: it has a type, and args, or functions by the names of hooks."
+        )
     made = _validated(TrainerArgs, given, "", problems)
     if problems:
         raise InputError(f"{where}: " + f"\n{where}: ".join(problems))
     found: TrainerArgs = made
+    return found
+
+
+def checked(args: TrainerArgs) -> TrainerArgs:
+    """The arguments with every field of its type.
+
+    Raises:
+        InputError: naming every field that is not.
+    """
+    problems: list[str] = []
+    config = args.compute_config
+    if config is not None and not isinstance(config, ComputeConfig):
+        problems.append(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
+        args = replace(args, compute_config=None)
+    found: TrainerArgs = _validated(TrainerArgs, args, "", problems)
+    if problems:
+        raise InputError("TrainerArgs: " + "\nTrainerArgs: ".join(problems))
+    found.check()
     return found
 
 
@@ -157,3 +182,20 @@ def guessed(value: Any) -> Any:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return value
+
+
+def as_plain(value: Any) -> Any:
+    """A configuration as JSON has it; classes and functions by their names."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {key: as_plain(item) for key, item in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+    return str(value)

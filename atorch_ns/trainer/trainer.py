@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
 from atorch_ns.trainer.checkpoints import Checkpoints, Loaded, TrainStatus, merge_folder
 from atorch_ns.trainer.components import make, named
 from atorch_ns.trainer.hooks import AggregatedOutputs, HookChain, TrainHook, TrainStepMetrics, ValMetrics
-from atorch_ns.trainer.loggers import LoggerBase
+from atorch_ns.trainer.loggers import BUILT_IN, LoggerBase
 from atorch_ns.trainer.prepare import aggregate_function, compile_plan, prepare
-from atorch_ns.trainer.reading import made_args, read_args
+from atorch_ns.trainer.reading import as_plain, checked, made_args, read_args
 
 log = logging.getLogger("atorch_ns")
 
@@ -77,8 +77,7 @@ class Trainer:
             train_args = made_args(train_args)
         elif not isinstance(train_args, TrainerArgs):
             raise InputError(f"train_args must be TrainerArgs; it is {with_article(train_args)}.")
-        train_args.check()
-        self.train_args = train_args
+        self.train_args = checked(train_args)
         self.train_status = TrainStatus()
         self._cluster = Cluster.detect()
         self.rank, self.world_size = self._cluster.rank, self._cluster.world_size
@@ -154,7 +153,8 @@ class Trainer:
         assert self.result.optim is not None
         self.optimizer, self.lr_scheduler = self.result.optim, self.result.lr_scheduler
         cluster.agree(lambda: self._make_data(dataset), what="making data loaders, hooks and loggers")
-        self._checkpoints = Checkpoints(args.checkpoint, self.result, _plain(args))
+        self._checkpoints = Checkpoints(args.checkpoint, self.result, as_plain(args))
+        self._checkpoints.check_folder()
         if args.seed is not None:
             seed_all(args.seed + job.data_rank)
 
@@ -215,10 +215,11 @@ class Trainer:
         if self.rank != 0:
             return
         for place, one in enumerate(args.log):
-            logger = make(one.type, given=one.args, what=f"log.{place}")
+            kind = BUILT_IN.get(one.type, one.type) if isinstance(one.type, str) else one.type
+            logger = make(kind, given=one.args, what=f"log.{place}")
             if not callable(getattr(logger, "log_metrics", None)):
                 raise InputError(f"log.{place}.type must make a LoggerBase; it made {with_article(logger)}.")
-            logger.setup(_plain(args))
+            logger.setup(as_plain(args))
             self._loggers.append(logger)
         if args.enable_progress_bar:
             self._progress = ProgressTracker(self._num_steps())
@@ -234,6 +235,8 @@ class Trainer:
         size = self.train_status.global_batch_size
         self.train_status = loaded.status
         status = self.train_status
+        if not self._checkpoints.has_best:  # it is of another folder
+            status.best_loss = float("inf")
         if status.global_batch_size not in (0, size):
             samples = status.step_in_epoch * status.global_batch_size
             status.step_in_epoch, rest = divmod(samples, size)
@@ -249,7 +252,7 @@ class Trainer:
         document = {
             **loaded.custom,
             "train_status": status.as_json(),
-            "train_args": _plain(self.train_args),
+            "train_args": as_plain(self.train_args),
             "rank": self.rank,
         }
         self.hook.call("on_load_checkpoint", checkpoint=document)
@@ -472,7 +475,7 @@ class Trainer:
         self._validate()
         document = {
             "train_status": status.as_json(),
-            "train_args": _plain(self.train_args),
+            "train_args": as_plain(self.train_args),
             "rank": self.rank,
         }
         known = set(document)
@@ -530,20 +533,3 @@ def _memory(device: torch.device) -> dict[str, float]:
         "cuda_gb_reserved": torch.cuda.max_memory_reserved(device) / 1e9,
         "cuda_gb_free": free / 1e9,
     }
-
-
-def _plain(value: Any) -> Any:
-    """A configuration as JSON has it; classes and functions by their names."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {key: _plain(item) for key, item in vars(value).items()}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
-    return str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,96 @@ def test_damage_is_found_before_anything_is_changed(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="CRC-32"):
         trained(tmp_path, 2, checkpoint={"resume_from": "last"})
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_damage_of_what_ranks_have_added_is_found(tmp_path: Path, harm: str) -> None:
+    trained(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "0000-0001" / "0.ckpt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if harm == "flip" else content[:100])
+    if harm == "remove":
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"damaged.*0\.ckpt"):
+        trained(tmp_path, 2, checkpoint={"resume_from": "last"})
+
+
+def test_damage_of_a_merged_file_is_found(tmp_path: Path) -> None:
+    trained(tmp_path, 1)
+    merged = tmp_path / "one.ckpt"
+    Trainer.merge_checkpoint([str(tmp_path / "checkpoints" / "last")], str(merged))
+    content = bytearray(merged.read_bytes())
+    place = content.find(torch.load(merged)["model"]["head.weight"].numpy().tobytes()[:64])
+    content[place] ^= 1
+    merged.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        trained(tmp_path, 2, checkpoint={"resume_from": str(merged)})
+
+
+class Worse(TrainHook):
+    """Validation losses of one's own."""
+
+    def __init__(self) -> None:
+        self.losses = iter([0.4, float("nan"), 0.5, 0.45])
+
+    def on_val_end(self, trainer: Trainer, val_loss: float) -> None:
+        trainer.train_status.val_loss = next(self.losses)
+
+
+def test_a_loss_that_is_not_a_number_does_not_make_best_forgotten(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, 4, hook=HookConfig(type=Worse), val_every_n_epochs=None)
+    assert trainer.train_status.best_loss == 0.4
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "0000-0001"
+
+
+def test_folders_that_cannot_be_written_are_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        with pytest.raises(CheckpointError, match=r"checkpoint\.save_dir: cannot write"):
+            trained(tmp_path, 1, checkpoint={"save_dir": str(tmp_path / place)})
+
+
+def test_the_oldest_go_also_where_an_earlier_run_had_more_steps(tmp_path: Path) -> None:
+    trained(tmp_path, 4, checkpoint={"keep_last_n_checkpoints": 2})
+    trained(tmp_path, 2, checkpoint={"keep_last_n_checkpoints": 2, "save_best": False})
+    assert {"0000-0001", "0000-0002"} <= set(names(tmp_path))
+    assert "0000-0003" not in names(tmp_path)
+
+
+def test_best_of_another_folder_is_none_here(tmp_path: Path) -> None:
+    trained(tmp_path / "one", 2)
+    last = str(tmp_path / "one" / "checkpoints" / "last")
+    trained(tmp_path / "two", 3, checkpoint={"resume_from": last})
+    assert (tmp_path / "two" / "checkpoints" / "best").exists()
+    shutil.rmtree((tmp_path / "one" / "checkpoints" / "last").resolve())
+    with pytest.raises(CheckpointError, match="which is not there"):
+        trained(tmp_path / "one", 3, checkpoint={"resume_from": "last"})
+
+
+class Tied(Model):
+    """The head's weights are those of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def test_merged_files_have_all_names_of_tied_weights_and_the_models_order(tmp_path: Path) -> None:
+    adam = OptimizerConfig(type=backwards)
+    trained(tmp_path, 1, model=ModelConfig(type=Tied), optimizer=adam)
+    Trainer.merge_checkpoint([str(tmp_path / "checkpoints" / "last")], str(tmp_path / "one.ckpt"))
+    found = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    model = Tied()
+    model.load_state_dict(found["model"])
+    parameters = list(model.parameters())
+    for place, state in found["optimizer"]["state"].items():
+        assert state["exp_avg"].shape == parameters[place].shape
+
+
+def backwards(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that is given parameters in another order."""
+    return torch.optim.Adam(list(parameters)[::-1], lr=1e-2)
 
 
 class Dies(TrainHook):

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atorch_ns.errors import InputError
-from atorch_ns.trainer import HookConfig, HookMapConfig, Trainer, TrainerArgs
+from atorch_ns.trainer import (
+    CheckpointConfig,
+    DatasetConfig,
+    HookConfig,
+    HookMapConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Trainer,
+    TrainerArgs,
+)
 from atorch_ns.trainer.components import arguments, make
 from atorch_ns.trainer.overrides import BARE, override, parse, resolve_references
 from atorch_ns.trainer.reading import made_args, read_args
@@ -205,6 +214,48 @@ def test_sizes_that_contradict_each_other(sizes: tuple[int, int, int | None], na
     args = TrainerArgs(micro_batch_size=one, global_batch_size=whole, grad_accumulation_steps=parts)
     with pytest.raises(InputError, match=named):
         args.num_micro_batches(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            {"optimizer": OptimizerConfig(type="x", grad_reduction="average")},
+            "optimizer.grad_reduction is 'average'",
+        ),  # type: ignore[arg-type]
+        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"precision": {"foo": "bf16"}}, "precision"),
+        ({"run_mode": "Compile"}, "run_mode is 'Compile'"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"log": {"type": "x"}}, "log is"),
+        ({"model": {"typ": "x"}}, "no field model.typ. Did you mean 'type'"),
+        ({"compute_config": {"plan_ngpus": 1}}, "compute_config must be a ComputeConfig"),
+        ({"checkpoint": CheckpointConfig(resume_from=3)}, "checkpoint.resume_from is 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_from_python_are_checked_too(changed: dict[str, Any], named: str) -> None:
+    fields: dict[str, Any] = {
+        "model": ModelConfig(type="x"),
+        "optimizer": OptimizerConfig(type="x"),
+        "dataset": DatasetConfig(type="x"),
+    }
+    with pytest.raises(InputError) as error:
+        Trainer(train_args=TrainerArgs(**{**fields, **changed}))
+    assert named in str(error.value)
+
+
+def test_odd_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for text, named in (
+        ("hook: &a {type: x, args: *a}", "contains itself"),
+        ("hook: job.Hook", "it has a type"),
+        ("[1]", "holds a list"),
+        ("", "holds a NoneType"),
+        ("a: [", "cannot read"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=named):
+            read_args(["-f", str(path)])
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from tests.trainer.test_runs import plain, weights
+from tests.warm import COLD_PYTHON  # whose processes are its own, and can be killed
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -51,7 +52,7 @@ def config(folder: Path) -> Path:
 
 def command(path: Path, ranks: int, *more: str) -> list[str]:
     many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *many, "-m", "atorch_ns.trainer", "-f", str(path), *more]
+    return [COLD_PYTHON, *many, "-m", "atorch_ns.trainer", "-f", str(path), *more]
 
 
 def start(words: list[str]) -> subprocess.Popen[bytes]:

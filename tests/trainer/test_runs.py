@@ -137,6 +137,7 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp": (2, 2, {"pas_policy": "tp"}),
     "autodist": (2, 2, {"pas_policy": "autodist"}),
     "pp": (2, 2, {"pas_policy": "pp", "pas_config": {"pipeline_nmicros": 4}}),
+    "pp, zero, units": (4, 2, {"pas_policy": "pp", "use_zero": True, "pas_config": {"pipeline_nmicros": 4}}),
     "tp, units": (4, 2, {"pas_policy": "tp"}),
 }
 

@@ -25,7 +25,6 @@ from atorch_ns.trainer import (
     LogConfig,
     ModelConfig,
     OptimizerConfig,
-    TensorBoardLogger,
     Trainer,
     TrainerArgs,
     WandbLogger,
@@ -131,7 +130,7 @@ def log(folder: Path) -> None:
         max_train_steps=2,
         log=[
             LogConfig(type=Lines, args={"path": str(folder / "lines")}),
-            LogConfig(type=TensorBoardLogger, args={"name": "run", "root_dir": str(folder / "tb")}),
+            LogConfig(type="TensorBoardLogger", args={"name": "run", "root_dir": str(folder / "tb")}),
         ],
     )
     lines = (folder / "lines").read_text().splitlines()
@@ -247,6 +246,11 @@ def test_weights_and_biases_get_the_settings_and_names_with_tags(monkeypatch: py
     logger.finalize()
     assert logged[1]["config"] == {"seed": 1}
     assert logged[2:] == [({"train/loss": 2.0}, 3), "closed"]
+
+
+def test_an_empty_dataset(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing to train on"):
+        trained(tmp_path, dataset=DatasetConfig(type=Dataset, train_args={"size": 0}))
 
 
 def test_loss_reduction(tmp_path: Path) -> None:

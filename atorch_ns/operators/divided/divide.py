@@ -7,6 +7,7 @@ argument, the divided one is divided again. Blocks whose graphs are equal share 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +174,9 @@ class _Builder:
     def _placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
         states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
         for value, name in states.items():
-            self._raw[value] = self._graph.placeholder(name.replace(".", "_"))
+            self._raw[value] = self._graph.placeholder(
+                re.sub(r"\W", "_", f"p_{name}")
+            )  # it may begin with a digit
         takes = [value for value in self._outer if value not in states]
         for number, value in enumerate(takes):
             self._raw[value] = self._graph.placeholder(f"value_{number}")

@@ -33,6 +33,7 @@ from atorch_ns.operators.divided import calls, run
 from atorch_ns.operators.rules.constraints import read_constraints, unused
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding import TensorGroup, divide_parameters
+from atorch_ns.sharding.collectives import simulate
 from atorch_ns.testing.workers import run_ranks
 from tests.operators.networks import network
 
@@ -265,3 +266,25 @@ def test_the_operator_of_the_guide_runs() -> None:
         f"{script}\nx, w = torch.randn(2, 3, 4), torch.rand(4)\nassert scaled_norm(x, w).shape == x.shape\n"
     )
     subprocess.run([sys.executable, "-c", file], check=True, timeout=100)
+
+
+def test_blocks_whose_parameters_have_numbers_for_names_run() -> None:
+    """As sequences of sequences have."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+
+    x = torch.randn(4, 4)
+
+    def work(group: Any) -> torch.Tensor:
+        own = make()
+
+        blocks = [block.name for block in repeated_blocks(own)]
+        assert blocks
+        forward = DividedForward(own, blocks, lambda graph: division_of(OperatorPlan(), graph, 2), group, CPU)
+        forward.attach(own)
+        return own(x).detach()
+
+    (found,) = simulate(1, work, CPU)
+    assert torch.equal(found, make()(x).detach())
