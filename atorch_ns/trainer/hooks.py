@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from atorch_ns.errors import InputError
 
 
 @dataclass
@@ -172,6 +175,21 @@ HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
 """The names of all hooks."""
 
 
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Refuses a hook that cannot be called, before it is."""
+    _, trainer, *others = inspect.signature(getattr(TrainHook, name)).parameters
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(others))
+    except TypeError as error:
+        what = getattr(function, "__qualname__", function)
+        shown = ", ".join([trainer, *others])
+        raise InputError(
+            f"hook {name}: {what} is called with ({shown}), and takes something else: {error}."
+        ) from None
+    except ValueError:  # a callable without a signature that Python can read
+        return
+
+
 class HookChain:
     """All hooks of a run, called one after another.
 
@@ -179,6 +197,9 @@ class HookChain:
         trainer: what hooks are given first.
         hooks: objects, of which those count that are a :class:`TrainHook`.
         functions: functions by hook, called last.
+
+    Raises:
+        InputError: for a hook that cannot be called with what it is given.
     """
 
     def __init__(
@@ -193,6 +214,9 @@ class HookChain:
                         self._called[name].append(getattr(hook, name))
         for name, function in functions.items():
             self._called[name].append(function)
+        for name, called in self._called.items():
+            for function in called:
+                _check_signature(name, function)
 
     def has(self, name: str) -> bool:
         """Whether anything is called for a hook."""

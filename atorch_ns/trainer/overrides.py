@@ -5,7 +5,7 @@
     --model.args.dim 32 --log.0.type my.Logger    a value by its path, lists by index
     --model.args!.dim 3                           model.args is emptied first
     --lr_scheduler!                               taken out
-    --compute_config.use_zero                     True
+    --compute_config.use_zero                     true
     --checkpoint.save_dir '$(run).${USER}'        $(a.b) and ${a.b}: a value of the configuration, else of the environment
 """
 
@@ -21,6 +21,8 @@ from atorch_ns.text import did_you_mean
 
 BARE = object()
 """The value of a flag that is given none."""
+
+_TRUE = "true"  # as a file would have it, so that only what is true or false takes it
 
 _REFERENCE = re.compile(r"\$\((?P<round>[^()\s]+)\)|\$\{(?P<curly>[^{}\s]+)\}|\$\\(?P<escaped>[({])")
 
@@ -54,7 +56,7 @@ def override(config: Any, overrides: Sequence[tuple[str, Any]]) -> Any:
     """The configuration with values at their paths, in their order.
 
     Raises:
-        InputError: for an index where there is no list, or a list that an index leaves with gaps.
+        InputError: for an index where there is no list, a list that an index leaves with gaps, or nothing to take out.
     """
     for path, value in overrides:
         config = _put(config, path.split("."), value, path)
@@ -67,12 +69,16 @@ def _put(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     if isinstance(inside, list) or (inside is None and name.isdigit()):
         return _put_in_list(list(inside or []), name, empties, others, value, path)
     made = dict(inside) if isinstance(inside, Mapping) else {}
+    if empties and not others and value is BARE and name not in made:
+        raise InputError(
+            f"--{path}: there is no {name!r} to take out.{did_you_mean(name, [str(key) for key in made])}"
+        )
     if empties:
         made.pop(name, None)
     if others:
         made[name] = _put(made.get(name), others, value, path)
     elif not (empties and value is BARE):
-        made[name] = True if value is BARE else value
+        made[name] = _TRUE if value is BARE else value
     return made
 
 
@@ -92,7 +98,7 @@ def _put_in_list(
     if removes:
         return [*made[:place], *made[place + 1 :]]
     before = None if empties else made[place]
-    made[place] = _put(before, others, value, path) if others else (True if value is BARE else value)
+    made[place] = _put(before, others, value, path) if others else (_TRUE if value is BARE else value)
     return made
 
 

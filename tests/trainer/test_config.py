@@ -60,7 +60,12 @@ def test_what_is_put_at_a_path_is_found_there_and_nothing_else_is_changed(
 
 @given(st.dictionaries(WORDS, TREES), WORDS)
 def test_deletion_takes_out_what_is_there(tree: dict[str, Any], key: str) -> None:
-    assert override(tree, [(f"{key}!", BARE)]) == {name: tree[name] for name in tree if name != key}
+    words = [(f"{key}!", BARE)]
+    if key in tree:
+        assert override(tree, words) == {name: tree[name] for name in tree if name != key}
+    else:
+        with pytest.raises(InputError, match="to take out"):
+            override(tree, words)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_deletion_takes_out_what_is_there(tree: dict[str, Any], key: str) -> Non
     [
         ("--a.b 3", {"a": {"b": "3", "c": 1}, "l": [1, {"x": 2}]}),
         ("--a.b=3", {"a": {"b": "3", "c": 1}, "l": [1, {"x": 2}]}),
-        ("--a.d-e", {"a": {"c": 1, "d_e": True}, "l": [1, {"x": 2}]}),
+        ("--a.d-e", {"a": {"c": 1, "d_e": "true"}, "l": [1, {"x": 2}]}),
         ("--a 3", {"a": "3", "l": [1, {"x": 2}]}),
         ("--a!.b 3", {"a": {"b": "3"}, "l": [1, {"x": 2}]}),
         ("--a!", {"l": [1, {"x": 2}]}),
@@ -154,7 +159,7 @@ def test_texts_become_what_fields_are(tmp_path: Path) -> None:
 
 def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
     words = "--max_epoch 3 --max_train_steps many --model.tpe x --checkpoint.save_type whole --log.0.typ x --hook.on_epoch_strat f"
-    words += " --compute_config.plan_gpus 2 --precision.weights fp32"
+    words += " --compute_config.plan_gpus 2 --precision.weights fp32 --micro_batch_size"
     with pytest.raises(InputError) as error:
         read_args(["-f", written(tmp_path), *words.split()])
     text = str(error.value)
@@ -167,6 +172,7 @@ def test_every_mistake_of_a_file_is_named_at_once(tmp_path: Path) -> None:
         "no field hook.on_epoch_strat. Did you mean 'on_epoch_start'",
         "no field plan_gpus. Did you mean 'plan_ngpus'",
         "precision",
+        "micro_batch_size is 'true'",
     ):
         assert named in text, text
 

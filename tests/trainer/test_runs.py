@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atorch_ns.errors import InputError
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from atorch_ns.trainer import (
@@ -18,6 +19,7 @@ from atorch_ns.trainer import (
     ComputeConfig,
     DatasetConfig,
     HookConfig,
+    HookMapConfig,
     LRSchedulerConfig,
     ModelConfig,
     OptimizerConfig,
@@ -308,6 +310,13 @@ def test_a_hook_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> No
     other, own = catch_ranks(watched, 2, args=(str(tmp_path), True))
     assert own.message == "a hook of rank 1"
     assert "rank 1: ValueError: a hook of rank 1" in other.message, other.traceback
+
+
+def test_a_hook_that_takes_something_else_is_found_before_training(tmp_path: Path) -> None:
+    hook = HookMapConfig(on_epoch_end=lambda trainer, number: None)
+    with pytest.raises(InputError, match=r"hook on_epoch_end: .* is called with \(trainer, epoch\)"):
+        Trainer(train_args=args_of(str(tmp_path), pas_policy="dp", hook=hook)).run()
+    assert not (tmp_path / "checkpoints" / "last").exists()
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
