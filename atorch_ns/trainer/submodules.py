@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from atorch_ns.apply.optimizer import make_optimizer
-from atorch_ns.capture.random_states import random_states_kept, turn_off_caches
+from atorch_ns.capture.random_states import caches_off, random_states_kept, turn_off_caches
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import InputError
@@ -142,7 +142,7 @@ def _dummies(
 
     handle = module.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad(), random_states_kept():
+        with torch.no_grad(), random_states_kept(), caches_off(model, always=True):  # as in training
             call_model(model, sample, None)
     finally:
         handle.remove()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from atorch_ns.errors import InputError
 from atorch_ns.testing.workers import run_ranks
@@ -167,3 +169,45 @@ def test_plans_of_parallel_modules_are_made_alone(tmp_path: Path) -> None:
     args.compute_config = ComputeConfig(2, 2, use_end2end=True)
     with pytest.raises(InputError, match="set use_end2end=True"):
         Trainer(train_args=args).run()
+
+
+class Llama(nn.Module):
+    """A Llama as users have it, with its cache on by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+        self.llama = LlamaForCausalLM(config)
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = self.llama(input_ids=data["ids"], labels=data["labels"]).loss
+        return found
+
+
+def llama(folder: str, plan: int, kind: type | None) -> float:
+    parts = [] if kind is None else [ModuleParallelizeConfig(type=kind)]
+    args = args_of(
+        folder,
+        plan,
+        pas_policy="autodist" if plan > 1 else "dp",
+        model=ModelConfig(type=Llama, parallel_modules=parts),
+        dataset=DatasetConfig(type=Dataset, train_args={"size": 20}),
+    )
+    trainer = Trainer(train_args=args)
+    trainer.run()
+    assert trainer.train_status.train_loss is not None
+    return trainer.train_status.train_loss
+
+
+@pytest.mark.parametrize("kind", [LlamaDecoderLayer, LlamaMLP])
+def test_layers_of_transformers_take_what_their_model_gives_them(tmp_path: Path, kind: type) -> None:
+    wanted = llama(str(tmp_path / "whole"), 1, None)
+    for found in run_ranks(llama, 2, args=(str(tmp_path / "parts"), 2, kind), timeout_s=120):
+        assert found == pytest.approx(wanted, abs=2e-5)
