@@ -8,6 +8,7 @@
         0.ckpt  1.ckpt    of each rank: what hooks have added, and random states of the epoch's begin
       last -> 0000-0010
       best -> 0000-0010
+      .0000-0020.tmp/     being written: a rename makes it a checkpoint
 """
 
 from __future__ import annotations
@@ -135,11 +136,12 @@ class Checkpoints:
         is_best = loss < before  # which a NaN is not
         status.best_loss = loss if is_best else before
         name = f"{epoch:04d}-{status.finished_train_steps:04d}"
-        place = self._folder / name
+        place, draft = self._folder / name, self._folder / f".{name}.tmp"
         self._say(f"Saving checkpoint after {status.finished_train_steps} steps with loss={loss:.3f}.")
         self._say(f"Saving checkpoint to {self._shown(place)}")
+        self._cluster.on_first(self._clear, what="making room for the checkpoint")
         record = self._cluster.agree(
-            lambda: self._write_own(place, {**custom, _EPOCH_RNG: epoch_rng}),
+            lambda: self._write_own(draft, {**custom, _EPOCH_RNG: epoch_rng}),
             what="saving what ranks have added",
         )
         extra = {
@@ -148,9 +150,9 @@ class Checkpoints:
             "tied": self._result.job.original.tied,
             _RANK_FILES: {f"{rank}.ckpt": one for rank, one in enumerate(self._cluster.gathered(record))},
         }
-        checkpoint.save(place, self._result, step=status.finished_train_steps, extra=extra)
+        checkpoint.save(draft, self._result, step=status.finished_train_steps, extra=extra)
         self._cluster.on_first(
-            lambda: self._finish(place, is_best, before, loss), what="linking the checkpoint"
+            lambda: self._finish(draft, place, is_best, before, loss), what="linking the checkpoint"
         )
 
     @property
@@ -178,13 +180,16 @@ class Checkpoints:
         if not self._config.no_save:
             self._cluster.agree(write, what="making the folder of checkpoints")
 
+    def _clear(self) -> None:
+        """Removes what interrupted saves have left."""
+        for left in self._folder.glob(".*.tmp"):
+            _remove(left)
+
     def _write_own(self, place: Path, content: dict[str, Any]) -> dict[str, Any]:
         path = place / f"{self._cluster.rank}.ckpt"
         draft = path.with_name(f".{path.name}.tmp")
         try:
             place.mkdir(parents=True, exist_ok=True)
-            if self._cluster.rank == 0:
-                _drop_others(place, self._cluster.world_size)
             torch.save(content, draft)
             draft.replace(path)
             return record_of(path).model_dump()
@@ -193,11 +198,17 @@ class Checkpoints:
                 draft.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {path}: {error_text(error)}") from error
 
-    def _finish(self, place: Path, is_best: bool, before: float, loss: float) -> None:
+    def _finish(self, draft: Path, place: Path, is_best: bool, before: float, loss: float) -> None:
         config = self._config
         try:
             if config.save_type == "merged":
-                merge_folder(place, place / _FILE)
+                merge_folder(draft, draft / _FILE)
+            old = _before(place)
+            _remove(old)
+            if place.exists():
+                place.rename(old)
+            draft.rename(place)
+            _remove(old)
             if config.save_last:
                 log.info("Saving checkpoint as the last checkpoint.")
                 self._point(LAST, place)
@@ -219,7 +230,7 @@ class Checkpoints:
         else:
             shutil.copytree(place, draft)
         if target.is_dir() and not target.is_symlink():
-            old = self._folder / f".{name}.old"
+            old = _before(target)
             _remove(old)
             target.rename(old)
             draft.rename(target)
@@ -265,10 +276,12 @@ class Checkpoints:
 
     def _meant(self, given: str) -> Path | None:
         if given in (LAST, BEST):
-            place, old = self._folder / given, self._folder / f".{given}.old"
-            if place.is_symlink() and not place.exists():
+            place = self._folder / given
+            target = place.readlink() if place.is_symlink() else Path(given)
+            old = _before(self._folder / target)  # where a crash came between two renames
+            if place.is_symlink() and not (place.exists() or old.exists()):
                 raise CheckpointError(
-                    f"{place} is a link to {place.readlink()}, which is not there. Name another folder in checkpoint.resume_from."
+                    f"{place} is a link to {target}, which is not there. Name another folder in checkpoint.resume_from."
                 )
             return next((one.resolve() for one in (place, old) if one.exists()), None)
         place = Path(given).absolute()
@@ -394,11 +407,9 @@ def _check_rank_files(folder: Path) -> None:
     check_files(folder, {name: FileRecord(**one) for name, one in records.items()}, records)
 
 
-def _drop_others(place: Path, world_size: int) -> None:
-    """Removes what more ranks have left there."""
-    for path in place.glob("*.ckpt"):
-        if path.stem.isdigit() and int(path.stem) >= world_size:
-            path.unlink()
+def _before(place: Path) -> Path:
+    """Where a folder is while another one takes its place."""
+    return place.with_name(f".{place.name}.old")
 
 
 def _remove(path: Path) -> None:

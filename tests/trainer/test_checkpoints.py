@@ -323,10 +323,32 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot write"):
         trained(tmp_path, 3, hook=HookConfig(type=Dies))
     assert (tmp_path / "checkpoints" / "last").resolve().name == "0000-0001"
+    assert list((tmp_path / "checkpoints").glob(".*"))
     trainer = trained(tmp_path, 3, checkpoint={"resume_from": "last"})
     assert trainer.train_status.finished_train_steps == 3
     assert "0001-0003" not in names(tmp_path)
-    assert names(tmp_path)[:3] == ["0000-0001", "0000-0002", "0000-0003"]
+    assert names(tmp_path) == ["0000-0001", "0000-0002", "0000-0003", "best", "last"]
+
+
+def test_a_save_that_fails_in_the_place_of_another_leaves_that(tmp_path: Path) -> None:
+    trained(tmp_path, 3)
+    first = (tmp_path / "checkpoints" / "0000-0001").resolve()
+    with pytest.raises(CheckpointError, match="cannot write"):
+        trained(tmp_path, 3, hook=HookConfig(type=Dies), checkpoint={"resume_from": str(first)})
+    assert trained(tmp_path, 3, checkpoint={"resume_from": "last"}).train_status.finished_train_steps == 3
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_crash_between_two_renames_loses_nothing(tmp_path: Path, links: bool) -> None:
+    trained(tmp_path, 2, checkpoint={"symlink_best_and_last": links})
+    folder = tmp_path / "checkpoints"
+    moved = "0000-0002" if links else "last"
+    (folder / moved).rename(folder / f".{moved}.old")
+    status = trained(
+        tmp_path, 3, checkpoint={"resume_from": "last", "symlink_best_and_last": links}
+    ).train_status
+    assert status.finished_train_steps == 3
+    assert (folder / "last").resolve().exists()
 
 
 def test_nothing_is_saved_where_nothing_shall_be(tmp_path: Path) -> None:
