@@ -23,6 +23,8 @@ def train(
     status, args = trainer.train_status, trainer.train_args
     if args.run_mode == "compile":
         typer.echo(f"planned; the plan is in {args.gen_savedir}")
+    elif args.checkpoint.no_save:
+        typer.echo(f"trained {status.finished_train_steps} steps")
     else:
         typer.echo(
             f"trained {status.finished_train_steps} steps; checkpoints are in {args.checkpoint.save_dir}"

@@ -53,6 +53,10 @@ class SharedRandomness:
             module.register_forward_pre_hook(self._begin, prepend=True)
             module.register_forward_hook(self._end, always_call=True)
 
+    def give_way(self) -> None:
+        """Seeds nothing from now on: another one surrounds the modules that this one does."""
+        self._depth += 1  # so none of them is the outermost
+
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
         if self._depth > 1 or not (module.training and torch.is_grad_enabled()):

@@ -178,6 +178,8 @@ HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
     """Refuses a hook that cannot be called, before it is."""
     _, trainer, *others = inspect.signature(getattr(TrainHook, name)).parameters
+    if inspect.iscoroutinefunction(function):
+        raise InputError(f"hook {name}: it is asynchronous, and nothing would await it.")
     try:
         inspect.signature(function).bind(None, **dict.fromkeys(others))
     except TypeError as error:
@@ -210,8 +212,9 @@ class HookChain:
         for hook in hooks:
             if isinstance(hook, TrainHook):
                 for name in HOOKS:
-                    if getattr(type(hook), name) is not getattr(TrainHook, name):
-                        self._called[name].append(getattr(hook, name))
+                    own = getattr(hook, name)
+                    if getattr(own, "__func__", own) is not getattr(TrainHook, name):
+                        self._called[name].append(own)
         for name, function in functions.items():
             self._called[name].append(function)
         for name, called in self._called.items():

@@ -14,18 +14,22 @@ import torch
 from torch import nn
 
 from atorch_ns.apply.optimizer import make_optimizer
-from atorch_ns.capture.random_states import caches_off, random_states_kept, turn_off_caches
+from atorch_ns.capture.nests import floats_to
+from atorch_ns.capture.random_states import buffers_lent, caches_off, random_states_kept, turn_off_caches
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Job, Result
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.model import OriginalModel
+from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.reducer import GradientReducer
+from atorch_ns.job.states import reshard
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
 from atorch_ns.parallel.optimizer import reducer_of_the_rest
 from atorch_ns.parallel.parallelize import own_loss
+from atorch_ns.torch_compat import plain_name
 from atorch_ns.trainer.args import ModuleParallelizeConfig, OptionalComputeConfig, TrainerArgs
 from atorch_ns.trainer.components import named
 from atorch_ns.trainer.model import cast, dtype_of, load_weights
@@ -44,38 +48,74 @@ def replaced(
     Raises:
         InputError: if there is no module of a class, or it cannot be divided as asked.
     """
+    kinds = [
+        (one, named(one.type, what=f"model.parallel_modules.{place}.type"))
+        for place, one in enumerate(args.model.parallel_modules)
+    ]
+    chosen = [
+        (path, one)
+        for one, kind in kinds
+        for path, module in model.named_modules()
+        if type(module) is kind and path
+    ]
+    missing = [kind for one, kind in kinds if not any(one is other for _, other in chosen)]
+    if missing:
+        raise InputError(f"model.parallel_modules: the model has no module of {missing[0].__qualname__}.")
+    _refuse_nested([path for path, _ in chosen])
+    _refuse_shared(model, [path for path, _ in chosen])
+    given = _samples(args, chosen, model, sample)
     made: dict[str, ParallelModule] = {}
-    for place, one in enumerate(args.model.parallel_modules):
-        what = f"model.parallel_modules.{place}"
-        kind = named(one.type, what=f"{what}.type")
-        paths = [path for path, module in model.named_modules() if type(module) is kind and path]
-        if not paths:
-            raise InputError(
-                f"{what}.type: the model has no module of {getattr(kind, '__qualname__', kind)}."
-            )
-        dummies = _dummies(args, one, model, paths[0], sample, what)
-        for path in paths:
-            found = _one(
-                args,
-                one,
-                model.get_submodule(path),
-                path,
-                dummies,
-                _merged(config, one.compute_config),
-                cluster,
-            )
-            if found is not None:
-                parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, found)
-                made[path] = found
+    for path, one in chosen:
+        module = model.get_submodule(path)
+        if isinstance(module, ParallelModule):  # the same one at another path
+            continue
+        found = _one(args, one, module, given[path], _merged(config, one.compute_config), cluster)
+        if found is not None:
+            for other, same in list(model.named_modules(remove_duplicate=False)):
+                if same is module:
+                    parent, _, name = other.rpartition(".")
+                    setattr(model.get_submodule(parent), name, found)
+            made[path] = found
     return made
+
+
+def _refuse_nested(paths: Sequence[str]) -> None:
+    for path in paths:
+        inner = next((other for other in paths if other.startswith(f"{path}.")), None)
+        if inner is not None:
+            raise InputError(
+                f"model.parallel_modules: {inner} is inside of {path}, which is parallel as a whole: name one of their classes."
+            )
+
+
+def _refuse_shared(model: nn.Module, paths: Sequence[str]) -> None:
+    """Refuses weights of two parallel modules: each would divide them by itself."""
+    owners: dict[int, str] = {}
+    for path in paths:
+        for name, parameter in model.get_submodule(path).named_parameters():
+            other = owners.setdefault(id(parameter), f"{path}.{name}")
+            if not other.startswith(f"{path}."):
+                raise InputError(
+                    f"model.parallel_modules: {other} and {path}.{name} are one weight of two parallel modules."
+                )
+
+
+def _refuse_untied(model: nn.Module, original: OriginalModel) -> None:
+    """Refuses ties that a parallel module has cut: its part of a weight is no longer what the rest of the model uses."""
+    held = {plain_name(name): one for name, one in model.named_parameters(remove_duplicate=False)}
+    for first, others in original.tied.items():
+        for other in others:
+            if held.get(first) is not held.get(other):
+                raise InputError(
+                    f"model.parallel_modules: {first} and {other} are one weight, of which a parallel module has made another "
+                    "one: choose a larger module with both, or a policy that leaves it whole (dp without use_zero)."
+                )
 
 
 def _one(
     args: TrainerArgs,
     one: ModuleParallelizeConfig,
     module: nn.Module,
-    path: str,
     dummies: dict[str, Any],
     config: ComputeConfig,
     cluster: Cluster,
@@ -90,8 +130,10 @@ def _one(
         load_weights(
             module, args.tracing_from_weights, "tracing_from_weights", f"{one.tracing_from_weights_prefix}."
         )
+    inputs = dtype_of(one.precision, "input")
     if one.precision is not None:
         cast(module, dtype_of(one.precision, "param"), dtype_of(one.precision, "buffer"))
+        dummies = dummies if inputs is None else floats_to(dummies, inputs)
     policy = Policy.of(args.pas_policy if one.pas_policy is None else one.pas_policy)
     if policy.rule is None:
         raise InputError(
@@ -112,7 +154,15 @@ def _one(
         if runs and cluster.distributed
         else "none",
     )
-    return found if isinstance(found, ParallelModule) else None
+    if not isinstance(found, ParallelModule):
+        return None
+    if inputs is not None:
+        found.register_forward_pre_hook(
+            lambda _, positional, keywords: (floats_to(positional, inputs), floats_to(keywords, inputs)),
+            with_kwargs=True,
+            prepend=True,
+        )
+    return found
 
 
 def _merged(config: ComputeConfig, own: OptionalComputeConfig | None) -> ComputeConfig:
@@ -126,29 +176,37 @@ def _merged(config: ComputeConfig, own: OptionalComputeConfig | None) -> Compute
     return replace(config, use_end2end=False, **changed)
 
 
-def _dummies(
-    args: TrainerArgs, one: ModuleParallelizeConfig, model: nn.Module, path: str, sample: Any, what: str
-) -> dict[str, Any]:
-    """Arguments of a module's ``forward``: those that a function gives, or that the model gives it for a sample."""
-    if one.forward_args_gen_fn is not None:
-        found: dict[str, Any] = named(one.forward_args_gen_fn, what=f"{what}.forward_args_gen_fn")(args)
-        return found
-    seen: list[dict[str, Any]] = []
-    module = model.get_submodule(path)
+def _samples(
+    args: TrainerArgs, chosen: Sequence[tuple[str, ModuleParallelizeConfig]], model: nn.Module, sample: Any
+) -> dict[str, dict[str, Any]]:
+    """Arguments of each module's ``forward``: those of a function, or what the model gives it for a sample."""
+    seen: dict[str, dict[str, Any]] = {}
+    watched = []
+    for path, one in chosen:
+        if one.forward_args_gen_fn is None:
+            watched.append(path)
+        else:
+            seen[path] = named(one.forward_args_gen_fn, what="forward_args_gen_fn")(args)
+    if not watched:
+        return seen
 
-    def note(_: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def note(path: str, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*positional, **keywords)
-        seen.append(dict(bound.arguments))
+        seen.setdefault(path, dict(bound.arguments))
 
-    handle = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with torch.no_grad(), random_states_kept(), caches_off(model, always=True):  # as in training
-            call_model(model, sample, None)
-    finally:
-        handle.remove()
-    if not seen:
-        raise InputError(f"{what}: the model does not call {path}; give forward_args_gen_fn.")
-    return seen[0]
+    with ExitStack() as stack:
+        for path in watched:
+            hook = model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(random_states_kept())
+        stack.enter_context(buffers_lent(model))
+        stack.enter_context(caches_off(model, always=True))  # as in training
+        call_model(model, sample, None)
+    idle = next((path for path in watched if path not in seen), None)
+    if idle is not None:
+        raise InputError(f"model.parallel_modules: the model does not call {idle}; give forward_args_gen_fn.")
+    return seen
 
 
 def job_of(
@@ -184,6 +242,14 @@ def job_of(
         packings = part.result.job.parts.packings.items()
         job.parts.packings |= {f"{path}.{name}": packing for name, packing in packings}
     rest = reducer_of_the_rest(model, parts, first.compute_config)
+    reshard(model)
+    _refuse_untied(model, original)
+    randoms = [one for part in parts.values() if (one := part.result.job.step.randomness) is not None]
+    if randoms:  # one for the whole: parts of one class would draw the same masks by themselves
+        job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
+        job.step.randomness.attach([model])
+        for one in randoms:
+            one.give_way()
     job.gradients = _JointGradients([part.result.job for part in parts.values()], rest)
     optimizer = job.cluster.agree(lambda: make_optimizer(job), what="making the optimizer")
     step = TrainStep(

@@ -211,3 +211,177 @@ def test_layers_of_transformers_take_what_their_model_gives_them(tmp_path: Path,
     wanted = llama(str(tmp_path / "whole"), 1, None)
     for found in run_ranks(llama, 2, args=(str(tmp_path / "parts"), 2, kind), timeout_s=120):
         assert found == pytest.approx(wanted, abs=2e-5)
+
+
+class Dropping(nn.Module):
+    """A dimension of tokens, dropout, and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.norm = nn.Linear(16, 16), nn.Dropout(0.5), nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.drop(self.norm(self.up(x)))
+        return found
+
+
+class Holder(nn.Module):
+    """A module that holds another one of a listed class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Dropping()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+class Head(nn.Module):
+    """The logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(x)
+        return found
+
+
+class Mixed(nn.Module):
+    """Modules of several classes; with ``tied`` the head's weight is the embedding's."""
+
+    def __init__(self, tied: bool = False, held: bool = False, norm: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.one, self.two = Dropping(), Holder() if held else Dropping()
+        self.heavy = Heavy()
+        if not norm:
+            self.one.norm, self.two.norm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+        self.head = Head()
+        if tied:
+            self.head.out.weight = self.embed.weight
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = self.heavy(self.two(self.one(self.embed(data["ids"]))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), data["labels"].flatten())
+
+
+def mixed(
+    folder: str, plan: int, steps: int, kinds: list[Any], resume: str | None = None, **model: Any
+) -> Trainer:
+    parts = [
+        one if isinstance(one, ModuleParallelizeConfig) else ModuleParallelizeConfig(type=one)
+        for one in kinds
+    ]
+    args = args_of(
+        folder,
+        plan,
+        pas_policy="tp" if plan > 1 else "dp",
+        model=ModelConfig(type=Mixed, args=model, parallel_modules=parts),
+        dataset=DatasetConfig(type=Dataset, train_args={"size": 20}),
+        checkpoint=CheckpointConfig(save_dir=f"{folder}/checkpoints", resume_from=resume),
+        max_train_steps=steps,
+    )
+    trainer = Trainer(train_args=args)
+    trainer.run()
+    return trainer
+
+
+def refusal(folder: str, kinds: list[Any], model: dict[str, Any]) -> str:
+    try:
+        mixed(folder, 1, 1, kinds, **model)
+    except InputError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "model", "named"),
+    [
+        (
+            [ModuleParallelizeConfig(type=Head, compute_config=OptionalComputeConfig(use_zero=True))],
+            {"tied": True},
+            "embed.weight and head.out.weight are one weight",
+        ),
+        ([Head, nn.Embedding], {"tied": True}, "one weight of two parallel modules"),
+        ([Holder, Dropping], {"held": True}, "two.inner is inside of two"),
+    ],
+)
+def test_what_parallel_modules_may_not_share(
+    tmp_path: Path, kinds: list[Any], model: dict[str, Any], named: str
+) -> None:
+    for found in run_ranks(refusal, 2, args=(str(tmp_path), kinds, model)):
+        assert named in found
+
+
+def dropped(folder: str, steps: int, resume: str | None) -> float | None:
+    return mixed(folder, 2, steps, [Dropping, Heavy], resume, norm=False).train_status.train_loss
+
+
+def test_dropout_inside_of_parts_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    wanted = run_ranks(dropped, 2, args=(whole, 6, None))
+    run_ranks(dropped, 2, args=(parts, 4, None))
+    assert run_ranks(dropped, 2, args=(parts, 6, "last")) == wanted
+    mine, theirs = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def masks(folder: str) -> float:
+    trainer = mixed(folder, 2, 1, [Dropping], norm=False)
+    kept: list[torch.Tensor] = []
+    x = torch.ones(2, TOKENS, 16)
+    for part in (trainer.model.one, trainer.model.two):
+        part.register_forward_hook(lambda _, given, output: kept.append(output == given[0]))  # type: ignore[union-attr]
+    trainer.model.train()
+    trainer.model(
+        {
+            "ids": torch.zeros(2, TOKENS, dtype=torch.int64),
+            "labels": torch.zeros(2, TOKENS, dtype=torch.int64),
+        }
+    )
+    assert x.shape == kept[0].shape
+    return float((kept[0] == kept[1]).float().mean())
+
+
+def test_parts_of_one_class_draw_masks_of_their_own(tmp_path: Path) -> None:
+    for same in run_ranks(masks, 2, args=(str(tmp_path),)):
+        assert 0.3 < same < 0.7
+
+
+def test_buffers_are_not_changed_by_looking_for_a_sample(tmp_path: Path) -> None:
+    trainer = mixed(str(tmp_path), 1, 1, [Dropping])
+    counts = {int(value) for name, value in trainer.model.named_buffers() if "num_batches" in name}
+    assert counts == {4}
+
+
+def several(folder: str) -> float | None:
+    """Two classes with their states sharded, on two units of two ranks."""
+    sharded = OptionalComputeConfig(use_zero=True)
+    kinds = [ModuleParallelizeConfig(type=kind, compute_config=sharded) for kind in (Dropping, Heavy)]
+    trainer = mixed(folder, 2, 2, kinds, norm=False)
+    return trainer.train_status.train_loss
+
+
+def test_several_classes_with_sharded_states(tmp_path: Path) -> None:
+    found = run_ranks(several, 4, args=(str(tmp_path),), timeout_s=120)
+    assert len(set(found)) == 1
+    assert weights(tmp_path)["heavy.up.weight"].shape == (32, 16)
+
+
+def linears(folder: str) -> float | None:
+    return mixed(folder, 2, 1, [nn.Linear], norm=False).train_status.train_loss
+
+
+def test_modules_of_one_class_may_have_other_shapes(tmp_path: Path) -> None:
+    assert len(set(run_ranks(linears, 2, args=(str(tmp_path),), timeout_s=120))) == 1
+
+
+def test_inputs_of_a_part_are_cast_to_its_precision(tmp_path: Path) -> None:
+    low = {"param": "bf16", "buffer": "bf16", "input": "bf16"}
+    with pytest.raises(RuntimeError, match="dtype"):  # of the head, which is given what the part computes
+        mixed(str(tmp_path), 1, 1, [ModuleParallelizeConfig(type=Heavy, precision=low)])  # type: ignore[arg-type]
+    trainer = mixed(str(tmp_path), 1, 1, [ModuleParallelizeConfig(type=Head, precision=low)])  # type: ignore[arg-type]
+    assert trainer.model.head.out.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
