@@ -23,8 +23,14 @@ def set_default_logger_level(level: str | int) -> None:
 
 
 def train(argv: Sequence[str]) -> Trainer:
-    """Trains as ``-f config.yaml`` and overrides say, and shows how it goes."""
+    """Trains as ``-f config.yaml`` and overrides say, and shows how it goes; the log is as before afterwards."""
+    logger = logging.getLogger("atorch_ns")
+    level, handlers = logger.level, list(logger.handlers)
     set_default_logger_level("INFO")
-    trainer = Trainer(argv)
-    trainer.run()
+    try:
+        trainer = Trainer(argv)
+        trainer.run()
+    finally:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
     return trainer

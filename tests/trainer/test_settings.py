@@ -29,6 +29,7 @@ from atorch_ns.trainer import (
     TrainerArgs,
     WandbLogger,
 )
+from atorch_ns.trainer.run import train
 from tests.trainer.parts import Dataset, Lines, Model, Stream, collated, seeded
 from tests.trainer.test_runs import args_of, plain, run
 
@@ -377,3 +378,11 @@ def test_a_yaml_file_on_the_command_line(tmp_path: Path) -> None:
         assert f"train_loss={loss:.3f}" in done.stderr
     manifest = next((tmp_path / "checkpoints" / "last").resolve().glob("step-5/manifest.json"))
     assert json.loads(manifest.read_text())["extra"]["train_args"]["max_train_steps"] == 5
+
+
+def test_the_command_leaves_the_log_as_it_was(tmp_path: Path) -> None:
+    logger = logging.getLogger("atorch_ns")
+    before = logger.level, list(logger.handlers)
+    with pytest.raises(InputError, match="cannot read"):
+        train(["-f", str(tmp_path / "missing.yaml")])
+    assert (logger.level, list(logger.handlers)) == before
