@@ -32,12 +32,12 @@ def make_model(args: TrainerArgs) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"model.type must make a torch.nn.Module; it made {with_article(model)}.")
     if args.tracing_from_weights is not None:
-        load_weights(model, args.tracing_from_weights, "tracing_from_weights")
+        load_weights(model, args.tracing_from_weights)
     cast(model, dtype_of(args.precision, "param"), dtype_of(args.precision, "buffer"))
     return model
 
 
-def load_weights(model: nn.Module, path: str, what: str, prefix: str = "") -> None:
+def load_weights(model: nn.Module, path: str, prefix: str = "") -> None:
     """Gives a model the weights of a file that ``torch.save`` has written, by itself or under ``model``."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -46,7 +46,7 @@ def load_weights(model: nn.Module, path: str, what: str, prefix: str = "") -> No
             {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         )
     except Exception as error:
-        raise InputError(f"{what}: cannot load {path}: {error_text(error)}") from error
+        raise InputError(f"tracing_from_weights: cannot load {path}: {error_text(error)}") from error
 
 
 @torch.no_grad()

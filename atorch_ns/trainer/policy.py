@@ -1,16 +1,21 @@
-"""Policy of a Trainer: what ``pas_policy`` means, of parallelize or of auto_accelerate."""
+"""Policy of a Trainer: what ``pas_policy`` means, and a module divided by one of parallelize."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
+from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
 from atorch_ns.parallel.policies import POLICIES
 from atorch_ns.text import did_you_mean
+from atorch_ns.trainer.args import ModuleParallelizeConfig, TrainerArgs
 from atorch_ns.trainer.components import named
 
 AUTO = "auto"
@@ -52,3 +57,46 @@ class Policy:
                 "function, or a strategy file."
             )
         return cls(rule=given if given in POLICIES else named(given, what="pas_policy"))
+
+
+def divided(
+    args: TrainerArgs,
+    own: TrainerArgs | ModuleParallelizeConfig,
+    module: nn.Module,
+    dummies: Mapping[str, Any],
+    config: ComputeConfig,
+    cluster: Cluster,
+) -> ParallelModule | None:
+    """A module divided by its policy; ``None`` where plans are made alone. Collective.
+
+    Args:
+        own: the settings of the module, of which those that are ``None`` are the trainer's.
+        dummies: arguments of its ``forward``.
+
+    Raises:
+        InputError: if a strategy, and no policy, decides, or it cannot be divided as asked.
+    """
+
+    def setting(name: str) -> Any:
+        value = getattr(own, name)
+        return getattr(args, name) if value is None else value
+
+    rule = Policy.of(setting("pas_policy")).rule
+    if rule is None:
+        raise InputError(
+            "pas_policy: model.parallel_modules are divided, and plans made alone, by a policy of parallelize; a strategy is for "
+            "the whole model."
+        )
+    runs, reuse = args.run_mode == "run", setting("gen_reuse")
+    found = parallelize(
+        module,
+        dummies,
+        rule,
+        config,
+        gen_savedir=setting("gen_savedir"),
+        reuse="moo" if reuse == "auto" else reuse,
+        instance_name=setting("instance_name"),
+        load_module=runs,
+        broadcast_strategy=setting("broadcast_strategy") if runs and cluster.distributed else "none",
+    )
+    return found if isinstance(found, ParallelModule) else None

@@ -19,13 +19,13 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Result
 from atorch_ns.job.model import OriginalModel
-from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
+from atorch_ns.parallel import ComputeConfig, ParallelModule
 from atorch_ns.parallel.parallelize import own_loss
 from atorch_ns.trainer.args import TrainerArgs
 from atorch_ns.trainer.batches import sample_of
 from atorch_ns.trainer.components import make, named
 from atorch_ns.trainer.model import make_model
-from atorch_ns.trainer.policy import Policy
+from atorch_ns.trainer.policy import Policy, divided
 from atorch_ns.trainer.submodules import job_of, replaced
 
 
@@ -40,16 +40,11 @@ def compile_plan(args: TrainerArgs, dataset: Any) -> None:
     Raises:
         InputError: if a strategy, and no plan, decides.
     """
-    policy = Policy.of(args.pas_policy)
-    if policy.rule is None:
-        raise InputError(
-            "run_mode=compile makes a plan of parallelize; a strategy file is one already, and 'atorch-ns search' finds others."
-        )
     model, cluster = make_model(args), Cluster.detect()
     if args.model.parallel_modules:
         replaced(args, model, compute_config(args, cluster), cluster, _sample(args, dataset, cluster))
     else:
-        _parallelized(args, policy.rule, model, dataset, cluster)
+        _whole(args, model, dataset, cluster)
 
 
 def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, nn.Module]:
@@ -65,7 +60,7 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     if args.model.parallel_modules:
         result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
     elif policy.rule is not None:
-        made = _parallelized(args, policy.rule, model, dataset, cluster)
+        made = _whole(args, model, dataset, cluster)
         assert isinstance(made, ParallelModule)
         module, result = made, attach_optimizer(made.result, optimizer)
     else:
@@ -117,22 +112,12 @@ def _sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:
     return cluster.agree(read, what="reading a sample")
 
 
-def _parallelized(args: TrainerArgs, rule: Any, model: nn.Module, dataset: Any, cluster: Cluster) -> Any:
-    runs = args.run_mode == "run"
-    reuse = "moo" if args.gen_reuse == "auto" else args.gen_reuse
+def _whole(args: TrainerArgs, model: nn.Module, dataset: Any, cluster: Cluster) -> ParallelModule | None:
     first = next(iter(inspect.signature(model.forward).parameters), None)
     if first is None:
         raise InputError("model.type: forward must take a sample as its first argument; it takes nothing.")
-    return parallelize(
-        model,
-        {first: _sample(args, dataset, cluster)},
-        rule,
-        compute_config(args, cluster),
-        gen_savedir=args.gen_savedir,
-        reuse=reuse,
-        instance_name=args.instance_name,
-        load_module=runs,
-        broadcast_strategy=args.broadcast_strategy if runs and cluster.distributed else "none",
+    return divided(
+        args, args, model, {first: _sample(args, dataset, cluster)}, compute_config(args, cluster), cluster
     )
 
 

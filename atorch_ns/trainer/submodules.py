@@ -26,14 +26,14 @@ from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.job.states import reshard
 from atorch_ns.job.train_step import TrainStep
-from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
+from atorch_ns.parallel import ComputeConfig, ParallelModule
 from atorch_ns.parallel.optimizer import reducer_of_the_rest
 from atorch_ns.parallel.parallelize import own_loss
 from atorch_ns.torch_compat import plain_name
 from atorch_ns.trainer.args import ModuleParallelizeConfig, OptionalComputeConfig, TrainerArgs
 from atorch_ns.trainer.components import named
 from atorch_ns.trainer.model import cast, dtype_of, load_weights
-from atorch_ns.trainer.policy import Policy
+from atorch_ns.trainer.policy import divided
 
 log = logging.getLogger("atorch_ns")
 
@@ -121,42 +121,19 @@ def _one(
     cluster: Cluster,
 ) -> ParallelModule | None:
     if one.tracing_from_weights is not None:
-        load_weights(module, one.tracing_from_weights, "tracing_from_weights")
+        load_weights(module, one.tracing_from_weights)
     elif one.tracing_from_weights_prefix is not None:
         if args.tracing_from_weights is None:
             raise InputError(
                 "tracing_from_weights_prefix is of the trainer's tracing_from_weights, which is not set."
             )
-        load_weights(
-            module, args.tracing_from_weights, "tracing_from_weights", f"{one.tracing_from_weights_prefix}."
-        )
+        load_weights(module, args.tracing_from_weights, f"{one.tracing_from_weights_prefix}.")
     inputs = dtype_of(one.precision, "input")
     if one.precision is not None:
         cast(module, dtype_of(one.precision, "param"), dtype_of(one.precision, "buffer"))
         dummies = dummies if inputs is None else floats_to(dummies, inputs)
-    policy = Policy.of(args.pas_policy if one.pas_policy is None else one.pas_policy)
-    if policy.rule is None:
-        raise InputError(
-            "model.parallel_modules are divided by a policy of parallelize; a strategy is for the whole model."
-        )
-    runs = args.run_mode == "run"
-    reuse = one.gen_reuse or args.gen_reuse
-    found = parallelize(
-        module,
-        dummies,
-        policy.rule,
-        config,
-        gen_savedir=one.gen_savedir or args.gen_savedir,
-        reuse="moo" if reuse == "auto" else reuse,
-        instance_name=one.instance_name or args.instance_name,
-        load_module=runs,
-        broadcast_strategy=(one.broadcast_strategy or args.broadcast_strategy)
-        if runs and cluster.distributed
-        else "none",
-    )
-    if not isinstance(found, ParallelModule):
-        return None
-    if inputs is not None:
+    found = divided(args, one, module, dummies, config, cluster)
+    if found is not None and inputs is not None:
         found.register_forward_pre_hook(
             lambda _, positional, keywords: (floats_to(positional, inputs), floats_to(keywords, inputs)),
             with_kwargs=True,

@@ -91,7 +91,7 @@ def run_mode(folder: Path) -> None:
     trained(folder, run_mode="compile", compute_config=ComputeConfig(2, 4, use_end2end=True), pas_policy="tp")
     assert plans(folder)
     assert not (folder / "checkpoints").exists()
-    with pytest.raises(InputError, match="a strategy file is one already"):
+    with pytest.raises(InputError, match="a strategy is for the whole model"):
         trained(folder, run_mode="compile", pas_policy="auto")
 
 
