@@ -10,23 +10,7 @@ from typing import Any
 import torch
 
 from atorch_ns.errors import InputError
-
-
-@dataclass
-class AggregatedOutputs:
-    """What the micro-batches of a step gave, over all ranks.
-
-    Attributes:
-        loss_sum: the sum of their losses.
-        num_batches: how many there were.
-        num_tokens: how many tokens, where gradients are means over tokens.
-        aggregated_outputs: anything else.
-    """
-
-    loss_sum: float | None = None
-    num_batches: int | None = None
-    num_tokens: int | None = None
-    aggregated_outputs: Any = None
+from atorch_ns.trainer.outputs import AggregatedOutputs
 
 
 @dataclass

@@ -23,7 +23,7 @@ from atorch_ns.parallel import ComputeConfig, ParallelModule
 from atorch_ns.parallel.parallelize import own_loss
 from atorch_ns.trainer.args import TrainerArgs
 from atorch_ns.trainer.batches import sample_of
-from atorch_ns.trainer.components import make, named
+from atorch_ns.trainer.components import make
 from atorch_ns.trainer.model import make_model
 from atorch_ns.trainer.policy import Policy, divided
 from atorch_ns.trainer.submodules import job_of, replaced
@@ -119,9 +119,3 @@ def _whole(args: TrainerArgs, model: nn.Module, dataset: Any, cluster: Cluster) 
     return divided(
         args, args, model, {first: _sample(args, dataset, cluster)}, compute_config(args, cluster), cluster
     )
-
-
-def aggregate_function(args: TrainerArgs) -> Callable[..., Any] | None:
-    """What sums the outputs of micro-batches over ranks, if the configuration names one."""
-    given = args.optimizer.aggregate_outputs_fn
-    return None if given is None else named(given, what="optimizer.aggregate_outputs_fn")

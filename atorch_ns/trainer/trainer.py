@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from atorch_ns.capture.random_states import random_states_kept, seed_all
 from atorch_ns.checkpoint.contents import capture_rng, restore_rng
 from atorch_ns.cluster import Cluster, join_process_group
-from atorch_ns.data import StepOutput
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.job.optimizer import inner_optimizer
@@ -29,9 +27,10 @@ from atorch_ns.trainer.args import HookConfig, TrainerArgs
 from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
 from atorch_ns.trainer.checkpoints import Checkpoints, Loaded, TrainStatus, merge_folder
 from atorch_ns.trainer.components import make, named
-from atorch_ns.trainer.hooks import AggregatedOutputs, HookChain, TrainHook, TrainStepMetrics, ValMetrics
+from atorch_ns.trainer.hooks import HookChain, TrainHook, TrainStepMetrics, ValMetrics
 from atorch_ns.trainer.loggers import BUILT_IN, LoggerBase
-from atorch_ns.trainer.prepare import aggregate_function, compile_plan, prepare
+from atorch_ns.trainer.outputs import Aggregation
+from atorch_ns.trainer.prepare import compile_plan, prepare
 from atorch_ns.trainer.reading import as_plain, checked, made_args, read_args
 
 log = logging.getLogger("atorch_ns")
@@ -180,7 +179,7 @@ class Trainer:
         val = make_dataset(args, "val")
         self._val_data = None if val is None else make_data(args, "val", val, **place)
         self.train_status.global_batch_size = num * batch_size * data_ranks
-        self._aggregate = aggregate_function(args)
+        self._aggregation = Aggregation.of(args, job)
         self._make_hooks()
         self._make_loggers()
 
@@ -249,13 +248,7 @@ class Trainer:
             )
         status.global_batch_size = size
         self._saved_at = self._validated_at = status.finished_train_steps
-        document = {
-            **loaded.custom,
-            "train_status": status.as_json(),
-            "train_args": as_plain(self.train_args),
-            "rank": self.rank,
-        }
-        self.hook.call("on_load_checkpoint", checkpoint=document)
+        self.hook.call("on_load_checkpoint", checkpoint={**loaded.custom, **self._document()})
         if self.rank == 0:
             log.info(
                 "Resumed from %s: epoch %d, after %d steps; saved on %s, and going on on %s.",
@@ -356,17 +349,18 @@ class Trainer:
             window.samples,
             dummies=window.dummies,
             reduction="mean" if args.optimizer.grad_reduction == "mean" else "sum",
-            outputs=self._aggregate is not None or hook.has("on_train_step_end"),
+            outputs=self._aggregation.wants_outputs or hook.has("on_train_step_end"),
         )
         hook.call("on_train_step_end", outputs=list(found.outputs))
-        aggregated, loss = self._aggregated(found, len(window.real))
-        status.train_loss = loss
+        aggregated = self._aggregation.over_ranks(found, len(window.real))
+        summed = args.optimizer.loss_reduction == "sum"
+        loss = status.train_loss = aggregated.loss_sum if summed else aggregated.mean_loss
         hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
         if self._waits:
             hook.call("before_sync_grad")
         step.reduce()
         hook.call("after_sync_grad")
-        step.scale(1.0 / _tokens(aggregated) if by_tokens else None)
+        step.scale(1.0 / aggregated.require_tokens() if by_tokens else None)
         hook.call("before_gnorm_clip")
         step.clip()
         assert step.grad_norm is not None
@@ -399,30 +393,6 @@ class Trainer:
             aggregated_outputs=aggregated,
         )
 
-    def _aggregated(self, found: StepOutput, num_real: int) -> tuple[AggregatedOutputs, float]:
-        """The outputs of micro-batches over all ranks, and the loss as the configuration reduces it."""
-        job, config = self.result.job, self.train_args.optimizer
-        if self._aggregate is not None:
-            group = None if job.mesh is None else job.mesh.data_group
-            given = self._aggregate(list(found.outputs), group)
-            if not isinstance(given, AggregatedOutputs) or given.loss_sum is None or not given.num_batches:
-                raise InputError(
-                    "optimizer.aggregate_outputs_fn must return AggregatedOutputs with loss_sum and num_batches; it returned "
-                    f"{given!r}."
-                )
-            aggregated = given
-        else:
-            pair = torch.tensor([0.0, num_real], dtype=torch.float64, device=job.device)
-            pair[0] = found.losses.double().sum()
-            if job.mesh is not None and job.num_data_ranks > 1:
-                dist.all_reduce(pair, group=job.mesh.data_group)
-            loss_sum, count = pair.tolist()
-            aggregated = AggregatedOutputs(loss_sum=loss_sum, num_batches=int(count))
-        assert aggregated.loss_sum is not None
-        assert aggregated.num_batches is not None
-        total = float(aggregated.loss_sum)
-        return aggregated, total if config.loss_reduction == "sum" else total / aggregated.num_batches
-
     def _step_scheduler(self) -> None:
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             status = self.train_status
@@ -444,15 +414,12 @@ class Trainer:
         with random_states_kept(self.result.device):
             for window in islice(data.windows(), self.train_args.max_val_steps):
                 hook.call("on_val_step_start", batches=window.real)
-                wants = self._aggregate is not None or hook.has("on_val_step_end")
+                wants = self._aggregation.wants_outputs or hook.has("on_val_step_end")
                 found = step.infer(window.samples, dummies=window.dummies, outputs=wants)
                 hook.call("on_val_step_end", outputs=list(found.outputs))
-                aggregated, _ = self._aggregated(found, len(window.real))
-                assert aggregated.loss_sum is not None
-                assert aggregated.num_batches is not None
-                own = aggregated.loss_sum / aggregated.num_batches
-                hook.call("after_aggregate_val_step_outputs", aggregated_outputs=aggregated, val_loss=own)
-                losses, batches = losses + aggregated.loss_sum, batches + aggregated.num_batches
+                one = self._aggregation.over_ranks(found, len(window.real))
+                hook.call("after_aggregate_val_step_outputs", aggregated_outputs=one, val_loss=one.mean_loss)
+                losses, batches = losses + one.loss_sum, batches + one.num_batches
         if not batches:
             raise InputError("the validation data gives no batch.")
         metrics = ValMetrics(val_loss=losses / batches, val_wall=time.perf_counter() - start)
@@ -473,16 +440,19 @@ class Trainer:
         if self.train_args.checkpoint.no_save or self._saved_at == status.finished_train_steps:
             return
         self._validate()
-        document = {
-            "train_status": status.as_json(),
+        document, own = self._document(), self._document()
+        self.hook.call("on_save_checkpoint", checkpoint=document)
+        custom = {key: value for key, value in document.items() if key not in own}
+        self._checkpoints.save(epoch, status, custom, self._epoch_rng)
+        self._saved_at = status.finished_train_steps
+
+    def _document(self) -> dict[str, Any]:
+        """What hooks of a checkpoint find in it beside what they have added."""
+        return {
+            "train_status": self.train_status.as_json(),
             "train_args": as_plain(self.train_args),
             "rank": self.rank,
         }
-        known = set(document)
-        self.hook.call("on_save_checkpoint", checkpoint=document)
-        custom = {key: value for key, value in document.items() if key not in known}
-        self._checkpoints.save(epoch, status, custom, self._epoch_rng)
-        self._saved_at = status.finished_train_steps
 
     def _log(self, metrics: Mapping[str, Any], tag: str) -> None:
         numbers = {name: value for name, value in metrics.items() if value is not None}
@@ -513,15 +483,6 @@ class Trainer:
 
 def _is_due(number: int, every: int | None) -> bool:
     return every is not None and number > 0 and number % every == 0
-
-
-def _tokens(aggregated: AggregatedOutputs) -> int:
-    if not aggregated.num_tokens:
-        raise InputError(
-            "grad_reduction=per-token-mean: aggregate_outputs_fn must return num_tokens, a positive number; it returned "
-            f"{aggregated.num_tokens!r}."
-        )
-    return aggregated.num_tokens
 
 
 def _memory(device: torch.device) -> dict[str, float]:

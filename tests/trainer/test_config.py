@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,18 @@ def test_every_documented_field_is_one() -> None:
 
     assert hooks == set(HOOKS)
     assert [field.name for field in dataclasses.fields(HookConfig)] == ["type", "args"]
+
+
+def test_the_yaml_of_the_page_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    args = made_args(yaml.safe_load(block))
+    args.check()
+    assert (args.model.type, args.optimizer.args, args.checkpoint.resume_from) == (
+        "job.Model",
+        {"lr": 1e-3},
+        "last",
+    )
 
 
 def test_the_yaml_of_the_specification_is_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from atorch_ns.trainer import (
+    AggregatedOutputs,
     CheckpointConfig,
     ComputeConfig,
     DatasetConfig,
@@ -167,6 +168,13 @@ def test_reductions_of_gradients(tmp_path: Path, reduction: str, clip: float) ->
     )
     found = run_ranks(run, 2, args=(str(tmp_path), 1, {"pas_policy": "dp", "optimizer": optimizer}))
     compare(found, tmp_path, plain(reduction, clip=clip or None))
+
+
+@pytest.mark.parametrize("given", [None, AggregatedOutputs(num_batches=2), AggregatedOutputs(loss_sum=1.0)])
+def test_aggregations_that_lack_something_are_refused(tmp_path: Path, given: Any) -> None:
+    optimizer = OptimizerConfig(type=torch.optim.SGD, args={"lr": 0.1}, aggregate_outputs_fn=lambda *_: given)
+    with pytest.raises(InputError, match="must return AggregatedOutputs"):
+        Trainer(train_args=args_of(str(tmp_path), pas_policy="dp", optimizer=optimizer)).run()
 
 
 def strategy_file(folder: Path, *methods: Any) -> str:

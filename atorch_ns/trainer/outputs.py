@@ -1,0 +1,102 @@
+"""Outputs of a step's micro-batches, summed over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from atorch_ns.data import StepOutput
+from atorch_ns.errors import InputError
+from atorch_ns.job import Job
+from atorch_ns.trainer.args import TrainerArgs
+from atorch_ns.trainer.components import named
+
+
+@dataclass
+class AggregatedOutputs:
+    """What the micro-batches of a step gave, over all ranks.
+
+    Attributes:
+        loss_sum: the sum of their losses.
+        num_batches: how many there were.
+        num_tokens: how many tokens, where gradients are means over tokens.
+        aggregated_outputs: anything else.
+    """
+
+    loss_sum: float = None  # type: ignore[assignment]  # so that one who forgets it is told
+    num_batches: int = None  # type: ignore[assignment]
+    num_tokens: int | None = None
+    aggregated_outputs: Any = None
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of the losses."""
+        return self.loss_sum / self.num_batches
+
+    def require_tokens(self) -> int:
+        """The number of tokens.
+
+        Raises:
+            InputError: if there is none.
+        """
+        if not self.num_tokens:
+            raise InputError(
+                "grad_reduction=per-token-mean: aggregate_outputs_fn must return num_tokens, a positive number; it returned "
+                f"{self.num_tokens!r}."
+            )
+        return self.num_tokens
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How outputs are summed over the ranks that see different data.
+
+    Attributes:
+        function: the user's, of outputs and a group; ``None`` to sum losses alone.
+        job: the job.
+    """
+
+    function: Callable[..., Any] | None
+    job: Job
+
+    @classmethod
+    def of(cls, args: TrainerArgs, job: Job) -> Aggregation:
+        """As the configuration says."""
+        given = args.optimizer.aggregate_outputs_fn
+        return cls(None if given is None else named(given, what="optimizer.aggregate_outputs_fn"), job)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether it needs more than losses."""
+        return self.function is not None
+
+    def over_ranks(self, found: StepOutput, num_real: int) -> AggregatedOutputs:
+        """The sums; collective.
+
+        Args:
+            found: what the step gave on this rank.
+            num_real: its micro-batches that count.
+
+        Raises:
+            InputError: if the user's function returns something else.
+        """
+        job = self.job
+        group = None if job.mesh is None else job.mesh.data_group
+        if self.function is not None:
+            given = self.function(list(found.outputs), group)
+            if not isinstance(given, AggregatedOutputs) or given.loss_sum is None or not given.num_batches:
+                raise InputError(
+                    "optimizer.aggregate_outputs_fn must return AggregatedOutputs with loss_sum and num_batches; it returned "
+                    f"{given!r}."
+                )
+            return given
+        pair = torch.tensor([0.0, num_real], dtype=torch.float64, device=job.device)
+        pair[0] = found.losses.double().sum()
+        if group is not None and job.num_data_ranks > 1:
+            dist.all_reduce(pair, group=group)
+        loss_sum, count = pair.tolist()
+        return AggregatedOutputs(loss_sum=loss_sum, num_batches=int(count))
