@@ -90,7 +90,8 @@ def auto_accelerate(
         prepare_input: ``(batch, device) -> batch``; ``None`` moves the batch's tensors to the device.
         model_input_format: ``None`` calls ``model(batch)``, ``"unpack_sequence"`` ``model(*batch)``,
             ``"unpack_dict"`` ``model(**batch)`` with the keys that ``forward`` names, or all of them where it has
-            ``**kwargs``, ``"first"`` ``model(batch[0])``. The loss is given the whole batch.
+            ``**kwargs``, ``"first"`` ``model(batch[0])``, ``"unpack_first"`` ``model(**batch[0])``. The loss is given the
+            whole batch.
         optim_args: keyword arguments of ``optim_func``.
         optim_param_func: ``model -> parameters or groups`` for options per parameter.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is global.

@@ -133,6 +133,7 @@ def _planned(
         source=config.source,
         sequence_dim=config.sequence_dim if config.sequence else None,
         undivided=config.undivided,
+        vocabulary=config.vocabulary,
         run_numerics=config.self_test,
         device=job.device,
     )

@@ -13,7 +13,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -119,8 +119,8 @@ def _is_variadic(function: Any) -> bool:
     return code is not None and bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
 
 
-ModelInputFormat = Literal["unpack_sequence", "unpack_dict", "first"]
-_FORMATS: tuple[ModelInputFormat, ...] = ("unpack_sequence", "unpack_dict", "first")
+ModelInputFormat = Literal["unpack_sequence", "unpack_dict", "first", "unpack_first"]
+_FORMATS: tuple[ModelInputFormat, ...] = get_args(ModelInputFormat)
 
 
 def default_prepare_input(data: Any, device: torch.device | str) -> Any:
@@ -151,7 +151,7 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
     raise InputError(
         f"model_input_format={value!r} is not known.{did_you_mean(str(value), _FORMATS)} "
         "Use None for model(data), 'unpack_sequence' for model(*data), 'unpack_dict' for model(**data) with the keys that forward names, "
-        "'first' for model(data[0])."
+        "'first' for model(data[0]), 'unpack_first' for model(**data[0])."
     )
 
 
@@ -176,14 +176,14 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
                     f"has it. If forward takes its items, pass model_input_format={how!r}."
                 )
             raise
-    if known in ("unpack_sequence", "first"):
+    if known != "unpack_dict":
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
             raise _misfit(known, "a list or tuple", data)
         if known == "unpack_sequence":
             return model(*data)
         if not data:
             raise _misfit(known, "a list or tuple with an item", data)
-        return model(data[0])
+        return model(data[0]) if known == "first" else call_model(model, data[0], "unpack_dict")
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         raise _misfit(known, "a dictionary with strings as keys", data)
     return model(**taken_items(model, data))

@@ -115,7 +115,7 @@ def nearest_miss(rows: Iterable[Row]) -> str:
     return min(over, default=(0.0, ""))[1]
 
 
-InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first"]
+InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first", "unpack_first"]
 
 
 class PricedStrategy(NamedTuple):

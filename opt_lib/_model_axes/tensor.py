@@ -81,6 +81,10 @@ class TensorParallelConfig(MethodConfig):
         description="What becomes of attention whose heads, or heads of keys and values, the degree does not divide: "
         "an error that names degrees that would work, or it is kept whole on every rank.",
     )
+    vocabulary: Flag = Field(
+        default=True,
+        description="Divide the embedding of the vocabulary and the head too, where the plan is not given.",
+    )
     col_para_list: tuple[str, ...] = Field(default=(), description="As in Merak: layers that are colwise.")
     row_para_list: tuple[str, ...] = Field(default=(), description="As in Merak: layers that are rowwise.")
     tp_attr_list: tuple[str, ...] = Field(default=(), description="As in Merak: attributes.")

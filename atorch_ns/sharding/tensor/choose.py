@@ -63,6 +63,7 @@ def choose_plan(
     run_numerics: bool = True,
     device: torch.device | str = "cpu",
     undivided: Undivided = "error",
+    vocabulary: bool = True,
 ) -> ChosenPlan:
     """Chooses the plan to use.
 
@@ -76,6 +77,7 @@ def choose_plan(
         run_numerics: whether the self-test compares numbers, not shapes alone.
         device: where it computes them.
         undivided: whether attention whose heads the degree does not divide is an error or is kept whole.
+        vocabulary: whether the embedding of the vocabulary and the head are divided, where the user gives no plan.
 
     Raises:
         InputError: if the user's plan does not fit or computes something else, or nothing can be divided, or heads
@@ -97,6 +99,8 @@ def choose_plan(
     users = plan is not None and plan.where == "user"
     if plan is None:
         plan = find_tensor_plan(model, degree, graph, test)
+    if not (users or vocabulary):
+        plan = _with_whole_vocabulary(model, plan)
     layout = plan.resolve(model)
     if not users and undivided == "error":
         check_heads(model, layout, graph, degree)
@@ -146,6 +150,14 @@ def _own_plan(
         return None
     left = {path: "the model's plan leaves it whole" for path in graph.nodes if path not in layout.layers}
     return replace(plan_from(model, layout, left=left), where="model")
+
+
+def _with_whole_vocabulary(model: nn.Module, plan: TensorPlan) -> TensorPlan:
+    layout = plan.resolve(model)
+    ends = {p for p, one in layout.layers.items() if one.style in ("colwise_gather_output", "embedding_rowwise")}
+    inner = replace(layout, layers={path: one for path, one in layout.layers.items() if path not in ends})
+    left = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
+    return replace(plan_from(model, inner, left=left), where=plan.where)
 
 
 def _degrees_by_size(model: nn.Module, graph: LayerGraph) -> list[int]:

@@ -1,0 +1,107 @@
+"""Accelerator of a divided job: as many processes as see different data, and an optimizer that steps on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
+from torch import nn
+
+from atorch_ns.job import TrainStep
+from atorch_ns.merak import mpu
+
+
+class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """An ``Accelerator`` to which ranks that work on the same samples are one process.
+
+    So a data loader gives them the same samples, and a metric is gathered from one of them. Nothing is wrapped.
+    """
+
+    train_step: TrainStep | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that see different data."""
+        return mpu.get_grid().get_dim("data") if mpu.is_decided() else self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """This rank's place among them."""
+        return mpu.get_grid().place("data") if mpu.is_decided() else self.state.process_index
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was skipped for gradients that are infinite or NaN."""
+        return self.train_step is not None and self.train_step.skipped
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all ranks that see different data, one after the other along the first dimension."""
+        return _of_data_ranks(super().gather(tensor), self.state.num_processes)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`gather`, without the samples that make the last batch of all ranks equally long."""
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        every = gather_object([input_data])
+        found = [item for rank in _first_ranks() for item in every[rank]]
+        remainder = self.gradient_state.remainder
+        return found[:remainder] if self.gradient_state.end_of_dataloader and remainder > 0 else found
+
+
+class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """The job's optimizer as transformers' loop calls it: a step is the ``update`` of the job's training step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, train_step: TrainStep) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._train_step = train_step
+
+    def step(self, closure: Any = None) -> None:
+        """Updates the weights."""
+        self._train_step.update()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._train_step.skipped
+
+
+class DistributedModel(nn.Module):
+    """The job's model as transformers' loop calls it: outputs of the whole, in evaluation mode, on every rank; collective.
+
+    Args:
+        train_step: the job's.
+        roots: the modules that this rank runs.
+    """
+
+    def __init__(self, train_step: TrainStep, roots: list[nn.Module]) -> None:
+        super().__init__()
+        self.roots = nn.ModuleList(roots)
+        self._train_step = train_step
+
+    def forward(self, **inputs: Any) -> Any:
+        """The outputs for one batch."""
+        (found,) = self._train_step.infer([(inputs, None, None)]).outputs
+        return found
+
+
+def _first_ranks() -> list[int]:
+    """One rank for each part of the data."""
+    grid = mpu.get_grid()
+    return [grid.get_rank(pipe=0, data=place, sequence=0, model=0) for place in range(grid.get_dim("data"))]
+
+
+def _of_data_ranks(gathered: Any, num_processes: int) -> Any:
+    if not mpu.is_decided() or mpu.get_grid().get_dim("data") == num_processes:
+        return gathered
+    ranks = _first_ranks()
+
+    def select(tensor: torch.Tensor) -> torch.Tensor:
+        parts = tensor.reshape(num_processes, -1, *tensor.shape[1:])
+        return parts[ranks].reshape(-1, *tensor.shape[1:])
+
+    from accelerate.utils import recursively_apply
+
+    return recursively_apply(select, gathered)

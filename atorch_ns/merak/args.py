@@ -1,0 +1,267 @@
+"""MerakArguments: transformers' TrainingArguments with Merak's fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import TrainingArguments
+
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline import get_schedule
+from atorch_ns.text import did_you_mean
+
+_CHOICES: Final = {
+    "partition_method": ("uniform", "uniform_floor", "parameters", "custom", "auto"),
+    "split_method": ("farthest_min_deps", "nearest_min_deps", "layer_split"),
+    "trace_method": (None, "fx", "dynamo"),
+    "tp_overlapping_level": (0, 1, 2, 3),
+    "zero_stage": (0, 1, 2, 3),
+}
+_AT_LEAST: Final = {
+    "checkpoint_num_layers": 0,
+    "shard_count": 1,
+    "seq_length": 1,
+    "num_layers": 1,
+    "loss_scale": 0,
+    "loss_scale_window": 1,
+    "hysteresis": 1,
+    "min_loss_scale": 0,
+    "zero_allgather_bucket_size": 1,
+    "zero_reduce_bucket_size": 1,
+    "sequence_dim": 0,
+    "eval_iters": 1,
+    "out_seq_length": 1,
+    "temperature": 0,
+}
+_NO_USE: Final = {
+    "trace_method": "models are cut at calls of their modules, which are found without tracing them by fx or dynamo",
+    "trace_model": "no list of models that can be traced is needed",
+    "input_names": "the model is given what a batch holds",
+    "init_method_std": "the weights of the given model are divided as they are; none are drawn anew",
+    "split_inputs": "each rank of a pipeline reads the inputs that its stages need from the batch",
+}
+"""Fields that have nothing to do here, and why."""
+_REFUSED: Final = {
+    "deepspeed": "use zero_stage, dp, tp and pp",
+    "fsdp": "use zero_stage=3",
+    "parallelism_config": "use init(dp=…, tp=…, pp=…)",
+    "auto_find_batch_size": "the ranks of a pipeline or of divided layers would try different sizes",
+}
+"""Fields of TrainingArguments that would divide the model a second time, and what to use."""
+
+PRETRAINED_SAVE_STEPS: Final = 500
+"""The default of ``save_steps`` in TrainingArguments."""
+
+
+@dataclass
+class MerakArguments(TrainingArguments):
+    """Arguments of :class:`MerakTrainer`: those of transformers' Trainer, and how the model is divided and run.
+
+    ``gradient_accumulation_steps`` is the number of micro-batches, each of ``per_device_train_batch_size`` samples.
+
+    Raises:
+        InputError: naming every field that has no such value.
+    """
+
+    train_schedule: str = field(
+        default="1f1b",
+        metadata={
+            "help": "Schedule of the pipeline: 1f1b, ds_default, pre_recompute_1f1b, last_no_recompute_1f1b, "
+            "shifted_critical_path, or any of pipeline_parallel's, such as interleaved_1f1b, zb1p, auto."
+        },
+    )
+    partition_method: str = field(
+        default="uniform",
+        metadata={"help": "How shards are divided over stages: uniform, uniform_floor, parameters, custom, auto (by time)."},
+    )
+    split_method: str = field(
+        default="farthest_min_deps",
+        metadata={"help": "How shards are formed: farthest_min_deps, nearest_min_deps, layer_split."},
+    )
+    custom_split_points: list[str] | None = field(
+        default=None, metadata={"help": "Modules that begin a shard, for layer_split."}
+    )
+    trace_method: str | None = field(default="fx", metadata={"help": f"Not needed: {_NO_USE['trace_method']}."})
+    trace_model: str = field(default="", metadata={"help": f"Not needed: {_NO_USE['trace_model']}."})
+    init_method_std: float = field(default=0.02, metadata={"help": f"Not needed: {_NO_USE['init_method_std']}."})
+    activation_checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute the blocks' activations in the backward pass."}
+    )
+    checkpoint_num_layers: int = field(
+        default=1, metadata={"help": "Neighbouring blocks that are recomputed as one; 0 for no recomputation."}
+    )
+    input_names: list[str] | None = field(default=None, metadata={"help": f"Not needed: {_NO_USE['input_names']}."})
+    num_layers: int | None = field(default=None, metadata={"help": "Blocks of the model, checked against its config."})
+    seq_length: int | None = field(
+        default=None, metadata={"help": "Longest sequence of the model, checked against its config."}
+    )
+    num_heads: int | None = field(default=None, metadata={"help": "Heads of attention, checked against the config."})
+    wall_clock_breakdown: bool = field(
+        default=False, metadata={"help": "Time the passes of each rank, and log them as a table and a timeline."}
+    )
+    shard_count: int | None = field(
+        default=None, metadata={"help": "Shards of farthest_min_deps; twice the number of blocks if unset."}
+    )
+    prescale_gradients: bool = field(
+        default=False, metadata={"help": "Divide gradients before they are summed over data ranks."}
+    )
+    gradient_predivide_factor: float = field(
+        default=1.0, metadata={"help": "What prescale_gradients divides by first; the rest is divided afterwards."}
+    )
+    zero_allow_untested_optimizer: bool = field(
+        default=False,
+        metadata={"help": "Use an optimizer that a test on small parameters found to differ when they are sharded."},
+    )
+    zero_stage: int = field(default=1, metadata={"help": "What data ranks shard: 0 nothing, 1, 2, 3."})
+    zero_allgather_bucket_size: float = field(
+        default=5e8, metadata={"help": "Most elements of parameters that are gathered at a time."}
+    )
+    zero_reduce_bucket_size: float = field(
+        default=5e8, metadata={"help": "Most elements of gradients that are reduced at a time."}
+    )
+    save: bool = field(default=False, metadata={"help": "Save checkpoints, every save_steps by default."})
+    finetune: bool = field(
+        default=False, metadata={"help": "Take the weights alone from a checkpoint, and begin at step 0."}
+    )
+    no_save_rng: bool = field(default=False, metadata={"help": "Leave random states out of checkpoints."})
+    no_save_optim: bool = field(default=False, metadata={"help": "Leave the optimizer's states out of checkpoints."})
+    no_load_rng: bool = field(default=False, metadata={"help": "Do not load random states."})
+    no_load_optim: bool = field(default=False, metadata={"help": "Do not load the optimizer's states."})
+    split_inputs: bool = field(default=False, metadata={"help": f"Not needed: {_NO_USE['split_inputs']}."})
+    parallel_vocab: bool = field(
+        default=False, metadata={"help": "Divide the embedding of the vocabulary and the head under tp."}
+    )
+    sequence_parallel: bool = field(
+        default=False, metadata={"help": "Divide the sequence between divided layers, over the ranks of tp."}
+    )
+    sequence_dim: int = field(default=1, metadata={"help": "The dimension of the sequence in hidden states."})
+    dealloc_pipeoutput: bool = field(
+        default=False, metadata={"help": "Free a stage's output once it is sent; its graph stays."}
+    )
+    activation_checkpoint_ratio: list[str] | None = field(
+        default=None,
+        metadata={"help": "Share of blocks that is recomputed: that of the first stage, from which Merak's formula gives the "
+                  "others, or one for each stage."},
+    )
+    tp_overlapping_level: int = field(
+        default=0,
+        metadata={"help": "Overlap reductions under tp with matrix products: 0 not, 1 inside layers; 2 and 3 run as 1."},
+    )
+    loss_scale: float = field(default=0.0, metadata={"help": "Loss scale of fp16; 0 for a dynamic one."})
+    initial_scale_power: int = field(default=32, metadata={"help": "The first dynamic loss scale is 2 to this power."})
+    loss_scale_window: int = field(default=1000, metadata={"help": "Steps without overflow after which the scale doubles."})
+    hysteresis: int = field(default=2, metadata={"help": "Overflows after which the scale is halved."})
+    min_loss_scale: int = field(default=1, metadata={"help": "The least dynamic loss scale."})
+    custom_partition: list[str] | None = field(
+        default=None,
+        metadata={"help": "For partition_method custom: the first shard of each stage, then the number of shards."},
+    )
+    no_tie_modules: bool = field(default=False, metadata={"help": "Train tied weights as weights of their own."})
+    save_total_limit: int | None = field(default=-1, metadata={"help": "Most checkpoints that are kept; -1 for all."})
+    eval_iters: int | None = field(default=None, metadata={"help": "Most batches of an evaluation."})
+    text_generation: bool = field(default=False, metadata={"help": "Generate text by trainer.generate; needs no data."})
+    out_seq_length: int = field(default=1024, metadata={"help": "Longest text that is generated, prompt included."})
+    temperature: float = field(default=0.9, metadata={"help": "Temperature of sampling; 0 takes the likeliest."})
+    lora_config: str | None = field(default=None, metadata={"help": "JSON file of peft's LoraConfig."})
+    adapter_name: str = field(default="default", metadata={"help": "Name of the adapter."})
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.save_total_limit is not None and self.save_total_limit < 0:
+            self.save_total_limit = None
+        super().__post_init__()
+        kept = self.load_best_model_at_end or self.save_steps != PRETRAINED_SAVE_STEPS
+        if not (self.save or kept) and self.save_strategy == "steps":
+            self.save_strategy = type(self.save_strategy)("no")
+
+    @property
+    def recompute_shares(self) -> tuple[float, ...] | float | None:
+        """``activation_checkpoint_ratio`` as numbers: one for the first stage, or one for each."""
+        given = self.activation_checkpoint_ratio
+        if given is None:
+            return None
+        shares = tuple(float(part) for part in _parts(given))
+        return shares[0] if len(shares) == 1 else shares
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """``custom_partition`` as numbers."""
+        return tuple(int(part) for part in _parts(self.custom_partition or ()))
+
+    def lora(self) -> dict[str, Any] | None:
+        """The contents of ``lora_config``.
+
+        Raises:
+            InputError: if it is no file of a JSON object.
+        """
+        if self.lora_config is None:
+            return None
+        try:
+            found = json.loads(Path(self.lora_config).read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"lora_config: cannot read {self.lora_config}: {error}") from error
+        if not isinstance(found, dict):
+            raise InputError(f"lora_config: {self.lora_config} must hold a JSON object of LoraConfig's arguments.")
+        return found
+
+    def without_use(self) -> list[str]:
+        """A sentence for each field that was set and has nothing to do here."""
+        defaults = type(self).__dataclass_fields__
+        return [
+            f"{name}={getattr(self, name)!r} changes nothing: {why}."
+            for name, why in _NO_USE.items()
+            if getattr(self, name) != defaults[name].default
+        ]
+
+    def _check(self) -> None:
+        problems = [
+            f"{name}={value!r}:{did_you_mean(str(value), [str(one) for one in choices])} one of {', '.join(map(str, choices))}"
+            for name, choices in _CHOICES.items()
+            if (value := getattr(self, name)) not in choices or isinstance(value, bool)
+        ]
+        problems += [
+            f"{name}={value!r}: at least {least}"
+            for name, least in _AT_LEAST.items()
+            if (value := getattr(self, name)) is not None and not (isinstance(value, (int, float)) and value >= least)
+        ]
+        problems += [f"{name}={getattr(self, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(self, name, None)]
+        problems += self._check_lists()
+        try:
+            if self.train_schedule != "auto":
+                get_schedule(self.train_schedule)
+        except InputError as error:
+            problems.append(f"train_schedule={self.train_schedule!r}: {error}")
+        if not self.gradient_predivide_factor > 0:
+            problems.append(f"gradient_predivide_factor={self.gradient_predivide_factor!r}: a positive number")
+        if problems:
+            raise InputError("MerakArguments: " + "; ".join(problems) + ".")
+
+    def _check_lists(self) -> list[str]:
+        problems = []
+        try:
+            given = self.recompute_shares
+            shares = given if isinstance(given, tuple) else () if given is None else (given,)
+            if not all(0.0 <= share <= 1.0 for share in shares):
+                raise ValueError
+        except (TypeError, ValueError):
+            problems.append(f"activation_checkpoint_ratio={self.activation_checkpoint_ratio!r}: numbers from 0 to 1")
+        try:
+            wanted = self.partition_method == "custom"
+            if wanted != bool(self.partition):
+                problems.append("custom_partition: it and partition_method='custom' need each other")
+        except (TypeError, ValueError):
+            problems.append(f"custom_partition={self.custom_partition!r}: numbers such as 0,6,12")
+        if self.custom_split_points and self.split_method != "layer_split":
+            problems.append("custom_split_points: they need split_method='layer_split'")
+        return problems
+
+
+def _parts(given: Any) -> list[str]:
+    """The numbers of a list, of which texts may hold several, as Merak's command lines do: ``["0,6,12"]``."""
+    items = given if isinstance(given, (list, tuple)) else [given]
+    return [part for item in items for part in str(item).replace(",", " ").split()]
+
+

@@ -1,0 +1,83 @@
+"""The job of a MerakTrainer: its model divided, from a strategy or a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.apply import apply_strategy, attach_optimizer
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs, Result
+from atorch_ns.job.job import MODEL
+from atorch_ns.merak.losses import Sample
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.report import TrainingReport
+from atorch_ns.strategy import Strategy
+
+Loss = Callable[[Sample, Any], torch.Tensor]
+
+
+def divided(model: nn.Module, strategy: Strategy, loss: Loss, sample: Sample, notes: list[str]) -> Result:
+    """The job of a model under a strategy, without an optimizer; collective."""
+    inputs = Inputs(
+        model=model,
+        loss_func=loss,
+        model_input_format="unpack_first",
+        sample_batch=sample,
+        sample_is_micro_batch=True,
+    )
+    cluster = Cluster.detect()
+
+    def checked() -> Any:
+        inputs.check()
+        return resolve(strategy, cluster, load_registry(), profile=Profile.of(model))
+
+    with cluster.sharing_failures("MerakTrainer"):
+        result = apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the strategy"))
+    for note in notes:
+        result.job.explain(MODEL, note)
+    result.make_report = partial(_report, result)
+    return result
+
+
+def _report(result: Result) -> TrainingReport:
+    return TrainingReport(applied=result.applied, search=None, pipeline=result.job.parts.pipeline)
+
+
+def with_optimizer(
+    result: Result,
+    make: Callable[..., torch.optim.Optimizer],
+    options_of: Callable[[str], Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+) -> Result:
+    """The job with an optimizer; collective."""
+    attached = attach_optimizer(result, make, options_of=options_of, **arguments)
+    attached.make_report = result.make_report
+    return attached
+
+
+def options_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The options of each parameter of an optimizer that was made for the undivided model.
+
+    Raises:
+        InputError: if it has parameters that are not the model's, or has stepped.
+    """
+    if optimizer.state:
+        raise InputError(
+            "optimizers: the optimizer has stepped already, and its states are of the undivided model. Give a new one."
+        )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise InputError("optimizers: the optimizer has parameters that are not the model's.")
+            found[names[parameter]] = options
+    return found

@@ -1,0 +1,116 @@
+"""Lists of layers that tensor parallelism divides, by class of model, as Merak has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import with_article
+
+Ratio = tuple[float, float, str]
+"""Inputs to outputs of a linear layer, and ``"col"`` or ``"row"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpLayerLists:
+    """What tensor parallelism divides in a class of models.
+
+    Attributes:
+        col_para_list: names of linear layers whose outputs are divided.
+        row_para_list: names of linear layers whose inputs are divided.
+        input_output_mapping: styles of linear layers by the ratio of their inputs to their outputs.
+        weight_change_list: names of layers, each with the dimension of its weight that is divided.
+        tp_attr_list: names of attributes that are divided by the degree.
+    """
+
+    col_para_list: tuple[str, ...] = ()
+    row_para_list: tuple[str, ...] = ()
+    input_output_mapping: tuple[Ratio, ...] = ()
+    weight_change_list: tuple[tuple[str, int], ...] = ()
+    tp_attr_list: tuple[str, ...] = ()
+
+    def as_config(self) -> dict[str, Any]:
+        """As the config of ``tensor_parallel``, which has fields of these names."""
+        return {name: list(value) for name, value in vars(self).items() if value}
+
+
+_BERT: Final = TpLayerLists(
+    col_para_list=("query", "key", "value", "intermediate.dense"),
+    row_para_list=("output.dense",),
+    tp_attr_list=("num_attention_heads", "all_head_size"),
+)
+MP_MODEL_MAPPING: Final[dict[str, TpLayerLists]] = {
+    "gpt2": TpLayerLists(
+        input_output_mapping=((1, 3, "col"), (1, 1, "row"), (1, 4, "col"), (4, 1, "row")),
+        tp_attr_list=("num_heads", "split_size"),
+    ),
+    "t5": TpLayerLists(
+        col_para_list=("Attention.q", "Attention.k", "Attention.v", "DenseReluDense.wi"),
+        row_para_list=("Attention.o", "DenseReluDense.wo"),
+        weight_change_list=(("relative_attention_bias", 1),),
+        tp_attr_list=("n_heads", "inner_dim"),
+    ),
+    "bert": _BERT,
+    "vit": _BERT,
+}
+"""Merak's own lists, by ``config.model_type``: examples for lists of one's own. Models of these types need none here, since
+``tensor_parallel`` finds what it divides, and tests it."""
+
+_LISTS: Final[dict[str, TpLayerLists]] = {}
+
+
+def set_tp_layer_lists(
+    col_para_list: Sequence[str] | None = None,
+    row_para_list: Sequence[str] | None = None,
+    input_output_mapping: Iterable[Sequence[Any]] | None = None,
+    weight_change_list: Iterable[Sequence[Any]] | None = None,
+    tp_attr_list: Sequence[str] | None = None,
+    *,
+    model_class: type[nn.Module] | str | None = None,
+) -> None:
+    """Says which layers tensor parallelism divides, for models that :class:`MerakTrainer` is given afterwards.
+
+    Args:
+        col_para_list: ends of the names of linear layers whose outputs are divided.
+        row_para_list: ends of the names of linear layers whose inputs are divided.
+        input_output_mapping: ``(input, output, "row" or "col")``: styles by the ratio of inputs to outputs.
+        weight_change_list: ``(name, dimension)``: layers, or their ``weight``, divided along a dimension.
+        tp_attr_list: attributes of modules that are divided by the degree.
+        model_class: class of the models, or its name; ``None`` for all that have no lists of their own.
+
+    Called without any list, it forgets those of ``model_class``. Lists are tested on the model before they are used.
+
+    Raises:
+        InputError: if a list is none.
+    """
+    name = model_class if isinstance(model_class, str) else "" if model_class is None else model_class.__name__
+    given = {
+        "col_para_list": col_para_list,
+        "row_para_list": row_para_list,
+        "input_output_mapping": input_output_mapping,
+        "weight_change_list": weight_change_list,
+        "tp_attr_list": tp_attr_list,
+    }
+    for key, value in given.items():
+        if isinstance(value, str) or not (value is None or isinstance(value, Iterable)):
+            raise InputError(f"set_tp_layer_lists: {key} must be a list; it is {with_article(value)}.")
+    if not any(given.values()):
+        _LISTS.pop(name, None)
+        return
+    pairs = ("input_output_mapping", "weight_change_list")
+    _LISTS[name] = TpLayerLists(
+        **{
+            key: tuple(tuple(item) if key in pairs else item for item in value or ())
+            for key, value in given.items()
+        }
+    )
+
+
+def lists_for(model: nn.Module) -> TpLayerLists | None:
+    """The lists that were set for a model's class or one that it inherits from, else those for all models."""
+    names = [one.__name__ for one in type(model).__mro__]
+    return next((_LISTS[name] for name in (*names, "") if name in _LISTS), None)

@@ -1,0 +1,308 @@
+"""Merak's groups of ranks: ``init``, the grid of the job, and the getters of ranks, sizes and process groups.
+
+Ranks lie as Merak lays them out, the ranks that divide layers next to each other and stages outermost::
+
+    rank = ((pipe * dp + data) * sp + sequence) * tp + model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Final, Literal, get_args
+
+import torch.distributed as dist
+
+from atorch_ns.cluster import Cluster, Mesh, agree, join_process_group
+from atorch_ns.errors import InputError
+
+Degree = int | Literal["auto"] | None
+"""Ranks along an axis; ``"auto"`` to have it searched for, ``None`` for what the other axes leave (dp) or 1."""
+
+Axis = Literal["pipe", "data", "sequence", "model"]
+AXES: Final[tuple[Axis, ...]] = get_args(Axis)
+"""Merak's axes, outermost first."""
+
+_NAMES: Final[dict[Axis, str]] = {
+    "pipe": "pipeline",
+    "data": "data",
+    "sequence": "sequence",
+    "model": "tensor",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a job along Merak's axes.
+
+    Attributes:
+        sizes: ranks along each axis of :data:`AXES`.
+        rank: this process.
+        mesh: the process groups; ``None`` for a single process.
+    """
+
+    sizes: tuple[int, int, int, int]
+    rank: int
+    mesh: Mesh | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes as ``parallel_mode`` has them, innermost first."""
+        return tuple((_NAMES[axis], self.get_dim(axis)) for axis in reversed(AXES))
+
+    def get_dim(self, axis: Axis) -> int:
+        """The size of an axis."""
+        return self.sizes[AXES.index(axis)]
+
+    def get_rank(self, **places: int) -> int:
+        """The rank at a place along every axis that is larger than 1."""
+        self._check(places)
+        rank = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            rank = rank * size + places.get(axis, 0)
+        return rank
+
+    def get_coord(self, rank: int) -> dict[Axis, int]:
+        """The place of a rank along each axis."""
+        if not 0 <= rank < self.world_size():
+            raise InputError(f"there is no rank {rank} in a grid of {self.world_size()}.")
+        found: dict[Axis, int] = {}
+        for axis, size in reversed(tuple(zip(AXES, self.sizes, strict=True))):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in AXES}
+
+    def get_axis_comm_lists(self, axis: Axis) -> list[list[int]]:
+        """The ranks of every group along an axis."""
+        others = [range(1 if one == axis else size) for one, size in zip(AXES, self.sizes, strict=True)]
+        return [
+            [
+                self.get_rank(**{**dict(zip(AXES, places, strict=True)), axis: place})
+                for place in range(self.get_dim(axis))
+            ]
+            for places in product(*others)
+        ]
+
+    def place(self, axis: Axis) -> int:
+        """This rank's place along an axis."""
+        return self.get_coord(self.rank)[axis]
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """This rank's process group along an axis; ``None`` for a single process."""
+        return None if self.mesh is None else self.mesh.axis(_NAMES[axis]).get_group()
+
+    def get_global_rank(self) -> int:
+        """This process."""
+        return self.rank
+
+    def world_size(self) -> int:
+        """Processes of the job."""
+        pipe, data, sequence, model = self.sizes
+        return pipe * data * sequence * model
+
+    def get_stage_id(self) -> int:
+        """This rank's stage."""
+        return self.place("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        """This rank's part of the data."""
+        return self.place("data")
+
+    def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
+        """The rank of a stage, at this rank's other places where none are given."""
+        places = {**self.get_coord(self.rank), "pipe": stage_id}
+        places |= {} if data is None else {"data": data}
+        places |= {} if model is None else {"model": model}
+        return self.get_rank(**places)
+
+    def _check(self, places: dict[str, int]) -> None:
+        for axis, place in places.items():
+            if axis not in AXES or not 0 <= place < self.get_dim(axis):
+                sizes = ", ".join(f"{one}={self.get_dim(one)}" for one in AXES)
+                raise InputError(f"there is no place {axis}={place} in the grid {sizes}.")
+
+
+@dataclass
+class _World:
+    """What :func:`init` decided for this process.
+
+    Attributes:
+        asked: the degrees that the user gave.
+        grid: the grid; ``None`` while degrees are to be searched for.
+    """
+
+    asked: dict[str, Degree] | None = None
+    grid: Grid | None = None
+
+
+_WORLD: Final = _World()
+
+
+def init(*positional: object, dp: Degree = None, tp: Degree = None, pp: Degree = None, sp: Degree = None) -> None:
+    """Joins the ranks of the job and lays them out; collective.
+
+    Args:
+        positional: refused: Merak's documents and its code give positions in different orders.
+        dp: ranks that see different data; ``None`` for what the others leave.
+        tp: ranks that divide layers.
+        pp: stages.
+        sp: ranks that divide the sequence.
+
+    With ``"auto"`` for one of the degrees, or without any on several processes, :class:`MerakTrainer` searches for those
+    that are not numbers, and the grid exists once it has.
+
+    Raises:
+        InputError: if the degrees do not fit the number of processes.
+    """
+    if positional:
+        given = ", ".join(map(repr, positional))
+        raise InputError(
+            f"init({given}): name the degrees, as in init(dp=2, tp=1, pp=4). Merak's documents have the order "
+            "(dp, tp, pp), its code and examples (pp, tp, dp), so a position does not say which is meant."
+        )
+    asked: dict[str, Degree] = {"dp": dp, "tp": tp, "pp": pp, "sp": sp}
+    for name, degree in asked.items():
+        if degree is not None and degree != "auto" and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+            raise InputError(f"init: {name} is a number of ranks or 'auto', and is {degree!r}.")
+    reset()
+    cluster = Cluster.detect()
+    join_process_group(cluster)
+    open_ = "auto" in asked.values() or (cluster.world_size > 1 and not any(asked.values()))
+    if not open_:
+        agree(lambda: _sizes(asked, cluster.world_size), what="laying out the ranks", distributed=cluster.distributed)
+        decide(_sizes(asked, cluster.world_size), cluster)
+    _WORLD.asked = asked
+
+
+def reset() -> None:
+    """Forgets the grid, before another job of this process."""
+    _WORLD.asked, _WORLD.grid = None, None
+
+
+def decide(sizes: Sequence[int], cluster: Cluster) -> Grid:
+    """Makes the grid of the job with its process groups; collective."""
+    pipe, data, sequence, model = sizes
+    grid = Grid((pipe, data, sequence, model), cluster.rank)
+    mesh = Mesh(grid.axes, device_type=cluster.device_type) if cluster.distributed else None
+    _WORLD.grid = Grid(grid.sizes, cluster.rank, mesh)
+    return _WORLD.grid
+
+
+def asked_degrees() -> dict[str, Degree]:
+    """What was given to :func:`init`.
+
+    Raises:
+        InputError: before :func:`init`.
+    """
+    if _WORLD.asked is None:
+        raise InputError("call init(dp=…, tp=…, pp=…) first: it lays out the ranks.")
+    return dict(_WORLD.asked)
+
+
+def is_decided() -> bool:
+    """Whether there is a grid: not before :func:`init`, nor before a search for its degrees."""
+    return _WORLD.grid is not None
+
+
+def get_grid() -> Grid:
+    """The grid of the job.
+
+    Raises:
+        InputError: before :func:`init`, and before degrees that are ``"auto"`` have been found.
+    """
+    if _WORLD.grid is None:
+        asked_degrees()
+        raise InputError("the degrees are searched for when MerakTrainer begins to train; there is no grid before.")
+    return _WORLD.grid
+
+
+get_topo = get_grid
+"""As in Merak, where the topology is an object of its own: :class:`Grid` has its methods, too."""
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's place among those that see different data."""
+    return get_grid().place("data")
+
+
+def get_data_parallel_world_size() -> int:
+    """Ranks that see different data."""
+    return get_grid().get_dim("data")
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    """The process group of the ranks that see different data."""
+    return get_grid().group("data")
+
+
+def get_model_parallel_rank() -> int:
+    """This rank's place among those that divide layers."""
+    return get_grid().place("model")
+
+
+def get_model_parallel_world_size() -> int:
+    """Ranks that divide layers."""
+    return get_grid().get_dim("model")
+
+
+def get_model_parallel_group() -> dist.ProcessGroup | None:
+    """The process group of the ranks that divide layers."""
+    return get_grid().group("model")
+
+
+def get_pipe_parallel_rank() -> int:
+    """This rank's place along the pipeline."""
+    return get_grid().place("pipe")
+
+
+def get_pipe_parallel_world_size() -> int:
+    """Ranks along the pipeline."""
+    return get_grid().get_dim("pipe")
+
+
+def get_pipe_parallel_group() -> dist.ProcessGroup | None:
+    """The process group along the pipeline."""
+    return get_grid().group("pipe")
+
+
+def get_sequence_parallel_rank() -> int:
+    """This rank's place among those that divide the sequence."""
+    return get_grid().place("sequence")
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Ranks that divide the sequence."""
+    return get_grid().get_dim("sequence")
+
+
+def get_sequence_parallel_group() -> dist.ProcessGroup | None:
+    """The process group of the ranks that divide the sequence."""
+    return get_grid().group("sequence")
+
+
+def _sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
+    """The size of each of :data:`AXES`."""
+    numbers = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
+    shared = numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("sp", 1)
+    data = numbers.get("dp", world_size // shared)
+    if data * shared != world_size:
+        product_text = " × ".join(f"{name}={numbers.get(name, 1)}" for name in ("tp", "pp", "sp"))
+        raise InputError(
+            f"init: dp={numbers.get('dp', 'the rest')} × {product_text} are not the {world_size} process(es) that were started. "
+            f"{_fitting(world_size)}"
+        )
+    return numbers.get("pp", 1), data, numbers.get("sp", 1), numbers.get("tp", 1)
+
+
+def _fitting(world_size: int) -> str:
+    """Degrees that would fit, as an advice."""
+    if world_size == 1:
+        return "Start more with torchrun --nproc-per-node N."
+    shown = ", ".join(f"(dp={dp}, tp={tp}, pp={pp})" for dp, tp, pp in list(_divisions(world_size))[:4])
+    return f"Such as {shown} would be."
+
+
+def _divisions(world_size: int) -> Iterator[tuple[int, int, int]]:
+    for tp, pp in product(range(1, world_size + 1), repeat=2):
+        if world_size % (tp * pp) == 0:
+            yield world_size // (tp * pp), tp, pp

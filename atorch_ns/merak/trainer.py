@@ -1,0 +1,290 @@
+"""MerakTrainer: transformers' Trainer on a model that ranks divide."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster
+from atorch_ns.errors import InputError
+from atorch_ns.job import Result
+from atorch_ns.merak import checkpoints, mpu
+from atorch_ns.merak.accelerator import DataAccelerator, DistributedModel, SteppedOptimizer
+from atorch_ns.merak.args import MerakArguments
+from atorch_ns.merak.job import divided, options_by_name, with_optimizer
+from atorch_ns.merak.losses import Sample, flat_loss, loss_of, sample_of
+from atorch_ns.merak.models import check_sizes, prepared
+from atorch_ns.merak.strategy import notes_of, strategy_of
+from atorch_ns.text import with_article
+
+log = logging.getLogger("atorch_ns")
+
+
+class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out of type checks
+    """transformers' ``Trainer`` whose model is divided over the ranks that :func:`init` laid out.
+
+    Every method is collective: all ranks call it. Arguments are those of ``Trainer``, and:
+
+    Args:
+        loss_fn: ``(logits, labels) -> loss``, in place of the model's own loss, with both flattened where labels number
+            classes. ``None`` for the loss that ``Trainer`` would compute: the model's own, ``compute_loss_func``'s, with
+            label smoothing, or an overridden ``compute_loss``.
+        leaf_modules: classes or names of modules that are never cut inside.
+
+    Raises:
+        InputError: for arguments that do not fit each other or the model, before anything is divided.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: MerakArguments | None = None,
+        *positional: Any,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        leaf_modules: tuple[type[nn.Module] | str, ...] = (),
+        **others: Any,
+    ) -> None:
+        if not isinstance(args, MerakArguments):
+            raise InputError(f"MerakTrainer needs args, a MerakArguments; it was given {with_article(args)}.")
+        if loss_fn is not None and not callable(loss_fn):
+            raise InputError(f"loss_fn must be callable; it is {with_article(loss_fn)}.")
+        mpu.asked_degrees()
+        self.loss_fn, self.leaf_modules = loss_fn, tuple(leaf_modules)
+        self._result: Result | None = None
+        self._divided_model: nn.Module | None = None
+        self._distributed: DistributedModel | None = None
+        self._waiting: list[Sample] = []
+        self._sample: Sample | None = None
+        if model is not None:
+            check_sizes(args, model)
+            model = prepared(args, model)
+        super().__init__(model, args, *positional, **others)
+        args._n_gpu = min(args._n_gpu, 1)  # several would mean nn.DataParallel
+        if self.lr_scheduler is not None:
+            raise InputError(
+                "optimizers: the scheduler belongs to an optimizer of the undivided model. Give (optimizer, None) and name "
+                "lr_scheduler_type, or override create_scheduler."
+            )
+
+    @property
+    def result(self) -> Result:
+        """The job: its report, strategy and training step.
+
+        Raises:
+            InputError: before the first training or evaluation.
+        """
+        if self._result is None:
+            raise InputError("the model is divided when training or evaluation begins; there is no job before.")
+        return self._result
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        found.pop("parallelism_config", None)
+        found.pop("dynamo_plugin", None)
+        found["mixed_precision"] = "no"  # precision is the strategy's
+        found["dataloader_config"].dispatch_batches = False
+        self._accelerator_args = found
+        return found
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """With an accelerator that counts the ranks which see different data."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = DataAccelerator(**self._accelerator_args)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of a step over all ranks."""
+        total: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        return total
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.train``; recomputation is the strategy's."""
+        recomputes, self.args.activation_checkpointing = self.args.activation_checkpointing, False
+        self._recomputes = recomputes
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.args.activation_checkpointing = recomputes
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._waiting = []
+        self._divide(self._train_sample)
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _train_sample(self) -> Mapping[str, Any]:
+        with random_states_kept():
+            return next(iter(self.get_train_dataloader()))
+
+    def _divide(self, batch_of: Callable[[], Mapping[str, Any]]) -> Result:
+        """The job of the present model, made at its first use; collective."""
+        if self._result is not None and self._divided_model is self.model:
+            return self._result
+        cluster = Cluster.detect()
+
+        def look() -> Sample:
+            batch = self._prepare_inputs(dict(batch_of()))
+            return self._sample_of(batch, torch.ones((), device=self.args.device))
+
+        sample = cluster.agree(look, what="taking a sample of the data")
+        self._decays = frozenset(self.get_decay_parameter_names(self.model))
+        self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
+        with self._own_recomputation():
+            strategy = cluster.agree(
+                partial(strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules),
+                what="reading the arguments",
+            )
+        self._result = divided(self.model, strategy, self._loss, sample, notes_of(self.args))
+        self._divided_model = self.model
+        self.accelerator.train_step = self._result.train_step
+        job = self._result.job
+        self._distributed = DistributedModel(self._result.train_step, [job.module, *job.parts.stages])
+        if self.is_world_process_zero():
+            log.info("%s", self._result.applied)
+        return self._result
+
+    @contextlib.contextmanager
+    def _own_recomputation(self) -> Iterator[None]:
+        """With ``activation_checkpointing`` as the user gave it."""
+        now = self.args.activation_checkpointing
+        self.args.activation_checkpointing = getattr(self, "_recomputes", now)
+        try:
+            yield
+        finally:
+            self.args.activation_checkpointing = now
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        assert self._distributed is not None
+        return self._distributed
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        self._result = self.result.having(lr_scheduler=self.lr_scheduler)
+        self.model_wrapped = self._wrap_model(self.model)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model_wrapped, train_dataloader
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer of the divided model; collective.
+
+        Raises:
+            InputError: for one that needs the whole model.
+        """
+        if isinstance(self.optimizer, SteppedOptimizer) and self.result.optim is not None:
+            return self.optimizer
+        make, arguments = self._optimizer_recipe()
+        self._result = with_optimizer(self.result, make, self._options_of, arguments)
+        self.optimizer = SteppedOptimizer(self._result.optim, self._result.train_step)
+        return self.optimizer
+
+    def _optimizer_recipe(self) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+        if self._given_options is not None:
+            return type(self.optimizer), dict(self.optimizer.defaults)
+        make, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        odd = {"params", "model", "optimizer_dict"} & set(arguments)
+        if odd or not isinstance(make, type) or not issubclass(make, torch.optim.Optimizer):
+            raise InputError(
+                f"optim={self.args.optim}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank "
+                "holds a part. Use one of torch's, such as adamw_torch."
+            )
+        return make, dict(arguments)
+
+    def _options_of(self, name: str) -> Mapping[str, Any]:
+        if self._given_options is not None:
+            return self._given_options.get(name, {})
+        return {"weight_decay": self.args.weight_decay if name in self._decays else 0.0}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As ``Trainer.compute_loss``, or ``loss_fn`` of logits and labels. It must call the model once."""
+        if self.loss_fn is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = [inputs[name] for name in self.label_names if name in inputs]
+        if not labels:
+            raise InputError(f"loss_fn needs {' or '.join(self.label_names)}, which the batch does not have.")
+        outputs = model(**{name: value for name, value in inputs.items() if name not in self.label_names})
+        loss = flat_loss(self.loss_fn, outputs, labels[0])
+        return (loss, outputs) if return_outputs else loss
+
+    def _sample_of(self, batch: Mapping[str, Any], num_items: Any) -> Sample:
+        return sample_of(self.compute_loss, self.model, batch, num_items)
+
+    def _loss(self, sample: Sample, output: Any) -> torch.Tensor:
+        return loss_of(self.compute_loss, self.model, sample, output)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Keeps a micro-batch; with the last one of a step, runs the forward and backward passes of all.
+
+        Returns:
+            The loss of the step over all ranks, 0 for the micro-batches before its last.
+        """
+        model.train()
+        self.optimizer.train()
+        self._waiting.append(self._sample_of(self._prepare_inputs(inputs), num_items_in_batch))
+        if len(self._waiting) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        samples, self._waiting = self._waiting, []
+        factor = 1.0 / self.accelerator.num_processes
+        if not self._loss_is_of_the_step(num_items_in_batch):
+            factor /= len(samples)
+        step = self.result.train_step
+        found = step.micro_gradients(samples, scale_fn=partial(torch.mul, other=factor), outputs=False)
+        step.reduce()
+        return found.loss * factor
+
+    def _loss_is_of_the_step(self, num_items: Any) -> bool:
+        """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        if self.loss_fn is not None:
+            return False
+        return self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.result.train_step.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return self.result.train_step.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.evaluation_loop``, of at most ``eval_iters`` batches."""
+
+        def first() -> Mapping[str, Any]:
+            with random_states_kept():
+                return next(iter(dataloader))
+
+        self._divide(first)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on the ranks that have them."""
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        if not (prediction_loss_only and has_labels):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch = self._prepare_inputs(inputs)
+        sample = self._sample_of(batch, self._get_num_items_in_batch([batch], self.args.device))
+        found = self.result.train_step.infer([sample], outputs=False)
+        return found.losses[0].detach(), None, None
