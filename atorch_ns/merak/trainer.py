@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from atorch_ns import checkpoint
 from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.checkpoint.contents import restore_rng
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
@@ -62,7 +64,8 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         self._divided_model: nn.Module | None = None
         self._distributed: DistributedModel | None = None
         self._waiting: list[Sample] = []
-        self._sample: Sample | None = None
+        self._begins_with: str | None = None
+        self._random: dict[str, torch.Tensor] | None = None
         if model is not None:
             check_sizes(args, model)
             model = prepared(args, model)
@@ -107,12 +110,22 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         total: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
         return total
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.train``; recomputation is the strategy's."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """As ``Trainer.train``, from a checkpoint of any layout of ranks; recomputation is the strategy's.
+
+        Raises:
+            CheckpointError: if there is no such checkpoint.
+        """
+        found = Cluster.detect().on_first(
+            lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir), what="looking for the checkpoint"
+        )
+        self._begins_with, resumed = (found, None) if self.args.finetune else (None, found)
         recomputes, self.args.activation_checkpointing = self.args.activation_checkpointing, False
         self._recomputes = recomputes
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resumed, trial, ignore_keys_for_eval)
         finally:
             self.args.activation_checkpointing = recomputes
 
@@ -175,6 +188,9 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         self.create_scheduler(num_training_steps=max_steps)
         self._result = self.result.having(lr_scheduler=self.lr_scheduler)
         self.model_wrapped = self._wrap_model(self.model)
+        if self._begins_with is not None:
+            checkpoints.load(self._result, self._begins_with, optimizer=False)
+            self._result.train_step.num_steps = 0
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -205,7 +221,7 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
                 f"optim={self.args.optim}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank "
                 "holds a part. Use one of torch's, such as adamw_torch."
             )
-        return make, dict(arguments)
+        return make, {name: value for name, value in arguments.items() if name != "fused"}  # which is chosen where it fits
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
         if self._given_options is not None:
@@ -288,3 +304,38 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         sample = self._sample_of(batch, self._get_num_items_in_batch([batch], self.args.device))
         found = self.result.train_step.infer([sample], outputs=False)
         return found.losses[0].detach(), None, None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the whole model as ``from_pretrained`` reads it, with one rank's memory for it; collective."""
+        if self._result is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        cluster, folder = self._result.job.cluster, output_dir or self.args.output_dir
+        whole = checkpoint.export_state_dict(self._result)
+        cluster.on_first(partial(self._save, folder, whole), what="writing the model")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoints.save(self.result, output_dir, self.state.global_step, optimizer=not self.args.no_save_optim)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if not self.args.no_save_rng:
+            super()._save_rng_state(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: a checkpoint is loaded once the model is divided."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        assert checkpoint is not None
+        random = checkpoints.load(self.result, checkpoint, optimizer=not self.args.no_load_optim)
+        self._random = None if self.args.no_load_rng else random
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._random is not None:
+            super()._load_rng_state(checkpoint)
+            restore_rng(self._random, self.result.device, self.result.job.step.randomness)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        checkpoints.load(self.result, self.state.best_model_checkpoint, optimizer=False)
