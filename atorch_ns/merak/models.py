@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 from torch import nn
 
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, MissingPackageError
 from atorch_ns.merak.args import MerakArguments
+from atorch_ns.text import did_you_mean
 
 _CONFIG_NAMES: Final = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -38,7 +40,32 @@ def prepared(args: MerakArguments, model: nn.Module) -> nn.Module:
     """The model that is trained."""
     if args.no_tie_modules:
         untie(model)
-    return model
+    config = args.lora()
+    return model if config is None else with_adapter(model, config, args.adapter_name)
+
+
+def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Module:
+    """The model with LoRA, whose adapters alone are trained; one that has adapters already stays as it is.
+
+    Raises:
+        MissingPackageError: without the package peft.
+        InputError: if the config is not LoraConfig's.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingPackageError("lora_config needs peft: pip install peft") from error
+    if isinstance(model, peft.PeftModel):
+        return model
+    known = set(inspect.signature(peft.LoraConfig).parameters)
+    given = {key: value for key, value in config.items() if key != "peft_type"}
+    if unknown := [key for key in given if key not in known]:
+        raise InputError(f"lora_config: LoraConfig has no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**given), adapter_name=name)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"lora_config: {error}") from error
+    return adapted
 
 
 def untie(model: nn.Module) -> None:

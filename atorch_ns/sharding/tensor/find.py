@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -49,8 +50,8 @@ class _Found:
 def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest) -> TensorPlan:
     """A plan for ``model``, from how its layers are connected.
 
-    Regions are found in the graph, the smallest first; each gets the first layout that passes the test. Then the
-    embedding of the vocabulary and the head are divided, where that is possible.
+    Regions are found in the graph, the smallest first and low-rank ones last; each gets the first layout that passes the
+    test. Then the embedding of the vocabulary and the head are divided, where that is possible.
 
     Args:
         model: the whole model; not changed.
@@ -60,7 +61,7 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
     """
     found = _Found()
     known: dict[object, tuple[Layout | None, str]] = {}
-    for spec in candidate_regions(graph):
+    for spec in sorted(candidate_regions(graph), key=partial(_is_low_rank, model)):
         if any(path in found.layout.layers for path in spec.layers):
             continue
         key = signature(model, spec)
@@ -78,6 +79,16 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
     found.left = {p: why for p, why in found.left.items() if p not in found.layout.layers}
     _name_the_rest(model, graph, found, degree)
     return plan_from(model, found.layout, left=found.left)
+
+
+def _is_low_rank(model: nn.Module, spec: RegionSpec) -> bool:
+    """Whether a region narrows what it is given, as the factors of an adapter do: the layers beside them are divided first,
+    and the factors with them."""
+    sizes = {path: kind.sizes(layer) for path in spec.layers if (kind := kind_of(layer := model.get_submodule(path)))}
+    inside = sum(sizes[path][0] for path in spec.columns if path in sizes)
+    around = [sizes[path][1] for path in spec.columns if path in sizes]
+    around += [sizes[path][0] for path in spec.rows if path in sizes]
+    return 2 * inside < min(around, default=0)
 
 
 def _divide_region(

@@ -136,10 +136,11 @@ def candidate_layouts(
 
 def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
     inner = layer_sizes(model.get_submodule(spec.rows[0]))[1]
-    options: list[list[tuple[str, tuple[int, ...] | None]]] = []
-    for path in spec.columns:
-        outputs = layer_sizes(model.get_submodule(path))[0]
-        options.append([(path, parts) for parts in _splits(outputs, inner, alone=len(spec.columns) == 1)])
+    outputs = {path: layer_sizes(model.get_submodule(path))[0] for path in spec.columns}
+    alone = len(set(outputs.values())) == 1  # several are summands of one result, as a layer and its adapter
+    options: list[list[tuple[str, tuple[int, ...] | None]]] = [
+        [(path, parts) for parts in _splits(size, inner, alone=alone)] for path, size in outputs.items()
+    ]
     if len(options) > 1 and max(len(option) for option in options) > 1:
         # Layers of equal sizes are cut alike.
         count = max(len(option) for option in options)
