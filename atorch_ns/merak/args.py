@@ -75,7 +75,9 @@ class MerakArguments(TrainingArguments):
     )
     partition_method: str = field(
         default="uniform",
-        metadata={"help": "How shards are divided over stages: uniform, uniform_floor, parameters, custom, auto (by time)."},
+        metadata={
+            "help": "How shards are divided over stages: uniform, uniform_floor, parameters, custom, auto (by time)."
+        },
     )
     split_method: str = field(
         default="farthest_min_deps",
@@ -84,23 +86,35 @@ class MerakArguments(TrainingArguments):
     custom_split_points: list[str] | None = field(
         default=None, metadata={"help": "Modules that begin a shard, for layer_split."}
     )
-    trace_method: str | None = field(default="fx", metadata={"help": f"Not needed: {_NO_USE['trace_method']}."})
+    trace_method: str | None = field(
+        default="fx", metadata={"help": f"Not needed: {_NO_USE['trace_method']}."}
+    )
     trace_model: str = field(default="", metadata={"help": f"Not needed: {_NO_USE['trace_model']}."})
-    init_method_std: float = field(default=0.02, metadata={"help": f"Not needed: {_NO_USE['init_method_std']}."})
+    init_method_std: float = field(
+        default=0.02, metadata={"help": f"Not needed: {_NO_USE['init_method_std']}."}
+    )
     activation_checkpointing: bool = field(
         default=True, metadata={"help": "Recompute the blocks' activations in the backward pass."}
     )
     checkpoint_num_layers: int = field(
-        default=1, metadata={"help": "Neighbouring blocks that are recomputed as one; 0 for no recomputation."}
+        default=1,
+        metadata={"help": "Neighbouring blocks that are recomputed as one; 0 for no recomputation."},
     )
-    input_names: list[str] | None = field(default=None, metadata={"help": f"Not needed: {_NO_USE['input_names']}."})
-    num_layers: int | None = field(default=None, metadata={"help": "Blocks of the model, checked against its config."})
+    input_names: list[str] | None = field(
+        default=None, metadata={"help": f"Not needed: {_NO_USE['input_names']}."}
+    )
+    num_layers: int | None = field(
+        default=None, metadata={"help": "Blocks of the model, checked against its config."}
+    )
     seq_length: int | None = field(
         default=None, metadata={"help": "Longest sequence of the model, checked against its config."}
     )
-    num_heads: int | None = field(default=None, metadata={"help": "Heads of attention, checked against the config."})
+    num_heads: int | None = field(
+        default=None, metadata={"help": "Heads of attention, checked against the config."}
+    )
     wall_clock_breakdown: bool = field(
-        default=False, metadata={"help": "Time the passes of each rank, and log them as a table and a timeline."}
+        default=False,
+        metadata={"help": "Time the passes of each rank, and log them as a table and a timeline."},
     )
     shard_count: int | None = field(
         default=None, metadata={"help": "Shards of farthest_min_deps; twice the number of blocks if unset."}
@@ -109,11 +123,14 @@ class MerakArguments(TrainingArguments):
         default=False, metadata={"help": "Divide gradients before they are summed over data ranks."}
     )
     gradient_predivide_factor: float = field(
-        default=1.0, metadata={"help": "What prescale_gradients divides by first; the rest is divided afterwards."}
+        default=1.0,
+        metadata={"help": "What prescale_gradients divides by first; the rest is divided afterwards."},
     )
     zero_allow_untested_optimizer: bool = field(
         default=False,
-        metadata={"help": "Use an optimizer that a test on small parameters found to differ when they are sharded."},
+        metadata={
+            "help": "Use an optimizer that a test on small parameters found to differ when they are sharded."
+        },
     )
     zero_stage: int = field(default=1, metadata={"help": "What data ranks shard: 0 nothing, 1, 2, 3."})
     zero_allgather_bucket_size: float = field(
@@ -127,7 +144,9 @@ class MerakArguments(TrainingArguments):
         default=False, metadata={"help": "Take the weights alone from a checkpoint, and begin at step 0."}
     )
     no_save_rng: bool = field(default=False, metadata={"help": "Leave random states out of checkpoints."})
-    no_save_optim: bool = field(default=False, metadata={"help": "Leave the optimizer's states out of checkpoints."})
+    no_save_optim: bool = field(
+        default=False, metadata={"help": "Leave the optimizer's states out of checkpoints."}
+    )
     no_load_rng: bool = field(default=False, metadata={"help": "Do not load random states."})
     no_load_optim: bool = field(default=False, metadata={"help": "Do not load the optimizer's states."})
     split_inputs: bool = field(default=False, metadata={"help": f"Not needed: {_NO_USE['split_inputs']}."})
@@ -143,28 +162,48 @@ class MerakArguments(TrainingArguments):
     )
     activation_checkpoint_ratio: list[str] | None = field(
         default=None,
-        metadata={"help": "Share of blocks that is recomputed: that of the first stage, from which Merak's formula gives the "
-                  "others, or one for each stage."},
+        metadata={
+            "help": "Share of blocks that is recomputed: that of the first stage, from which Merak's formula gives the "
+            "others, or one for each stage."
+        },
     )
     tp_overlapping_level: int = field(
         default=0,
-        metadata={"help": "Overlap reductions under tp with matrix products: 0 not, 1 inside layers; 2 and 3 run as 1."},
+        metadata={
+            "help": "Overlap reductions under tp with matrix products: 0 not, 1 inside layers; 2 and 3 run as 1."
+        },
     )
     loss_scale: float = field(default=0.0, metadata={"help": "Loss scale of fp16; 0 for a dynamic one."})
-    initial_scale_power: int = field(default=32, metadata={"help": "The first dynamic loss scale is 2 to this power."})
-    loss_scale_window: int = field(default=1000, metadata={"help": "Steps without overflow after which the scale doubles."})
+    initial_scale_power: int = field(
+        default=32, metadata={"help": "The first dynamic loss scale is 2 to this power."}
+    )
+    loss_scale_window: int = field(
+        default=1000, metadata={"help": "Steps without overflow after which the scale doubles."}
+    )
     hysteresis: int = field(default=2, metadata={"help": "Overflows after which the scale is halved."})
     min_loss_scale: int = field(default=1, metadata={"help": "The least dynamic loss scale."})
     custom_partition: list[str] | None = field(
         default=None,
-        metadata={"help": "For partition_method custom: the first shard of each stage, then the number of shards."},
+        metadata={
+            "help": "For partition_method custom: the first shard of each stage, then the number of shards."
+        },
     )
-    no_tie_modules: bool = field(default=False, metadata={"help": "Train tied weights as weights of their own."})
-    save_total_limit: int | None = field(default=-1, metadata={"help": "Most checkpoints that are kept; -1 for all."})
+    no_tie_modules: bool = field(
+        default=False, metadata={"help": "Train tied weights as weights of their own."}
+    )
+    save_total_limit: int | None = field(
+        default=-1, metadata={"help": "Most checkpoints that are kept; -1 for all."}
+    )
     eval_iters: int | None = field(default=None, metadata={"help": "Most batches of an evaluation."})
-    text_generation: bool = field(default=False, metadata={"help": "Generate text by trainer.generate; needs no data."})
-    out_seq_length: int = field(default=1024, metadata={"help": "Longest text that is generated, prompt included."})
-    temperature: float = field(default=0.9, metadata={"help": "Temperature of sampling; 0 takes the likeliest."})
+    text_generation: bool = field(
+        default=False, metadata={"help": "Generate text by trainer.generate; needs no data."}
+    )
+    out_seq_length: int = field(
+        default=1024, metadata={"help": "Longest text that is generated, prompt included."}
+    )
+    temperature: float = field(
+        default=0.9, metadata={"help": "Temperature of sampling; 0 takes the likeliest."}
+    )
     lora_config: str | None = field(default=None, metadata={"help": "JSON file of peft's LoraConfig."})
     adapter_name: str = field(default="default", metadata={"help": "Name of the adapter."})
 
@@ -204,7 +243,9 @@ class MerakArguments(TrainingArguments):
         except (OSError, ValueError) as error:
             raise InputError(f"lora_config: cannot read {self.lora_config}: {error}") from error
         if not isinstance(found, dict):
-            raise InputError(f"lora_config: {self.lora_config} must hold a JSON object of LoraConfig's arguments.")
+            raise InputError(
+                f"lora_config: {self.lora_config} must hold a JSON object of LoraConfig's arguments."
+            )
         return found
 
     def without_use(self) -> list[str]:
@@ -225,9 +266,14 @@ class MerakArguments(TrainingArguments):
         problems += [
             f"{name}={value!r}: at least {least}"
             for name, least in _AT_LEAST.items()
-            if (value := getattr(self, name)) is not None and not (isinstance(value, (int, float)) and value >= least)
+            if (value := getattr(self, name)) is not None
+            and not (isinstance(value, (int, float)) and value >= least)
         ]
-        problems += [f"{name}={getattr(self, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(self, name, None)]
+        problems += [
+            f"{name}={getattr(self, name)!r}: {why}"
+            for name, why in _REFUSED.items()
+            if getattr(self, name, None)
+        ]
         problems += self._check_lists()
         try:
             if self.train_schedule != "auto":
@@ -235,7 +281,9 @@ class MerakArguments(TrainingArguments):
         except InputError as error:
             problems.append(f"train_schedule={self.train_schedule!r}: {error}")
         if not self.gradient_predivide_factor > 0:
-            problems.append(f"gradient_predivide_factor={self.gradient_predivide_factor!r}: a positive number")
+            problems.append(
+                f"gradient_predivide_factor={self.gradient_predivide_factor!r}: a positive number"
+            )
         if problems:
             raise InputError("MerakArguments: " + "; ".join(problems) + ".")
 
@@ -247,7 +295,9 @@ class MerakArguments(TrainingArguments):
             if not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError
         except (TypeError, ValueError):
-            problems.append(f"activation_checkpoint_ratio={self.activation_checkpoint_ratio!r}: numbers from 0 to 1")
+            problems.append(
+                f"activation_checkpoint_ratio={self.activation_checkpoint_ratio!r}: numbers from 0 to 1"
+            )
         try:
             wanted = self.partition_method == "custom"
             if wanted != bool(self.partition):
@@ -263,5 +313,3 @@ def _parts(given: Any) -> list[str]:
     """The numbers of a list, of which texts may hold several, as Merak's command lines do: ``["0,6,12"]``."""
     items = given if isinstance(given, (list, tuple)) else [given]
     return [part for item in items for part in str(item).replace(",", " ").split()]
-
-

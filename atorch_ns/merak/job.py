@@ -18,13 +18,21 @@ from atorch_ns.merak.losses import Sample
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport
+from atorch_ns.search import SearchOutcome
 from atorch_ns.strategy import Strategy
 
 Loss = Callable[[Sample, Any], torch.Tensor]
 
 
-def divided(model: nn.Module, strategy: Strategy, loss: Loss, sample: Sample, notes: list[str]) -> Result:
-    """The job of a model under a strategy, without an optimizer; collective."""
+def divided(
+    model: nn.Module,
+    strategy: Strategy,
+    loss: Loss,
+    sample: Sample,
+    notes: list[str],
+    outcome: SearchOutcome | None = None,
+) -> Result:
+    """The job of a model under a strategy that arguments or a search gave, without an optimizer; collective."""
     inputs = Inputs(
         model=model,
         loss_func=loss,
@@ -42,12 +50,12 @@ def divided(model: nn.Module, strategy: Strategy, loss: Loss, sample: Sample, no
         result = apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the strategy"))
     for note in notes:
         result.job.explain(MODEL, note)
-    result.make_report = partial(_report, result)
+    result.make_report = partial(_report, result, outcome)
     return result
 
 
-def _report(result: Result) -> TrainingReport:
-    return TrainingReport(applied=result.applied, search=None, pipeline=result.job.parts.pipeline)
+def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
+    return TrainingReport(applied=result.applied, search=outcome, pipeline=result.job.parts.pipeline)
 
 
 def with_optimizer(

@@ -80,7 +80,9 @@ def loss_of(compute_loss: ComputeLoss, model: Any, sample: Sample, output: Any) 
     inputs, batch, num_items = sample
     if batch is None:
         return torch.zeros(())
-    loss: torch.Tensor = compute_loss(Answer(model, inputs, output), dict(batch), num_items_in_batch=num_items)
+    loss: torch.Tensor = compute_loss(
+        Answer(model, inputs, output), dict(batch), num_items_in_batch=num_items
+    )
     return loss
 
 

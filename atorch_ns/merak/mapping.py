@@ -87,7 +87,9 @@ def set_tp_layer_lists(
     Raises:
         InputError: if a list is none.
     """
-    name = model_class if isinstance(model_class, str) else "" if model_class is None else model_class.__name__
+    name = (
+        model_class if isinstance(model_class, str) else "" if model_class is None else model_class.__name__
+    )
     given = {
         "col_para_list": col_para_list,
         "row_para_list": row_para_list,

@@ -138,7 +138,9 @@ class _World:
 _WORLD: Final = _World()
 
 
-def init(*positional: object, dp: Degree = None, tp: Degree = None, pp: Degree = None, sp: Degree = None) -> None:
+def init(
+    *positional: object, dp: Degree = None, tp: Degree = None, pp: Degree = None, sp: Degree = None
+) -> None:
     """Joins the ranks of the job and lays them out; collective.
 
     Args:
@@ -162,14 +164,22 @@ def init(*positional: object, dp: Degree = None, tp: Degree = None, pp: Degree =
         )
     asked: dict[str, Degree] = {"dp": dp, "tp": tp, "pp": pp, "sp": sp}
     for name, degree in asked.items():
-        if degree is not None and degree != "auto" and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+        if (
+            degree is not None
+            and degree != "auto"
+            and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1)
+        ):
             raise InputError(f"init: {name} is a number of ranks or 'auto', and is {degree!r}.")
     reset()
     cluster = Cluster.detect()
     join_process_group(cluster)
     open_ = "auto" in asked.values() or (cluster.world_size > 1 and not any(asked.values()))
     if not open_:
-        agree(lambda: _sizes(asked, cluster.world_size), what="laying out the ranks", distributed=cluster.distributed)
+        agree(
+            lambda: _sizes(asked, cluster.world_size),
+            what="laying out the ranks",
+            distributed=cluster.distributed,
+        )
         decide(_sizes(asked, cluster.world_size), cluster)
     _WORLD.asked = asked
 
@@ -212,7 +222,9 @@ def get_grid() -> Grid:
     """
     if _WORLD.grid is None:
         asked_degrees()
-        raise InputError("the degrees are searched for when MerakTrainer begins to train; there is no grid before.")
+        raise InputError(
+            "the degrees are searched for when MerakTrainer begins to train; there is no grid before."
+        )
     return _WORLD.grid
 
 

@@ -85,7 +85,7 @@ def pipeline(args: MerakArguments) -> dict[str, Any]:
 
 def recomputation(args: MerakArguments, num_stages: int) -> list[Step]:
     """Which blocks are recomputed."""
-    if not (args.activation_checkpointing and args.checkpoint_num_layers):
+    if args.text_generation or not (args.activation_checkpointing and args.checkpoint_num_layers):
         return []
     config: dict[str, Any] = {}
     if args.checkpoint_num_layers > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from atorch_ns.job import Result
 from atorch_ns.merak import checkpoints, mpu
 from atorch_ns.merak.accelerator import DataAccelerator, DistributedModel, SteppedOptimizer
 from atorch_ns.merak.args import MerakArguments
+from atorch_ns.merak.auto import Found, search
+from atorch_ns.merak.generation import continued, ends_of, tokens_of
 from atorch_ns.merak.job import divided, options_by_name, with_optimizer
 from atorch_ns.merak.losses import Sample, flat_loss, loss_of, sample_of
 from atorch_ns.merak.models import check_sizes, prepared
@@ -85,7 +88,9 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
             InputError: before the first training or evaluation.
         """
         if self._result is None:
-            raise InputError("the model is divided when training or evaluation begins; there is no job before.")
+            raise InputError(
+                "the model is divided when training or evaluation begins; there is no job before."
+            )
         return self._result
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -107,19 +112,27 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of a step over all ranks."""
-        total: int = self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        total: int = (
+            self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+        )
         return total
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
     ) -> Any:
         """As ``Trainer.train``, from a checkpoint of any layout of ranks; recomputation is the strategy's.
 
         Raises:
             CheckpointError: if there is no such checkpoint.
         """
+        if self.args.text_generation:
+            raise InputError("text_generation is for trainer.generate: leave it out to train.")
         found = Cluster.detect().on_first(
-            lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir), what="looking for the checkpoint"
+            lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir),
+            what="looking for the checkpoint",
         )
         self._begins_with, resumed = (found, None) if self.args.finetune else (None, found)
         recomputes, self.args.activation_checkpointing = self.args.activation_checkpointing, False
@@ -151,12 +164,20 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         sample = cluster.agree(look, what="taking a sample of the data")
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
+        found = None if mpu.is_decided() else self._search(cluster, sample)
         with self._own_recomputation():
             strategy = cluster.agree(
                 partial(strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules),
                 what="reading the arguments",
             )
-        self._result = divided(self.model, strategy, self._loss, sample, notes_of(self.args))
+        self._result = divided(
+            self.model,
+            strategy if found is None else found.strategy,
+            self._loss,
+            sample,
+            notes_of(self.args),
+            None if found is None else found.outcome,
+        )
         self._divided_model = self.model
         self.accelerator.train_step = self._result.train_step
         job = self._result.job
@@ -164,6 +185,23 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         if self.is_world_process_zero():
             log.info("%s", self._result.applied)
         return self._result
+
+    def _search(self, cluster: Cluster, sample: Sample) -> Found:
+        """Finds the degrees that ``init`` left open, lays out the ranks, and sizes micro-batches accordingly; collective."""
+        if not self.is_in_train:
+            raise InputError(
+                "degrees are searched for by training; name dp, tp and pp in init to evaluate or generate."
+            )
+        args = self.args
+        # Of the global batch that as many processes of transformers' Trainer would have.
+        batch_size = self._train_batch_size * args.gradient_accumulation_steps * cluster.world_size
+        inputs, _, _ = self._sample_of(sample[1] or {}, None)
+        found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), batch_size)
+        mpu.decide(found.sizes, cluster)
+        args.gradient_accumulation_steps = found.num_micro_batches
+        args.per_device_train_batch_size = batch_size // (found.sizes[1] * found.num_micro_batches)
+        self._train_batch_size = args.train_batch_size
+        return found
 
     @contextlib.contextmanager
     def _own_recomputation(self) -> Iterator[None]:
@@ -214,14 +252,18 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
     def _optimizer_recipe(self) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
         if self._given_options is not None:
             return type(self.optimizer), dict(self.optimizer.defaults)
-        make, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        make, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self.model
+        )
         odd = {"params", "model", "optimizer_dict"} & set(arguments)
         if odd or not isinstance(make, type) or not issubclass(make, torch.optim.Optimizer):
             raise InputError(
                 f"optim={self.args.optim}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank "
                 "holds a part. Use one of torch's, such as adamw_torch."
             )
-        return make, {name: value for name, value in arguments.items() if name != "fused"}  # which is chosen where it fits
+        return make, {
+            name: value for name, value in arguments.items() if name != "fused"
+        }  # which is chosen where it fits
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
         if self._given_options is not None:
@@ -275,7 +317,9 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
             return bool(self.loss_is_scaled_for_ga)
         if self.loss_fn is not None:
             return False
-        return self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
+        return self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items is not None
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.result.train_step.clip_grad_norm_(self.args.max_grad_norm)
@@ -294,7 +338,11 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on the ranks that have them."""
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
@@ -317,7 +365,9 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
             self.push_to_hub(commit_message="Model save")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints.save(self.result, output_dir, self.state.global_step, optimizer=not self.args.no_save_optim)
+        checkpoints.save(
+            self.result, output_dir, self.state.global_step, optimizer=not self.args.no_save_optim
+        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         if not self.args.no_save_rng:
@@ -339,3 +389,49 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
         checkpoints.load(self.result, self.state.best_model_checkpoint, optimizer=False)
+
+    def generate(
+        self, prompts: Any, *, out_seq_length: int | None = None, temperature: float | None = None
+    ) -> list[Any]:
+        """Continues prompts by a causal language model; collective.
+
+        Args:
+            prompts: texts, which ``processing_class`` turns into tokens and back, or tokens: lists, or a tensor.
+            out_seq_length: the longest text in tokens, prompt included; ``None`` for that of the arguments.
+            temperature: of sampling; 0 takes the likeliest tokens, ``None`` is that of the arguments.
+
+        Returns:
+            Texts for texts, lists of tokens for tokens; the same on every rank.
+
+        Raises:
+            InputError: for prompts without tokens, and for models with an encoder.
+        """
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            raise InputError("generate continues texts by causal language models; this one has an encoder.")
+        tokens = tokens_of(prompts, self.processing_class)
+        result = self._divide(partial(_tokens_alone, tokens[0]))
+        longest = min(
+            out_seq_length or self.args.out_seq_length,
+            getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize,
+        )
+        assert self._distributed is not None
+        texts = continued(
+            partial(_called, self._distributed),
+            tokens,
+            length=longest,
+            temperature=self.args.temperature if temperature is None else temperature,
+            ends=ends_of(self.model),
+            device=result.device,
+            agree=result.job.cluster.from_first,
+        )
+        as_text = isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
+        return [self.processing_class.decode(text) for text in texts] if as_text else texts
+
+
+def _tokens_alone(tokens: list[int]) -> Mapping[str, Any]:
+    ids = torch.tensor([tokens])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _called(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+    return model(**inputs)

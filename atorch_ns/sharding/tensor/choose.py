@@ -154,7 +154,9 @@ def _own_plan(
 
 def _with_whole_vocabulary(model: nn.Module, plan: TensorPlan) -> TensorPlan:
     layout = plan.resolve(model)
-    ends = {p for p, one in layout.layers.items() if one.style in ("colwise_gather_output", "embedding_rowwise")}
+    ends = {
+        p for p, one in layout.layers.items() if one.style in ("colwise_gather_output", "embedding_rowwise")
+    }
     inner = replace(layout, layers={path: one for path, one in layout.layers.items() if path not in ends})
     left = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
     return replace(plan_from(model, inner, left=left), where=plan.where)

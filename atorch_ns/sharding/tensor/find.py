@@ -84,7 +84,11 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
 def _is_low_rank(model: nn.Module, spec: RegionSpec) -> bool:
     """Whether a region narrows what it is given, as the factors of an adapter do: the layers beside them are divided first,
     and the factors with them."""
-    sizes = {path: kind.sizes(layer) for path in spec.layers if (kind := kind_of(layer := model.get_submodule(path)))}
+    sizes = {
+        path: kind.sizes(layer)
+        for path in spec.layers
+        if (kind := kind_of(layer := model.get_submodule(path)))
+    }
     inside = sum(sizes[path][0] for path in spec.columns if path in sizes)
     around = [sizes[path][1] for path in spec.columns if path in sizes]
     around += [sizes[path][0] for path in spec.rows if path in sizes]

@@ -1,0 +1,156 @@
+"""Search for the degrees that ``init`` left open, and for schedule, recomputation, sharding and micro-batches with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine import SearchRequest, find_strategy
+from atorch_ns.errors import InputError
+from atorch_ns.job import Inputs
+from atorch_ns.merak.args import MerakArguments
+from atorch_ns.merak.mpu import Degree
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.report import observer_for
+from atorch_ns.search import SearchOutcome
+from atorch_ns.strategy import Strategy
+
+_AXES: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
+"""The axes of a mesh as the search writes them, innermost first."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        strategy: what is applied.
+        sizes: ranks along pipe, data, sequence and model.
+        num_micro_batches: of each data rank in a step.
+        outcome: of the search, for the report.
+    """
+
+    strategy: Strategy
+    sizes: tuple[int, int, int, int]
+    num_micro_batches: int
+    outcome: SearchOutcome
+
+
+def own_loss(batch: Any, output: Any) -> torch.Tensor:
+    """The loss that a model of transformers gives with its outputs.
+
+    Raises:
+        InputError: if there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+    if loss is None:
+        raise InputError(
+            "a search for degrees trains on the model's own loss, and its outputs have none: give labels in the batch, or "
+            "name dp, tp and pp in init."
+        )
+    found: torch.Tensor = loss
+    return found
+
+
+def search(
+    model: nn.Module,
+    args: MerakArguments,
+    asked: Mapping[str, Degree],
+    sample: Mapping[str, Any],
+    optimizer: tuple[Any, Mapping[str, Any]],
+    batch_size: int,
+) -> Found:
+    """Searches on the ranks that will train; collective.
+
+    Args:
+        model: the undivided model.
+        args: of which precision, ``torch_compile`` and ``output_dir`` count here.
+        asked: the degrees given to ``init``.
+        sample: what the model is given for a batch.
+        optimizer: class and arguments.
+        batch_size: samples of a step over all ranks.
+
+    Raises:
+        InputError: if no mesh has the degrees that were given as numbers.
+        SearchError: if nothing could be run.
+    """
+    cluster, registry = Cluster.detect(), load_registry()
+    make, arguments = optimizer
+    inputs = Inputs(
+        model=model,
+        optim_func=make,
+        optim_args=dict(arguments),
+        loss_func=own_loss,
+        model_input_format="unpack_dict",
+        max_grad_norm=args.max_grad_norm or None,
+    )
+    precision: list[Any] = [("amp_native", {"dtype": "fp16" if args.fp16 else "bf16"})]
+    mixed = args.fp16 or args.bf16
+    request = SearchRequest(
+        included=[*(precision if mixed else ()), *(["compile"] if args.torch_compile else ())],
+        excluded=[
+            *(() if mixed else ("precision",)),
+            *(() if args.torch_compile else ("compile",)),
+            *_unwanted(asked, cluster.world_size),
+        ],
+        sample_batch=dict(sample),
+        batch_size=batch_size,
+        search_logs=Path(args.output_dir or ".") / "search.logs",
+    )
+
+    def check() -> None:
+        inputs.check()
+        request.check(registry, cluster)
+
+    cluster.agree(check, what="checking the arguments of the search")
+    view = observer_for(verbose=False, time_limit_s=request.settings.time_limit_s)
+    with view if cluster.rank == 0 else nullcontext():
+        outcome = find_strategy(inputs, cluster, registry, replace(request, observer=view))
+    assert outcome.winner is not None
+    strategy = outcome.winner.candidate.strategy
+    plan = resolve(strategy, cluster, registry).plan
+    sizes = (
+        plan.size("pipeline"),
+        plan.size("data") * plan.size("zero"),
+        plan.size("sequence"),
+        plan.size("tensor"),
+    )
+    return Found(strategy, sizes, plan.num_micro_batches, outcome)
+
+
+def _unwanted(asked: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
+    """Meshes without the degrees that were given as numbers, and those that divide experts."""
+    fixed = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
+    wanted = 0
+    for sizes in _factors(world_size, len(_AXES)):
+        of = dict(zip(_AXES, sizes, strict=True))
+        degrees = {
+            "dp": of["data"] * of["zero"],
+            "tp": of["tensor"],
+            "pp": of["pipeline"],
+            "sp": of["sequence"],
+        }
+        if of["expert"] == 1 and all(degrees[name] == degree for name, degree in fixed.items()):
+            wanted += 1
+            continue
+        yield ("parallel_mode", {"axes": [[name, size] for name, size in of.items() if size > 1]})
+    if not wanted:
+        given = ", ".join(f"{name}={degree}" for name, degree in fixed.items())
+        raise InputError(f"init: {given} fit no mesh of {world_size} process(es).")
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ordered products of so many factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factors(number // first, count - 1))

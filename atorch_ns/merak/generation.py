@@ -1,0 +1,110 @@
+"""Text generation by a model that ranks divide: one forward pass of the whole text for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from atorch_ns.errors import InputError
+
+_TOP_P: Final = 0.9
+"""Merak's share of probability that tokens are drawn from."""
+_ROUND: Final = 64
+"""Texts are padded to multiples of so many tokens, since a pipeline is traced again for each length."""
+
+Forward = Callable[[dict[str, torch.Tensor]], Any]
+"""The model's outputs for a batch, on every rank."""
+
+
+def continued(
+    forward: Forward,
+    prompts: Sequence[Sequence[int]],
+    *,
+    length: int,
+    temperature: float,
+    ends: frozenset[int],
+    device: torch.device,
+    agree: Callable[[list[int]], list[int]],
+    top_p: float = _TOP_P,
+) -> list[list[int]]:
+    """The prompts, each continued up to ``length`` tokens or to one that ends a text.
+
+    Shorter texts are padded at their ends, which a causal model does not see from before.
+
+    Args:
+        forward: the model.
+        prompts: tokens, at least one for each text.
+        length: the longest text, prompt included.
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        ends: tokens that end a text.
+        device: where batches are.
+        agree: gives the first rank's tokens on all ranks.
+        top_p: the share of probability that tokens are drawn from, the likeliest first.
+    """
+    texts = [list(prompt) for prompt in prompts]
+    open_ = {row for row, text in enumerate(texts) if len(text) < length}
+    while open_:
+        logits = _logits(forward(_batch(texts, length, device)))
+        last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).float()
+        drawn = agree(_draw(last, temperature, top_p))
+        for row in sorted(open_):
+            texts[row].append(drawn[row])
+            if drawn[row] in ends or len(texts[row]) >= length:
+                open_.discard(row)
+    return texts
+
+
+def tokens_of(prompts: Any, tokenizer: Any) -> list[list[int]]:
+    """Prompts as tokens: texts by the tokenizer, tensors and lists as they are.
+
+    Raises:
+        InputError: if they are neither, or empty.
+    """
+    given = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(given, torch.Tensor):
+        given = given.tolist() if given.dim() == 2 else [given.tolist()]
+    rows = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            if not callable(tokenizer):
+                raise InputError("generate: prompts that are texts need processing_class, a tokenizer.")
+            prompt = tokenizer(prompt)["input_ids"]
+        rows.append([int(token) for token in prompt])
+    if not rows or not all(rows):
+        raise InputError("generate: a prompt has at least one token.")
+    return rows
+
+
+def ends_of(model: nn.Module) -> frozenset[int]:
+    """The tokens that end a text."""
+    config: Any = getattr(model, "generation_config", None) or getattr(model, "config", None)
+    given = getattr(config, "eos_token_id", None)
+    return frozenset(given if isinstance(given, (list, tuple)) else () if given is None else (given,))
+
+
+def _batch(texts: list[list[int]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    longest = max(map(len, texts))
+    width = max(longest, min(length, -(-longest // _ROUND) * _ROUND))
+    rows = [text + [text[-1]] * (width - len(text)) for text in texts]
+    mask = [[1] * len(text) + [0] * (width - len(text)) for text in texts]
+    return {
+        "input_ids": torch.tensor(rows, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    logits: torch.Tensor = outputs["logits"] if hasattr(outputs, "keys") else outputs[0]
+    return logits
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_p: float) -> list[int]:
+    if temperature == 0:
+        return [int(token) for token in logits.argmax(-1)]
+    likely, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True)
+    before = likely.cumsum(-1) - likely
+    kept = torch.where(before < top_p, likely, torch.zeros_like(likely))
+    return [int(token) for token in order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)]
