@@ -11,7 +11,7 @@ from atorch_ns.pipeline.cut.partition import (
     uniform_cuts,
     uniform_floor_cuts,
 )
-from atorch_ns.pipeline.cut.shards import embedding_calls, farthest_min_deps, live_values, nearest_min_deps
+from atorch_ns.pipeline.cut.shards import Shards, make_shards
 from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values, without_memory
 from atorch_ns.pipeline.run.executor import Links
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
@@ -45,6 +45,7 @@ __all__ = [
     "RecomputeShare",
     "ScheduleChoice",
     "ScheduleInfo",
+    "Shards",
     "Signature",
     "StageAssignment",
     "StageCosts",
@@ -55,15 +56,12 @@ __all__ = [
     "choose_for_device",
     "custom_cuts",
     "divide_parameters",
-    "embedding_calls",
-    "farthest_min_deps",
     "find_units",
     "get_schedule",
     "install_stages",
     "live_bytes",
     "live_micro_batches",
-    "live_values",
-    "nearest_min_deps",
+    "make_shards",
     "num_recomputed",
     "num_rows",
     "own_units",

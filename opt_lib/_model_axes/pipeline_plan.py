@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,16 +23,14 @@ from atorch_ns.pipeline import (
     RecomputeShare,
     ScheduleChoice,
     ScheduleInfo,
+    Shards,
     Signature,
     choose_for_device,
     custom_cuts,
-    embedding_calls,
-    farthest_min_deps,
     find_units,
     get_schedule,
     live_micro_batches,
-    live_values,
-    nearest_min_deps,
+    make_shards,
     num_rows,
     partition,
     plan_crossings,
@@ -261,7 +259,8 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         tracer, graph = _trace(job, units, batch)
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
-    shards = _shards(config, graph, units, refused, len(blocks))
+    sizes, count = parameter_bytes(units, graph), config.shard_count or 2 * len(blocks)
+    shards = make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
     costs = call_costs(
         graph,
         units,
@@ -343,38 +342,7 @@ def _num_micro_batches(
     return fitting_micro_batches(info, num_ranks, on_rank, size)
 
 
-class _Shards(NamedTuple):
-    """Where shards begin, the first left out, and what they are in words, if not the units."""
-
-    starts: tuple[int, ...]
-    text: str = ""
-
-
-def _shards(
-    config: PipelineParallelConfig,
-    graph: CallGraph,
-    units: Sequence[NamedModule],
-    refused: Collection[int],
-    num_blocks: int,
-) -> _Shards:
-    num = len(graph.calls)
-    if config.shards == "units":
-        return _Shards(tuple(range(1, num)))
-    live, count = live_values(graph, refused), config.shard_count or min(2 * num_blocks or num, num)
-    if config.shards == "nearest_min_deps":
-        starts, wanted = nearest_min_deps(live), ""
-    else:
-        embeddings = embedding_calls(graph, units)
-        starts = farthest_min_deps(parameter_bytes(units, graph), live, count, embeddings=embeddings)
-        wanted = f" with shard_count={count}"
-    begin = first_few([graph.paths[start] for start in (0, *starts)], 24)
-    return _Shards(
-        starts,
-        f"{len(starts) + 1} shard(s) of the model's {num} units by {config.shards}{wanted}, which begin with {begin}",
-    )
-
-
-def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo, shards: _Shards) -> None:
+def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo, shards: Shards) -> None:
     num_stages, num_shards = num_ranks * on_rank, len(shards.starts) + 1
     if shards.text and num_shards < num_stages:
         raise InputError(
@@ -396,7 +364,7 @@ def _cuts(
     units: Sequence[NamedModule],
     num_stages: int,
     refused: Mapping[int, str],
-    shards: _Shards,
+    shards: Shards,
 ) -> tuple[int, ...] | None:
     """Cuts that do not depend on time; ``None`` to look for the fastest."""
     starts, num = shards.starts, len(shards.starts) + 1

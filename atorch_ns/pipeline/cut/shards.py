@@ -8,16 +8,60 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from torch import nn
 
 from atorch_ns.capture.blocks import NamedModule, class_names
 from atorch_ns.pipeline.cut.crossing import plan_crossings
 from atorch_ns.pipeline.cut.graph import CallGraph
+from atorch_ns.text import first_few
 
 _SKIP_READERS = 2
 """Calls that read what a skip connection carries: the next one, and the one that it skips to."""
+
+
+class Shards(NamedTuple):
+    """Where shards begin, the first left out, and what they are in words; no words where every call is one."""
+
+    starts: tuple[int, ...]
+    text: str = ""
+
+
+def make_shards(
+    method: Literal["units", "farthest_min_deps", "nearest_min_deps"],
+    graph: CallGraph,
+    units: Iterable[NamedModule],
+    sizes: Sequence[int],
+    *,
+    count: int,
+    refused: Collection[int],
+) -> Shards:
+    """The shards of a model.
+
+    Args:
+        method: ``units`` for each call by itself, or one of the two below.
+        graph: a pass of the model.
+        units: the modules that it calls.
+        sizes: parameters of each call.
+        count: for ``farthest_min_deps``, as there, but at most the number of calls; 0 for as many.
+        refused: places that cannot be cut; ``units`` has them nevertheless.
+    """
+    num = len(graph.calls)
+    if method == "units":
+        return Shards(tuple(range(1, num)))
+    live, count = live_values(graph, refused), min(count or num, num)
+    if method == "nearest_min_deps":
+        starts, wanted = nearest_min_deps(live), ""
+    else:
+        starts = farthest_min_deps(sizes, live, count, embeddings=_embedding_calls(graph, units))
+        wanted = f" with shard_count={count}"
+    begin = first_few([graph.paths[start] for start in (0, *starts)], 24)
+    return Shards(
+        starts,
+        f"{len(starts) + 1} shard(s) of the model's {num} units by {method}{wanted}, which begin with {begin}",
+    )
 
 
 def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozenset[int]]:
@@ -90,7 +134,7 @@ def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
 
     Every call begins as a shard, and neighbours are joined while the number of values that cross does not grow. What
     stays are its local minima. Places that one value crosses in equal company are one place in this: of those that a
-    skip connection crosses all stay or none.
+    skip connection crosses all stay or none. The ends of the model are places that one value crosses.
 
     Args:
         live: the values that cross each place that can be cut.
@@ -106,9 +150,9 @@ def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
             runs[-1].append(place)
         else:
             runs.append([place])
-    numbers = [_cost(live[run[0]]) for run in runs]
-    worse = {index + (left < right) for index, (left, right) in enumerate(pairwise(numbers)) if left != right}
-    return tuple(place for index, run in enumerate(runs) if index not in worse for place in run)
+    costs = [1, *(_cost(live[run[0]]) for run in runs), 1]
+    beside = zip(runs, costs, costs[1:], costs[2:], strict=False)
+    return tuple(place for run, left, own, right in beside if own <= min(left, right) for place in run)
 
 
 def _cost(values: Collection[int]) -> int:
@@ -116,7 +160,7 @@ def _cost(values: Collection[int]) -> int:
     return max(1, len(values))
 
 
-def embedding_calls(graph: CallGraph, units: Iterable[NamedModule]) -> frozenset[int]:
+def _embedding_calls(graph: CallGraph, units: Iterable[NamedModule]) -> frozenset[int]:
     """The calls of units most of whose parameters are tables of ``nn.Embedding``."""
     found = {unit.name for unit in units if _is_embedding(unit.module)}
     return frozenset(number for number, path in enumerate(graph.paths) if path in found)
