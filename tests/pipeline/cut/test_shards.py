@@ -168,7 +168,7 @@ def test_shards_in_words_and_units_that_are_embeddings() -> None:
     assert shards("units") == ((1, 2, 3), "")
     assert shards("nearest_min_deps")[0] == (1, 2)
     begin, text = shards("farthest_min_deps", 1)
-    assert begin == (1, 2)  # as one shard, the first two would not reach the share of the last two
+    assert begin == (1, 2)  # each embedding is a shard by itself
     assert text == (
         "3 shard(s) of the model's 4 units by farthest_min_deps with shard_count=1, "
         "which begin with unit.0, unit.1, unit.2"
