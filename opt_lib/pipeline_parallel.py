@@ -10,11 +10,13 @@ import torch
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import BatchRunner
+from atorch_ns.errors import Problem
 from atorch_ns.job import Job, first_loss
 from atorch_ns.method import Method, Need, Phase
 from atorch_ns.pipeline import Links, Orders, PipelineRunner, StageSet, checked_orders, get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
+from opt_lib._config_checks import unmatched_problem
 from opt_lib._model_axes.pipeline_cut import OutputsAlone, cut_pipeline, pipeline_groups
 from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 
@@ -33,6 +35,12 @@ class PipelineParallel(Method[PipelineParallelConfig]):
     def needs(self, config: PipelineParallelConfig, cluster: Cluster) -> Iterable[Need]:
         """A mesh to cut over."""
         return (Need("mesh", "pipeline_parallel puts stages on the ranks of an axis"),)
+
+    def check(
+        self, config: PipelineParallelConfig, cluster: Cluster, profile: Profile | None
+    ) -> list[Problem]:
+        """The leaf modules must exist."""
+        return unmatched_problem(self.name, "leaf_modules", config.leaf_modules, profile)
 
     def plan(self, plan: Plan, config: PipelineParallelConfig) -> Plan:
         """The schedule and the cut."""

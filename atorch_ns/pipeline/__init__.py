@@ -11,6 +11,7 @@ from atorch_ns.pipeline.cut.partition import (
     uniform_cuts,
     uniform_floor_cuts,
 )
+from atorch_ns.pipeline.cut.shards import Shards, make_shards
 from atorch_ns.pipeline.cut.trace import CallTracer, HowToRun, trace_with_values, without_memory
 from atorch_ns.pipeline.run.executor import Links
 from atorch_ns.pipeline.run.runner import PipelineRunner, Signature, StageSet, signature
@@ -44,6 +45,7 @@ __all__ = [
     "RecomputeShare",
     "ScheduleChoice",
     "ScheduleInfo",
+    "Shards",
     "Signature",
     "StageAssignment",
     "StageCosts",
@@ -59,6 +61,7 @@ __all__ = [
     "install_stages",
     "live_bytes",
     "live_micro_batches",
+    "make_shards",
     "num_recomputed",
     "num_rows",
     "own_units",

@@ -201,6 +201,8 @@ def _explain(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shar
     if job.gradients.kept_whole and job.num_data_ranks > 1:
         text += f"; {len(job.gradients.kept_whole)} of them whole on every data rank, since two stages of a rank use them"
     job.explain(method, text)
+    if plan.shards:
+        job.explain(method, f"stages are made of {plan.shards}")
     job.explain(method, train_step_only(method))
     if plan.choice is not None and len(plan.choice.candidates) > 1:
         weighed = [one for one in plan.choice.candidates if not one.problem][:3]

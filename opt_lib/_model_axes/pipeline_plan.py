@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from atorch_ns.capture.blocks import NamedModule, repeated_blocks
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.data import split_batch
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job, is_on_meta
-from atorch_ns.method import MethodConfig
+from atorch_ns.method import MethodConfig, ModuleSelectors
 from atorch_ns.pipeline import (
     BlockCosts,
     CallGraph,
@@ -23,12 +23,14 @@ from atorch_ns.pipeline import (
     RecomputeShare,
     ScheduleChoice,
     ScheduleInfo,
+    Shards,
     Signature,
     choose_for_device,
     custom_cuts,
     find_units,
     get_schedule,
     live_micro_batches,
+    make_shards,
     num_rows,
     partition,
     plan_crossings,
@@ -53,11 +55,24 @@ class PipelineParallelConfig(MethodConfig):
     )
     split_method: Literal["auto", "uniform", "uniform_floor", "parameters", "custom"] = Field(
         default="auto",
-        description="How the cuts are found: by estimated time, by number of units, or by number of parameters; "
+        description="How the cuts are found: by estimated time, by number of shards, or by number of parameters; "
         "custom takes custom_partition.",
     )
     custom_partition: tuple[int, ...] = Field(
-        default=(), description="For custom: the first unit of every stage, then the number of units."
+        default=(), description="For custom: the first shard of every stage, then the number of shards."
+    )
+    shards: Literal["units", "farthest_min_deps", "nearest_min_deps"] = Field(
+        default="units",
+        description="What stages are made of: every unit by itself; as many units as make shard_count shards of equal "
+        "parameters, cut where the fewest tensors cross; or as few as leave cuts where fewer cross than beside them.",
+    )
+    shard_count: int | None = Field(
+        default=None,
+        ge=1,
+        description="About how many shards farthest_min_deps makes; null for twice the number of repeated blocks.",
+    )
+    leaf_modules: ModuleSelectors = Field(
+        default=(), description="Classes or paths of modules inside of which the model is never cut."
     )
     num_micro_batches: int | None = Field(
         default=None,
@@ -86,6 +101,20 @@ class PipelineParallelConfig(MethodConfig):
         except InputError as error:
             raise ValueError(str(error)) from error
         return name if found is None or found.note else found.name  # the report has the note of an alias
+
+    @model_validator(mode="after")
+    def _shards_have_a_use(self) -> PipelineParallelConfig:
+        if self.shard_count is not None and self.shards != "farthest_min_deps":
+            raise ValueError(
+                f"shard_count is the number of shards of farthest_min_deps, but shards is {self.shards}. Leave out "
+                "shard_count, or set shards to farthest_min_deps"
+            )
+        if self.split_points and self.shards != "units":
+            raise ValueError(
+                f"split_points say where stages begin, so nothing is left that {self.shards} could decide. Leave out "
+                "shards, or let split_method cut between them"
+            )
+        return self
 
 
 def requested_micro_batches(job: Job, config: PipelineParallelConfig) -> int | None:
@@ -159,6 +188,7 @@ class PipelinePlan:
         num_is_requested: whether the user gave that number.
         cuts: calls before which the model is cut.
         units: the modules that stages are made of.
+        shards: what the shards are, in words; empty where every unit is one.
         graph: a pass of one micro-batch.
         traced_with: shapes of that micro-batch.
         tracer: traces more of them; ``None`` for a model that had to be run really.
@@ -174,6 +204,7 @@ class PipelinePlan:
     num_is_requested: bool
     cuts: tuple[int, ...]
     units: tuple[NamedModule, ...]
+    shards: str
     graph: CallGraph
     traced_with: Signature
     tracer: CallTracer | None
@@ -215,17 +246,32 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     info = get_schedule(config.schedule if config.schedule != "auto" else "1F1B")
     on_rank = config.stages_per_rank or info.usual_stages
     num = _num_micro_batches(job, config, info, num_ranks, on_rank)
-    units = find_units(job.module, at_least=num_ranks * on_rank, starts=config.split_points)
+    units = find_units(
+        job.module,
+        at_least=max(num_ranks * on_rank * (1 if config.shards == "units" else 2), config.shard_count or 0),
+        starts=config.split_points,
+        leaves=config.leaf_modules,
+    )
     batch = sample_micro_batch(job, num)
     tracer, graph = _trace(job, units, batch)
     while graph.taken_apart:
-        units = split_units(units, graph.taken_apart)
+        units = split_units(units, graph.taken_apart, leaves=config.leaf_modules)
         tracer, graph = _trace(job, units, batch)
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
-    costs = call_costs(graph, units, job.plan, known_hardware(job.cluster), refused=refused, blocks=blocks)
-    _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info)
-    known = _cuts(config, graph, units, num_ranks * on_rank, refused)
+    sizes, count = parameter_bytes(units, graph), config.shard_count or 2 * len(blocks)
+    shards = make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
+    costs = call_costs(
+        graph,
+        units,
+        job.plan,
+        known_hardware(job.cluster),
+        refused=refused,
+        places=shards.starts,
+        blocks=blocks,
+    )
+    _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info, shards)
+    known = _cuts(config, graph, units, num_ranks * on_rank, refused, shards)
     choice, recompute = None, RecomputeShare.of(job.plan.recomputation)
     if known is None or config.schedule == "auto" or recompute.depends_on_cuts:
         try:
@@ -257,6 +303,7 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         num_is_requested=requested_micro_batches(job, config) is not None,
         cuts=tuple(known),
         units=tuple(units),
+        shards=shards.text,
         graph=graph,
         traced_with=signature(batch),
         tracer=tracer,
@@ -295,8 +342,14 @@ def _num_micro_batches(
     return fitting_micro_batches(info, num_ranks, on_rank, size)
 
 
-def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo) -> None:
-    num_stages = num_ranks * on_rank
+def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo, shards: Shards) -> None:
+    num_stages, num_shards = num_ranks * on_rank, len(shards.starts) + 1
+    if shards.text and num_shards < num_stages:
+        raise InputError(
+            f"pipeline={num_ranks} with {on_rank} stage(s) per rank ({info.name}) makes {num_stages} stages, but there "
+            f"are {shards.text}. Use at most {num_shards} stages, a larger shard_count with "
+            "shards='farthest_min_deps', or shards='units'."
+        )
     if len(graph.calls) < num_stages:
         raise InputError(
             f"pipeline={num_ranks} with {on_rank} stage(s) per rank ({info.name}) makes {num_stages} stages, but the "
@@ -311,9 +364,10 @@ def _cuts(
     units: Sequence[NamedModule],
     num_stages: int,
     refused: Mapping[int, str],
+    shards: Shards,
 ) -> tuple[int, ...] | None:
     """Cuts that do not depend on time; ``None`` to look for the fastest."""
-    num = len(graph.calls)
+    starts, num = shards.starts, len(shards.starts) + 1
     points = config.split_points or config.custom_partition
     if config.schedule == "auto" and points:
         num_stages = len(config.split_points) + 1 if config.split_points else len(points) - 1
@@ -329,14 +383,20 @@ def _cuts(
                 f"split_points are to be named once each, in the order in which the model calls them; they are "
                 f"{', '.join(config.split_points)}, and the model calls {_names(graph)}."
             )
-        return custom_cuts(where, num, num_stages, refused=refused)
-    allowed = [cut for cut in range(1, num) if cut not in refused]
+        try:
+            at = custom_cuts(where, num, num_stages, refused={} if shards.text else refused)
+        except InputError as error:
+            raise InputError(
+                f"{error}{f' The blocks are here {shards.text}.' if shards.text else ''}"
+            ) from error
+        return tuple(starts[cut - 1] for cut in at)
+    even = {"uniform": uniform_cuts, "uniform_floor": uniform_floor_cuts}.get(config.split_method)
     try:
-        if config.split_method == "uniform":
-            return uniform_cuts(num, num_stages, allowed_cuts=allowed)
-        if config.split_method == "uniform_floor":
-            return uniform_floor_cuts(num, num_stages, allowed_cuts=allowed)
+        if even is not None:
+            allowed = [cut for cut, start in enumerate(starts, 1) if start not in refused]
+            return tuple(starts[cut - 1] for cut in even(num, num_stages, allowed_cuts=allowed))
         if config.split_method == "parameters":
+            allowed = [start for start in starts if start not in refused]
             return partition(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
     except InputError as error:
         raise InputError(f"{error}{_where_not(graph, refused)}") from error
@@ -382,13 +442,14 @@ def call_costs(
     hardware: Hardware,
     *,
     refused: Collection[int],
+    places: Collection[int],
     blocks: Collection[str],
 ) -> BlockCosts:
     """Seconds and bytes of every call.
 
     A call computes for as long as its operations take and moves memory for as long as its bytes take. Both are
-    added, as for models of many small operators; only their proportions matter for a cut. Positions in ``refused``
-    cannot be cut; ``blocks`` are the paths of the repeated blocks.
+    added, as for models of many small operators; only their proportions matter for a cut. Of the ``places``
+    to cut, those in ``refused`` cannot be; ``blocks`` are the paths of the repeated blocks.
     """
     device, link = hardware.device, hardware.within_node.rate_of("send")
     flops = (
@@ -412,7 +473,7 @@ def call_costs(
             for number, call in enumerate(graph.calls)
         ),
         boundary_bytes=sizes,
-        allowed_cuts=[cut for cut in range(1, len(graph.calls)) if cut not in refused],
+        allowed_cuts=[place for place in places if place not in refused],
     )
 
 

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.capture.blocks import NamedModule, can_be_called, repeated_blocks
+from atorch_ns.capture.blocks import NamedModule, can_be_called, matches, repeated_blocks
 from atorch_ns.errors import InputError
+from atorch_ns.torch_compat import plain_name, unwrap_checkpoint
 
 
-def find_units(model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = ()) -> list[NamedModule]:
+def find_units(
+    model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = (), leaves: Sequence[str] = ()
+) -> list[NamedModule]:
     """The units of a model, which stages are made of, in the order of its modules.
 
     These are the repeated blocks, and the largest other modules that have parameters and hold no block
@@ -26,48 +29,77 @@ def find_units(model: nn.Module, *, at_least: int = 1, starts: Sequence[str] = (
         at_least: the number wanted. Where a model repeats no block, the largest modules are split
             until there are enough; blocks are never split for that.
         starts: paths of modules that must begin a unit; a unit that holds one is split.
+        leaves: selectors of modules inside of which there is no unit.
 
     Raises:
-        InputError: if there is no module at one of ``starts``.
+        InputError: if there is no module at one of ``starts``, or it is inside of a leaf.
     """
     blocks = {id(block.module) for block in repeated_blocks(model)}
-    units = list(_inside(NamedModule("", model), blocks))
+    units = list(_inside(NamedModule("", model), blocks, leaves))
     if not blocks:
-        while len(units) < at_least and _split_largest(units):
+        while len(units) < at_least and _split_largest(units, leaves):
             pass
     for path in starts:
-        _begin_at(model, units, path)
+        _begin_at(model, units, path, leaves)
     return units
 
 
-def split_units(units: Iterable[NamedModule], paths: Collection[str]) -> list[NamedModule]:
-    """The units with the parts of those at ``paths`` in their places."""
-    return [part for unit in units for part in (_parts(unit) if unit.name in paths else [unit])]
+def split_units(
+    units: Iterable[NamedModule], paths: Collection[str], *, leaves: Sequence[str] = ()
+) -> list[NamedModule]:
+    """The units with the parts of those at ``paths`` in their places.
+
+    Raises:
+        InputError: if one of these is a leaf.
+    """
+    found: list[NamedModule] = []
+    for unit in units:
+        if unit.name in paths and _is_leaf(unit, leaves):
+            raise InputError(
+                f"{unit.name} is to stay whole, but the model calls modules inside of it from outside. Select the "
+                "module whose forward calls them, or none."
+            )
+        found += _parts(unit, leaves) if unit.name in paths else [unit]
+    return found
 
 
-def _inside(found: NamedModule, blocks: set[int]) -> Iterator[NamedModule]:
-    """The units of a module, which is one itself if it is a block, or can be called and holds none."""
+def _inside(found: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
+    """The units of a module, which is one itself if it is a block or a leaf, or can be called and holds none."""
     if not _has_parameters(found.module):
         return
     holds_block = any(id(child) in blocks for child in found.module.modules())
-    if id(found.module) in blocks or (not holds_block and found.name and can_be_called(found.module)):
+    whole = id(found.module) in blocks or _is_leaf(found, leaves)
+    if whole or (not holds_block and found.name and can_be_called(found.module)):
         yield found
     else:
         for child in _children(found):
-            yield from _inside(child, blocks)
+            yield from _inside(child, blocks, leaves)
 
 
-def _split_largest(units: list[NamedModule]) -> bool:
-    """Replaces the largest unit that has parts by its parts; false if none has any."""
-    sizes = [(_size(unit.module), -place) for place, unit in enumerate(units) if _parts(unit)]
-    if not sizes:
+def _is_leaf(found: NamedModule, leaves: Sequence[str]) -> bool:
+    if not (
+        leaves and found.name and matches(plain_name(found.name), unwrap_checkpoint(found.module), leaves)
+    ):
         return False
-    place = -max(sizes)[1]
-    units[place : place + 1] = _parts(units[place])
+    if not can_be_called(found.module):
+        raise InputError(
+            f"{found.name} cannot stay whole: it is a {type(found.module).__name__}, which is never called. Select "
+            "the module whose forward calls its children."
+        )
     return True
 
 
-def _begin_at(model: nn.Module, units: list[NamedModule], path: str) -> None:
+def _split_largest(units: list[NamedModule], leaves: Sequence[str]) -> bool:
+    """Replaces the largest unit that has parts by its parts; false if none has any."""
+    sizes = [(_size(unit.module), -place) for place, unit in enumerate(units) if _parts(unit, leaves)]
+    if not sizes:
+        return False
+    place = -max(sizes)[1]
+    units[place : place + 1] = _parts(units[place], leaves)
+    return True
+
+
+def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Sequence[str]) -> None:
     try:
         wanted = model.get_submodule(path)
     except AttributeError:
@@ -80,11 +112,18 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str) -> None:
         place = next((i for i, unit in enumerate(units) if path.startswith(f"{unit.name}.")), None)
         if place is None:
             return
-        units[place : place + 1] = _parts(units[place])
+        if _is_leaf(units[place], leaves):
+            raise InputError(
+                f"no stage can begin at {path!r}: {units[place].name}, which holds it, is to stay whole."
+            )
+        units[place : place + 1] = _parts(units[place], leaves)
 
 
-def _parts(unit: NamedModule) -> list[NamedModule]:
-    return [part for child in _children(unit) for part in _inside(child, set())]
+def _parts(unit: NamedModule, leaves: Sequence[str]) -> list[NamedModule]:
+    """The units inside of one; none inside of a leaf."""
+    if _is_leaf(unit, leaves):
+        return []
+    return [part for child in _children(unit) for part in _inside(child, set(), leaves)]
 
 
 def _children(found: NamedModule) -> Iterator[NamedModule]:

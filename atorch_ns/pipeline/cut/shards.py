@@ -1,0 +1,172 @@
+"""Shards: runs of calls between which alone a pipeline is cut, found by the values that cross each place.
+
+A place ``c`` is before call ``c``. The methods are those that Merak divides the nodes of a traced model by, on calls of
+units, which are fewer: inside of a unit nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from atorch_ns.capture.blocks import NamedModule, class_names
+from atorch_ns.pipeline.cut.crossing import plan_crossings
+from atorch_ns.pipeline.cut.graph import CallGraph
+from atorch_ns.text import first_few
+
+_SKIP_READERS = 2
+"""Calls that read what a skip connection carries: the next one, and the one that it skips to."""
+
+
+class Shards(NamedTuple):
+    """Where shards begin, the first left out, and what they are in words; no words where every call is one."""
+
+    starts: tuple[int, ...]
+    text: str = ""
+
+
+def make_shards(
+    method: Literal["units", "farthest_min_deps", "nearest_min_deps"],
+    graph: CallGraph,
+    units: Iterable[NamedModule],
+    sizes: Sequence[int],
+    *,
+    count: int,
+    refused: Collection[int],
+) -> Shards:
+    """The shards of a model.
+
+    Args:
+        method: ``units`` for each call by itself, or one of the two below.
+        graph: a pass of the model.
+        units: the modules that it calls.
+        sizes: parameters of each call.
+        count: for ``farthest_min_deps``, as there, but at most the number of calls; 0 for as many.
+        refused: places that cannot be cut; ``units`` has them nevertheless.
+    """
+    num = len(graph.calls)
+    if method == "units":
+        return Shards(tuple(range(1, num)))
+    live, count = live_values(graph, refused), min(count or num, num)
+    if method == "nearest_min_deps":
+        starts, wanted = nearest_min_deps(live), ""
+    else:
+        starts = farthest_min_deps(sizes, live, count, embeddings=_embedding_calls(graph, units))
+        wanted = f" with shard_count={count}"
+    begin = first_few([graph.paths[start] for start in (0, *starts)], 24)
+    return Shards(
+        starts,
+        f"{len(starts) + 1} shard(s) of the model's {num} units by {method}{wanted}, which begin with {begin}",
+    )
+
+
+def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozenset[int]]:
+    """The values that cross each place that can be cut, ascending.
+
+    Context, which more calls read than a skip connection has readers (an encoder's output, a bias of positions), is left
+    out: it crosses every place of a long stretch, and so says nothing about where to cut.
+    """
+    readers: Counter[int] = Counter()
+    for call in graph.calls:
+        read = set(call.arguments)
+        for value in call.arguments:  # what is computed from one output alone is that output in another form
+            sources = graph.sources[value] or ()
+            read.update(sources if len(sources) == 1 else ())
+        readers.update(read)
+    return {
+        place: frozenset(
+            one.value
+            for one in plan_crossings(graph, [place])[0].carried
+            if readers[one.value] <= _SKIP_READERS
+        )
+        for place in range(1, len(graph.calls))
+        if place not in refused
+    }
+
+
+def farthest_min_deps(
+    sizes: Sequence[int],
+    live: Mapping[int, Collection[int]],
+    count: int,
+    *,
+    embeddings: Collection[int] = (),
+) -> tuple[int, ...]:
+    """Where about ``count`` shards of equal parameters begin, the first shard left out.
+
+    The target is what a shard has of all parameters but those of embeddings; an embedding counts as just more than
+    that. A shard ends at the place that the fewest values cross, the first of these, among those between one and two
+    targets after its begin; at the next one that can be cut if none of them can. So a skip connection is cut through
+    only if it is longer. Merak ends a shard as soon as it exceeds the target, and joins all that a value skips over,
+    however large that becomes.
+
+    Args:
+        sizes: parameters of each call.
+        live: the values that cross each place that can be cut.
+        count: the number of shards, 1 or more; there are fewer where single calls exceed the target.
+        embeddings: calls of embeddings.
+
+    Example:
+        >>> everywhere = {place: {place} for place in range(1, 6)}
+        >>> farthest_min_deps([1, 1, 1, 1, 1, 1], everywhere, 3)
+        (2, 4)
+        >>> farthest_min_deps([9, 1, 1, 1, 1, 1], everywhere, 2, embeddings=[0])
+        (1, 3, 5)
+    """
+    target = sum(size for call, size in enumerate(sizes) if call not in embeddings) // count
+    counted = [target + 1 if call in embeddings else size for call, size in enumerate(sizes)]
+    before = [0, *accumulate(counted)]
+    starts = [0]
+    while True:
+        begin = starts[-1]
+        after = [p for p in sorted(live) if p > begin and before[p] - before[begin] >= target]
+        if not after:
+            return tuple(starts[1:])
+        near = [place for place in after if before[place] - before[begin] <= 2 * target]
+        starts.append(min(near or after[:1], key=lambda place: _cost(live[place])))
+
+
+def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
+    """Where shards begin that are as small as they can be without cuts that a neighbouring place is better for.
+
+    Every call begins as a shard, and neighbours are joined while the number of values that cross does not grow. What
+    stays are its local minima. Places that one value crosses in equal company are one place in this: of those that a
+    skip connection crosses all stay or none. The ends of the model are places that one value crosses.
+
+    Args:
+        live: the values that cross each place that can be cut.
+
+    Example:
+        >>> nearest_min_deps({1: {1}, 2: {2, 9}, 3: {3, 9}, 4: {4}, 5: {5}})
+        (1, 4, 5)
+    """
+    runs: list[list[int]] = []
+    for place in sorted(live):
+        last = live[runs[-1][-1]] if runs else ()
+        if _cost(last) == _cost(live[place]) and not set(last).isdisjoint(live[place]):
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    costs = [1, *(_cost(live[run[0]]) for run in runs), 1]
+    beside = zip(runs, costs, costs[1:], costs[2:], strict=False)
+    return tuple(place for run, left, own, right in beside if own <= min(left, right) for place in run)
+
+
+def _cost(values: Collection[int]) -> int:
+    """What a place costs: the values that cross it. Something always does, be it context alone."""
+    return max(1, len(values))
+
+
+def _embedding_calls(graph: CallGraph, units: Iterable[NamedModule]) -> frozenset[int]:
+    """The calls of units most of whose parameters are tables of ``nn.Embedding``."""
+    found = {unit.name for unit in units if _is_embedding(unit.module)}
+    return frozenset(number for number, path in enumerate(graph.paths) if path in found)
+
+
+def _is_embedding(unit: nn.Module) -> bool:
+    tables = [module for module in unit.modules() if "Embedding" in class_names(module)]
+    inside = {id(p): p.numel() for table in tables for p in table.parameters()}
+    return 2 * sum(inside.values()) > sum(p.numel() for p in unit.parameters())
