@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -31,7 +32,7 @@ def strategy_of(
     if grid.get_dim("sequence") > 1:
         steps.append(("sequence_parallel", {}))
     if grid.get_dim("pipe") > 1:
-        steps.append(("pipeline_parallel", pipeline(args)))
+        steps.append(("pipeline_parallel", pipeline(args, leaf_modules)))
     steps += recomputation(args, grid.get_dim("pipe"))
     steps += data(args, grid)
     if args.torch_compile:
@@ -71,7 +72,7 @@ def tensor(args: MerakArguments, model: nn.Module) -> dict[str, Any]:
     return config
 
 
-def pipeline(args: MerakArguments) -> dict[str, Any]:
+def pipeline(args: MerakArguments, leaf_modules: Sequence[type[nn.Module] | str] = ()) -> dict[str, Any]:
     """How the model is cut, and how its stages are run."""
     config: dict[str, Any] = {
         "schedule": "auto" if args.train_schedule == "auto" else get_schedule(args.train_schedule).name,
@@ -80,6 +81,14 @@ def pipeline(args: MerakArguments) -> dict[str, Any]:
     }
     if args.partition_method == "custom":
         config["custom_partition"] = list(args.partition)
+    if leaf_modules:
+        config["leaf_modules"] = [one if isinstance(one, str) else one.__name__ for one in leaf_modules]
+    if args.custom_split_points:
+        config |= {"shards": "split_points", "split_points": args.custom_split_points}
+    elif args.split_method != "layer_split":
+        config["shards"] = args.split_method
+        if args.shard_count is not None and args.split_method == "farthest_min_deps":
+            config["shard_count"] = args.shard_count
     return config
 
 

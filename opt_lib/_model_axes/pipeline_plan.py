@@ -61,7 +61,7 @@ class PipelineParallelConfig(MethodConfig):
     custom_partition: tuple[int, ...] = Field(
         default=(), description="For custom: the first shard of every stage, then the number of shards."
     )
-    shards: Literal["units", "farthest_min_deps", "nearest_min_deps"] = Field(
+    shards: Literal["units", "farthest_min_deps", "nearest_min_deps", "split_points"] = Field(
         default="units",
         description="What stages are made of: every unit by itself; as many units as make shard_count shards of equal "
         "parameters, cut where the fewest tensors cross; or as few as leave cuts where fewer cross than beside them.",
@@ -109,7 +109,9 @@ class PipelineParallelConfig(MethodConfig):
                 f"shard_count is the number of shards of farthest_min_deps, but shards is {self.shards}. Leave out "
                 "shard_count, or set shards to farthest_min_deps"
             )
-        if self.split_points and self.shards != "units":
+        if not self.split_points and self.shards == "split_points":
+            raise ValueError("shards=split_points begin at the modules that split_points names: name some")
+        if self.split_points and self.shards not in ("units", "split_points"):
             raise ValueError(
                 f"split_points say where stages begin, so nothing is left that {self.shards} could decide. Leave out "
                 "shards, or let split_method cut between them"
@@ -260,7 +262,11 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
     sizes, count = parameter_bytes(units, graph), config.shard_count or 2 * len(blocks)
-    shards = make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
+    if config.shards == "split_points":
+        starts = sorted(set(_positions(config.split_points, graph, with_first=True)) - {0, *refused})
+        shards = Shards(tuple(starts), f"{len(starts) + 1} shard(s) that begin at split_points")
+    else:
+        shards = make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
     costs = call_costs(
         graph,
         units,
@@ -368,17 +374,18 @@ def _cuts(
 ) -> tuple[int, ...] | None:
     """Cuts that do not depend on time; ``None`` to look for the fastest."""
     starts, num = shards.starts, len(shards.starts) + 1
-    points = config.split_points or config.custom_partition
+    begins = config.split_points if config.shards == "units" else ()
+    points = begins or config.custom_partition
     if config.schedule == "auto" and points:
-        num_stages = len(config.split_points) + 1 if config.split_points else len(points) - 1
+        num_stages = len(points) + 1 if begins else len(points) - 1
     if points:
-        where = _positions(config.split_points, graph) if config.split_points else config.custom_partition
-        if config.split_points and len(where) != num_stages - 1:
+        where = _positions(begins, graph) if begins else config.custom_partition
+        if begins and len(where) != num_stages - 1:
             raise InputError(
                 f"split_points names {len(where)} module(s) ({', '.join(config.split_points)}), but {num_stages} "
                 f"stages need {num_stages - 1}: one for each but the first. They can be {_names(graph)}."
             )
-        if config.split_points and list(where) != sorted(set(where)):
+        if begins and list(where) != sorted(set(where)):
             raise InputError(
                 f"split_points are to be named once each, in the order in which the model calls them; they are "
                 f"{', '.join(config.split_points)}, and the model calls {_names(graph)}."
@@ -413,7 +420,7 @@ def _where_not(graph: CallGraph, refused: Mapping[int, str]) -> str:
     )
 
 
-def _positions(points: Sequence[str], graph: CallGraph) -> list[int]:
+def _positions(points: Sequence[str], graph: CallGraph, *, with_first: bool = False) -> list[int]:
     found = []
     for point in points:
         inside = [i for i, path in enumerate(graph.paths) if path == point or path.startswith(f"{point}.")]
@@ -421,7 +428,7 @@ def _positions(points: Sequence[str], graph: CallGraph) -> list[int]:
             raise InputError(
                 f"split_points names {point!r}, which the model does not call. Stages can begin at {_names(graph)}."
             )
-        if inside[0] == 0:
+        if inside[0] == 0 and not with_first:
             raise InputError(
                 f"split_points names {point!r}, but it begins the model already: the first stage needs no name. "
                 f"Name the modules that begin the other stages, of {_names(graph)}."
