@@ -38,6 +38,7 @@ class Inputs:
         max_grad_norm: norm that ``train_step`` clips gradients to; ``None`` for no clipping.
         sample_batch: one collated batch, where methods need its shapes before training; ``None`` to look into the
             dataset.
+        optimizer_is_trusted: whether an optimizer of which a rank has a part of the parameters is used without a test.
         sample_is_micro_batch: whether that is what one data rank gives to the model at a time, and no global batch.
     """
 
@@ -59,6 +60,7 @@ class Inputs:
     max_grad_norm: float | None = None
     sample_batch: Any = None
     sample_is_micro_batch: bool = False
+    optimizer_is_trusted: bool = False
 
     def check(self) -> None:
         """Checks every argument and reports all that is wrong at once.

@@ -50,7 +50,7 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
     Raises:
         BackendError: if updates together and alone differ.
     """
-    if job.inputs.optim_func is None or _is_known(job.inputs.optim_func):
+    if job.inputs.optim_func is None or job.inputs.optimizer_is_trusted or _is_known(job.inputs.optim_func):
         return ""
     sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
     if not sharded and not _divided(job):

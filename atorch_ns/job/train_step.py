@@ -86,6 +86,11 @@ class TrainStep:
         """Whether the last optimizer step was skipped."""
         return bool(getattr(self.optimizer, "skipped", False))
 
+    @property
+    def timeline(self) -> Sequence[Any]:
+        """The passes of this rank's last step with their times, where it is a stage of a pipeline; else empty."""
+        return getattr(self._runner, "timeline", ())
+
     def observe(
         self, phase: Phase, observer: PhaseObserver, *, when: Literal["before", "after"] = "after"
     ) -> Callable[[], None]:

@@ -41,6 +41,7 @@ _NO_USE: Final = {
     "trace_model": "no list of models that can be traced is needed",
     "input_names": "the model is given what a batch holds",
     "init_method_std": "the weights of the given model are divided as they are; none are drawn anew",
+    "dealloc_pipeoutput": "a stage's output is always freed once the next stage has it",
     "split_inputs": "each rank of a pipeline reads the inputs that its stages need from the batch",
 }
 """Fields that have nothing to do here, and why."""
@@ -158,7 +159,7 @@ class MerakArguments(TrainingArguments):
     )
     sequence_dim: int = field(default=1, metadata={"help": "The dimension of the sequence in hidden states."})
     dealloc_pipeoutput: bool = field(
-        default=False, metadata={"help": "Free a stage's output once it is sent; its graph stays."}
+        default=False, metadata={"help": f"Not needed: {_NO_USE['dealloc_pipeoutput']}."}
     )
     activation_checkpoint_ratio: list[str] | None = field(
         default=None,

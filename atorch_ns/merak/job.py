@@ -31,6 +31,8 @@ def divided(
     sample: Sample,
     notes: list[str],
     outcome: SearchOutcome | None = None,
+    *,
+    optimizer_is_trusted: bool = False,
 ) -> Result:
     """The job of a model under a strategy that arguments or a search gave, without an optimizer; collective."""
     inputs = Inputs(
@@ -39,6 +41,7 @@ def divided(
         model_input_format="unpack_first",
         sample_batch=sample,
         sample_is_micro_batch=True,
+        optimizer_is_trusted=optimizer_is_trusted,
     )
     cluster = Cluster.detect()
 

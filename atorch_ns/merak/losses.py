@@ -41,6 +41,7 @@ class Probe(_StandIn):
     """A model that ends ``compute_loss`` with what it was called with."""
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Ends ``compute_loss``."""
         if args:
             raise InputError("compute_loss must call the model with names, as model(**inputs).")
         raise _Called(inputs)
@@ -54,6 +55,7 @@ class Answer(_StandIn):
         self._inputs, self._output = inputs, output
 
     def __call__(self, **inputs: Any) -> Any:
+        """The output."""
         if inputs.keys() != self._inputs.keys():
             raise InputError(
                 f"compute_loss called the model with {', '.join(inputs)} where it was run with "

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from atorch_ns.errors import InputError
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.mapping import lists_for
 from atorch_ns.merak.mpu import Grid
@@ -15,8 +16,9 @@ from atorch_ns.strategy import Strategy
 
 Step = tuple[str, dict[str, Any]]
 
-_SHARDED_BY: Final = {2: "zero2", 3: "fsdp"}
 _BYTES_OF_FP32: Final = 4
+_USUAL_BUCKET: Final = 5e8
+"""Elements of a bucket by default: Merak's."""
 
 
 def strategy_of(
@@ -107,22 +109,48 @@ def recomputation(args: MerakArguments, num_stages: int) -> list[Step]:
     return [("checkpoint", config)]
 
 
-def data(args: MerakArguments, grid: Grid) -> list[Step]:
-    """What synchronises gradients, and what data ranks shard."""
+def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
+    """What synchronises gradients, and what data ranks shard.
+
+    Raises:
+        InputError: for a division of gradients in two where they are sharded as they are summed.
+    """
     if grid.get_dim("data") == 1:
         return []
-    divided = grid.world_size() > grid.get_dim("data")
-    if args.zero_stage in _SHARDED_BY:
-        return [(_SHARDED_BY[args.zero_stage], {})]
-    if args.zero_stage == 1:
-        return [("zero2", {})] if divided else [("zero1", {})]
+    method = _sharding(args, grid)
+    if method in ("zero2", "fsdp"):
+        if args.prescale_gradients:
+            raise InputError(
+                f"prescale_gradients: {method} divides gradients as it sums them, in one step. Use zero_stage=0, or zero_stage=1 "
+                "with ranks that hold the whole model."
+            )
+        return [method]
     mib = args.zero_reduce_bucket_size * _BYTES_OF_FP32 / 2**20
-    config: dict[str, Any] = {"bucket_cap_mb": mib} if mib < 25 else {}
+    config: dict[str, Any] = {"bucket_cap_mb": mib} if args.zero_reduce_bucket_size != _USUAL_BUCKET else {}
     if args.prescale_gradients:
-        config |= {"reducer": "own", "predivide_factor": args.gradient_predivide_factor}
-    return [("ddp", config)]
+        config |= {"reducer": "own", "predivide": args.gradient_predivide_factor}
+    return [("ddp", config), *(["zero1"] if method == "zero1" else [])]
 
 
-def notes_of(args: MerakArguments) -> list[str]:
+def _sharding(args: MerakArguments, grid: Grid) -> str:
+    """The method that shards over data ranks; of a divided model, gradients are sharded with the optimizer's states."""
+    whole = grid.world_size() == grid.get_dim("data")
+    return {0: "ddp", 1: "zero1" if whole else "zero2", 2: "zero2", 3: "fsdp"}[args.zero_stage]
+
+
+def notes_of(args: MerakArguments, grid: Grid) -> list[str]:
     """What the report says about arguments that do less, or something else, than in Merak."""
-    return args.without_use()
+    notes = args.without_use()
+    method = _sharding(args, grid) if grid.get_dim("data") > 1 else ""
+    if args.zero_stage == 1 and method == "zero2":
+        notes.append(
+            "zero_stage=1 is run as zero2, which shards gradients too: zero1 needs ranks that hold the whole model."
+        )
+    sizes = {args.zero_allgather_bucket_size, args.zero_reduce_bucket_size}
+    if method in ("zero2", "fsdp") and sizes != {_USUAL_BUCKET}:
+        notes.append(f"zero_*_bucket_size change nothing: {method} gathers and reduces block by block.")
+    if args.tp_overlapping_level > 1 and grid.get_dim("model") > 1:
+        notes.append(
+            f"tp_overlapping_level={args.tp_overlapping_level} is run as 1: higher levels rewrite the blocks of one model."
+        )
+    return notes

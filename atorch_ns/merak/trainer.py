@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 from transformers import Trainer
 
 from atorch_ns import checkpoint
@@ -28,6 +30,7 @@ from atorch_ns.merak.job import divided, options_by_name, with_optimizer
 from atorch_ns.merak.losses import Sample, flat_loss, loss_of, sample_of
 from atorch_ns.merak.models import check_sizes, prepared
 from atorch_ns.merak.strategy import notes_of, strategy_of
+from atorch_ns.merak.wall_clock import WallClock
 from atorch_ns.text import with_article
 
 log = logging.getLogger("atorch_ns")
@@ -110,6 +113,23 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        *args: Any,
+        is_training: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if self.args.eval_iters is not None and not is_training:
+            most = self.args.eval_iters * batch_size * self.accelerator.num_processes
+            sized = hasattr(dataset, "__len__")
+            dataset = Subset(dataset, range(min(most, len(dataset)))) if sized else _First(dataset, most)
+        return super()._get_dataloader(
+            dataset, description, batch_size, *args, is_training=is_training, **kwargs
+        )
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of a step over all ranks."""
         total: int = (
@@ -175,8 +195,9 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
             strategy if found is None else found.strategy,
             self._loss,
             sample,
-            notes_of(self.args),
+            notes_of(self.args, mpu.get_grid()),
             None if found is None else found.outcome,
+            optimizer_is_trusted=self.args.zero_allow_untested_optimizer,
         )
         self._divided_model = self.model
         self.accelerator.train_step = self._result.train_step
@@ -247,6 +268,8 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         make, arguments = self._optimizer_recipe()
         self._result = with_optimizer(self.result, make, self._options_of, arguments)
         self.optimizer = SteppedOptimizer(self._result.optim, self._result.train_step)
+        if self.args.wall_clock_breakdown:
+            self.add_callback(WallClock(self._result))
         return self.optimizer
 
     def _optimizer_recipe(self) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
@@ -328,7 +351,7 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         return self.result.train_step.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.evaluation_loop``, of at most ``eval_iters`` batches."""
+        """As ``Trainer.evaluation_loop``, on all ranks together."""
 
         def first() -> Mapping[str, Any]:
             with random_states_kept():
@@ -426,6 +449,16 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         )
         as_text = isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
         return [self.processing_class.decode(text) for text in texts] if as_text else texts
+
+
+class _First(torch.utils.data.IterableDataset[Any]):
+    """The first samples of a dataset without a length."""
+
+    def __init__(self, dataset: Iterable[Any], most: int) -> None:
+        self._dataset, self._most = dataset, most
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._dataset), self._most)
 
 
 def _tokens_alone(tokens: list[int]) -> Mapping[str, Any]:

@@ -168,7 +168,7 @@ class TimelineRow(NamedTuple):
 
 
 class TimelineInfo(NamedTuple):
-    """The step of a pipeline, simulated.
+    """The step of a pipeline, simulated or measured.
 
     Attributes:
         schedule: name of the schedule.
@@ -176,6 +176,7 @@ class TimelineInfo(NamedTuple):
         step_seconds: seconds of the forward and backward passes, without the optimizer and data parallelism.
         bubble_share: mean idle share of the ranks.
         rows: the ranks.
+        measured: whether the times were measured.
     """
 
     schedule: str
@@ -183,6 +184,7 @@ class TimelineInfo(NamedTuple):
     step_seconds: float
     bubble_share: float
     rows: tuple[TimelineRow, ...]
+    measured: bool = False
 
     @property
     def kinds(self) -> tuple[PassKind, ...]:

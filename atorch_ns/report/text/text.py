@@ -57,7 +57,7 @@ def timeline_sentence(info: TimelineInfo) -> str:
     stages = f" with {info.num_laps} stages each" if info.num_laps > 1 else ""
     return (
         f"{info.schedule} on {ranks}{stages}, {batches}: the passes take {seconds_text(info.step_seconds)}, "
-        f"ranks are idle for {percent_text(info.bubble_share)} of it (predicted)."
+        f"ranks are idle for {percent_text(info.bubble_share)} of it ({'measured' if info.measured else 'predicted'})."
     )
 
 

@@ -99,8 +99,7 @@ def choose_plan(
     users = plan is not None and plan.where == "user"
     if plan is None:
         plan = find_tensor_plan(model, degree, graph, test)
-    if not (users or vocabulary):
-        plan = _with_whole_vocabulary(model, plan)
+    plan = _with_vocabulary_as_asked(model, plan, divided=users or vocabulary)
     layout = plan.resolve(model)
     if not users and undivided == "error":
         check_heads(model, layout, graph, degree)
@@ -152,7 +151,9 @@ def _own_plan(
     return replace(plan_from(model, layout, left=left), where="model")
 
 
-def _with_whole_vocabulary(model: nn.Module, plan: TensorPlan) -> TensorPlan:
+def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bool) -> TensorPlan:
+    if divided:
+        return plan
     layout = plan.resolve(model)
     ends = {
         p for p, one in layout.layers.items() if one.style in ("colwise_gather_output", "embedding_rowwise")

@@ -1,0 +1,138 @@
+"""Wall clock breakdown: how long the phases of a step and the passes of a pipeline take on each rank, measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import TrainerCallback
+
+from atorch_ns.cluster import gathered
+from atorch_ns.job import Result
+from atorch_ns.job.train_step import PHASES
+from atorch_ns.merak import mpu
+from atorch_ns.report.info.breakdown import TimelineBlock, TimelineInfo, TimelineRow
+from atorch_ns.report.text.tables import Table, as_text
+from atorch_ns.report.text.text import timeline_text
+from atorch_ns.text import seconds_text
+
+log = logging.getLogger("atorch_ns")
+
+_PASSES: Final = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward", "W": "backward"}
+
+
+class _Pass(NamedTuple):
+    kind: str
+    stage: int
+    micro_batch: int
+    due: float
+    begun: float
+    ended: float
+
+
+class RankTimes(NamedTuple):
+    """The times of one rank's last step.
+
+    Attributes:
+        phases: seconds of each phase.
+        passes: of a pipeline's passes, in seconds from the step's beginning.
+    """
+
+    phases: dict[str, float]
+    passes: tuple[_Pass, ...]
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """Seconds by what was done: passes of a pipeline, and what they waited for, in the place of their phase."""
+        if not self.passes:
+            return self.phases
+        found = {"forward": 0.0, "recompute": 0.0, "backward": 0.0, "waiting": 0.0}
+        for one in self.passes:
+            found[_PASSES[one.kind]] += one.ended - one.begun
+            found["waiting"] += one.begun - one.due
+        return {**found, **{name: s for name, s in self.phases.items() if name != "forward_backward"}}
+
+
+class WallClock(TrainerCallback):  # type: ignore[misc]  # transformers is left out of type checks
+    """Watches the phases of a job's steps, and logs those of the last one of all ranks whenever metrics are logged.
+
+    Args:
+        result: the job. On a GPU each phase waits for the device, which makes steps slower.
+    """
+
+    def __init__(self, result: Result) -> None:
+        self._result = result
+        self._seconds: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+        for phase in PHASES:
+            result.train_step.observe(phase, partial(self._begin, phase), when="before")
+            result.train_step.observe(phase, partial(self._end, phase))
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Gathers and logs the times of the last step; collective."""
+        if not self._seconds:
+            return
+        every = gathered(self.times, distributed=self._result.job.cluster.distributed)
+        self._seconds = {}
+        if self._result.rank == 0:
+            log.warning(
+                "step %d, wall clock of each rank (measured):\n%s", state.global_step, breakdown_text(every)
+            )
+
+    @property
+    def times(self) -> RankTimes:
+        """This rank's last step."""
+        begin = self._began.get("forward_backward", 0.0)
+        passes = tuple(
+            _Pass(*one.action, one.due - begin, one.begun - begin, one.ended - begin)
+            for one in self._result.train_step.timeline
+        )
+        return RankTimes(dict(self._seconds), passes)
+
+    def _begin(self, phase: str) -> None:
+        self._began[phase] = self._now()
+
+    def _end(self, phase: str) -> None:
+        self._seconds[phase] = self._now() - self._began[phase]
+
+    def _now(self) -> float:
+        if self._result.device.type == "cuda":
+            torch.cuda.synchronize(self._result.device)
+        return time.perf_counter()
+
+
+def breakdown_text(every: Sequence[RankTimes]) -> str:
+    """A table with a row for each rank, and the timeline of the first pipeline."""
+    columns = list(dict.fromkeys(name for one in every for name in one.columns))
+    rows = [
+        (str(rank), *(seconds_text(one.columns.get(name, 0.0)) for name in columns))
+        for rank, one in enumerate(every)
+    ]
+    text = as_text(Table(("rank", *columns), tuple(rows), frozenset()))
+    grid = mpu.get_grid()
+    pipeline = [
+        grid.get_rank(pipe=place, data=0, sequence=0, model=0) for place in range(grid.get_dim("pipe"))
+    ]
+    stages = [every[rank].passes for rank in pipeline]
+    return text if not all(stages) else f"{text}\n{timeline_text(measured_timeline(stages))}"
+
+
+def measured_timeline(ranks: Sequence[Sequence[_Pass]]) -> TimelineInfo:
+    """The timeline of a pipeline's step from the passes of its ranks."""
+    end = max(one.ended for passes in ranks for one in passes)
+    rows = []
+    for place, passes in enumerate(ranks):
+        stages = tuple(sorted({one.stage for one in passes}))
+        blocks = tuple(
+            TimelineBlock(one.kind, one.stage, one.micro_batch, one.begun, one.ended, stages.index(one.stage))  # type: ignore[arg-type]
+            for one in passes
+        )
+        busy = sum(one.ended - one.begun for one in passes)
+        rows.append(TimelineRow(place, stages, blocks, busy, 1.0 - busy / end, (0,) * len(stages)))
+    idle = sum(row.idle_share for row in rows) / len(rows)
+    count = len({one.micro_batch for one in ranks[0]})
+    return TimelineInfo("the step", count, end, idle, tuple(rows), measured=True)
