@@ -212,7 +212,7 @@ class MerakArguments(TrainingArguments):
         self._check()
         if self.save_total_limit is not None and self.save_total_limit < 0:
             self.save_total_limit = None
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         kept = self.load_best_model_at_end or self.save_steps != PRETRAINED_SAVE_STEPS
         if not (self.save or kept) and self.save_strategy == "steps":
             self.save_strategy = type(self.save_strategy)("no")

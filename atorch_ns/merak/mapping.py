@@ -104,12 +104,11 @@ def set_tp_layer_lists(
         _LISTS.pop(name, None)
         return
     pairs = ("input_output_mapping", "weight_change_list")
-    _LISTS[name] = TpLayerLists(
-        **{
-            key: tuple(tuple(item) if key in pairs else item for item in value or ())
-            for key, value in given.items()
-        }
-    )
+    read: dict[str, Any] = {
+        key: tuple(tuple(item) if key in pairs else item for item in value or ())
+        for key, value in given.items()
+    }
+    _LISTS[name] = TpLayerLists(**read)
 
 
 def lists_for(model: nn.Module) -> TpLayerLists | None:

@@ -54,7 +54,9 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
     try:
         import peft
     except ImportError as error:
-        raise MissingPackageError("lora_config needs peft: pip install peft") from error
+        raise MissingPackageError(
+            "peft", needed_by="lora_config", install="pip install 'atorch_ns[merak]'", reason=str(error)
+        ) from error
     if isinstance(model, peft.PeftModel):
         return model
     known = set(inspect.signature(peft.LoraConfig).parameters)

@@ -36,7 +36,7 @@ from atorch_ns.text import with_article
 log = logging.getLogger("atorch_ns")
 
 
-class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out of type checks
+class MerakTrainer(Trainer):
     """transformers' ``Trainer`` whose model is divided over the ranks that :func:`init` laid out.
 
     Every method is collective: all ranks call it. Arguments are those of ``Trainer``, and:
@@ -50,6 +50,12 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
     Raises:
         InputError: for arguments that do not fit each other or the model, before anything is divided.
     """
+
+    args: MerakArguments
+    model: Any
+    optimizer: Any
+    processing_class: Any
+    accelerator: DataAccelerator
 
     def __init__(
         self,
@@ -118,16 +124,16 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         dataset: Any,
         description: str,
         batch_size: int,
-        *args: Any,
+        sampler_fn: Any = None,
         is_training: bool = False,
-        **kwargs: Any,
+        dataloader_key: str | None = None,
     ) -> Any:
         if self.args.eval_iters is not None and not is_training:
             most = self.args.eval_iters * batch_size * self.accelerator.num_processes
             sized = hasattr(dataset, "__len__")
             dataset = Subset(dataset, range(min(most, len(dataset)))) if sized else _First(dataset, most)
         return super()._get_dataloader(
-            dataset, description, batch_size, *args, is_training=is_training, **kwargs
+            dataset, description, batch_size, sampler_fn, is_training, dataloader_key
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -151,7 +157,7 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         if self.args.text_generation:
             raise InputError("text_generation is for trainer.generate: leave it out to train.")
         found = Cluster.detect().on_first(
-            lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir),
+            lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir or "."),
             what="looking for the checkpoint",
         )
         self._begins_with, resumed = (found, None) if self.args.finetune else (None, found)
@@ -263,14 +269,16 @@ class MerakTrainer(Trainer):  # type: ignore[misc]  # transformers is left out o
         Raises:
             InputError: for one that needs the whole model.
         """
-        if isinstance(self.optimizer, SteppedOptimizer) and self.result.optim is not None:
-            return self.optimizer
+        present = self.optimizer
+        if isinstance(present, SteppedOptimizer) and self.result.optim is not None:
+            return present
         make, arguments = self._optimizer_recipe()
         self._result = with_optimizer(self.result, make, self._options_of, arguments)
-        self.optimizer = SteppedOptimizer(self._result.optim, self._result.train_step)
+        assert self._result.optim is not None
+        self.optimizer = stepped = SteppedOptimizer(self._result.optim, self._result.train_step)
         if self.args.wall_clock_breakdown:
             self.add_callback(WallClock(self._result))
-        return self.optimizer
+        return stepped
 
     def _optimizer_recipe(self) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
         if self._given_options is not None:

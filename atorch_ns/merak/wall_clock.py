@@ -57,7 +57,7 @@ class RankTimes(NamedTuple):
         return {**found, **{name: s for name, s in self.phases.items() if name != "forward_backward"}}
 
 
-class WallClock(TrainerCallback):  # type: ignore[misc]  # transformers is left out of type checks
+class WallClock(TrainerCallback):
     """Watches the phases of a job's steps, and logs those of the last one of all ranks whenever metrics are logged.
 
     Args:
@@ -88,7 +88,14 @@ class WallClock(TrainerCallback):  # type: ignore[misc]  # transformers is left 
         """This rank's last step."""
         begin = self._began.get("forward_backward", 0.0)
         passes = tuple(
-            _Pass(*one.action, one.due - begin, one.begun - begin, one.ended - begin)
+            _Pass(
+                one.action.kind,
+                one.action.stage,
+                one.action.micro_batch,
+                one.due - begin,
+                one.begun - begin,
+                one.ended - begin,
+            )
             for one in self._result.train_step.timeline
         )
         return RankTimes(dict(self._seconds), passes)
