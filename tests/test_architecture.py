@@ -17,7 +17,7 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 # Bounds for what stands: they are lowered when it shrinks, and raised by the budget of a new capability alone. Lines are
 # those that are not blank.
-MOST_FILES, MOST_LINES = 447, 70_400  # trainer: nnScaler's Trainer and its files, and checkpoints in one file
+MOST_FILES, MOST_LINES = 448, 70_560  # loss scales of front ends, and overlap inside tensor-parallel layers
 GENERATED = "coordinator_pb2.py"
 
 
