@@ -19,7 +19,7 @@ from atorch_ns.testing.models import CASES, Case
 from atorch_ns.testing.parity import Trajectory, accelerated_run, assert_ranks_agree, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
 from opt_lib.tensor_parallel import TensorParallelConfig
-from tests.opt_lib.tensor_cases import TENSOR
+from tests.opt_lib.tensor_cases import TENSOR, check
 
 OVERLAP = ("tensor_parallel", {"overlap": True})
 
@@ -52,6 +52,21 @@ def test_training_is_that_of_one_process(name: str) -> None:
         report = compare(ranks[0][what], reference)
         assert max(report.max_param_error, report.max_loss_error) < 2e-6, f"{what}: {report.describe()}"
         assert_ranks_agree([rank[what] for rank in ranks])
+
+
+@pytest.mark.slow
+def test_beside_other_methods() -> None:
+    zero_bubble = ("pipeline_parallel", {"schedule": "ZBVZeroBubble"})
+    beside = {
+        "fsdp": ({"zero": 2}, ["fsdp", "checkpoint"]),
+        "zero bubble": ({"pipeline": 2}, [zero_bubble]),
+        "compile": ({"data": 2}, [("compile", {"backend": "aot_eager"})]),
+    }
+    strategies = {
+        name: [("parallel_mode", [("tensor", 2), *axes.items()]), OVERLAP, *methods]
+        for name, (axes, methods) in beside.items()
+    }
+    check(CASES["tied_llama"], 4, strategies)
 
 
 def _autocast() -> tuple[list[float], list[float]]:
