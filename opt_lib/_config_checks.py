@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import MissingPackageError, Problem
-from atorch_ns.method import Conflict, Flag, dtype_name
+from atorch_ns.job import LossScaling
+from atorch_ns.method import Conflict, Flag, MethodConfig, dtype_name
 from atorch_ns.profile import Profile
 from atorch_ns.text import error_text
 
@@ -71,6 +73,46 @@ SyncBatchNorm = Annotated[
     ),
 ]
 """``float16`` or ``bfloat16``, however it is written."""
+
+
+class LossScalingConfig(MethodConfig):
+    """How fp16 scales the loss: fields that methods of precision share."""
+
+    static_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="The loss scale of all steps, fp16 only: a step that overflows is skipped and the scale stays. null "
+        "for a scale that adapts, as the fields below say.",
+    )
+    init_scale: float = Field(default=2.0**16, gt=0, description="First loss scale, fp16 only.")
+    growth_interval: int = Field(
+        default=2000, ge=1, description="Steps without overflow after which the scale doubles, fp16 only."
+    )
+    hysteresis: int = Field(
+        default=1,
+        ge=1,
+        description="Overflows until the scale halves, fp16 only: with 2 the first one just skips its step. Later ones "
+        "halve it each; they are counted anew when it has doubled.",
+    )
+    min_scale: float = Field(
+        default=0.0, ge=0, description="Least loss scale that overflows lead to, fp16 only."
+    )
+
+    @model_validator(mode="after")
+    def _begins_above_the_least(self) -> Self:
+        if self.init_scale < self.min_scale:
+            raise ValueError(f"init_scale {self.init_scale} is less than min_scale {self.min_scale}")
+        return self
+
+    @property
+    def loss_scaling(self) -> LossScaling:
+        """The fields as a job takes them."""
+        return LossScaling(**{field.name: getattr(self, field.name) for field in fields(LossScaling)})
+
+    @property
+    def scale_words(self) -> str:
+        """The scale in words, for explanations."""
+        return "dynamic loss scale" if self.static_scale is None else f"loss scale {self.static_scale:g}"
 
 
 def searched_dtype(profile: Profile, cluster: Cluster) -> str | None:

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
-from atorch_ns.job import Autocast, Job, LossScaling
-from atorch_ns.method import Flag, Method, MethodConfig, Phase
+from atorch_ns.job import Autocast, Job
+from atorch_ns.method import Flag, Method, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._config_checks import ReducedDtype, searched_dtype
+from opt_lib._config_checks import LossScalingConfig, ReducedDtype, searched_dtype
 
 
-class AmpNativeConfig(MethodConfig):
+class AmpNativeConfig(LossScalingConfig):
     """dtype and what to do about gradients that overflow. A bare dtype is shorthand for ``dtype``."""
 
     dtype: ReducedDtype = Field(default="float16", description="dtype of matrix products: fp16 or bf16.")
@@ -26,10 +26,6 @@ class AmpNativeConfig(MethodConfig):
         default=False,
         description="With bf16, check the gradients and skip a step if one is infinite or NaN. "
         "fp16 always does.",
-    )
-    init_scale: float = Field(default=2.0**16, gt=0, description="First loss scale, fp16 only.")
-    growth_interval: int = Field(
-        default=2000, ge=1, description="Steps without overflow after which the scale doubles, fp16 only."
     )
 
     @classmethod
@@ -84,11 +80,11 @@ class AmpNative(Method[AmpNativeConfig]):
             return
         if job.inputs.loss_func is None and job.inputs.optim_func is not None:
             raise InputError("amp_native with fp16 scales the loss, so auto_accelerate needs loss_func.")
-        job.precision.loss_scaling = LossScaling(config.init_scale, config.growth_interval)
+        job.precision.loss_scaling = config.loss_scaling
 
     def explain(self, config: AmpNativeConfig, cluster: Cluster) -> str:
         """What the dtype means for scaling."""
         if config.dtype == "float16":
-            return "autocast in fp16 with a dynamic loss scale; ranks skip bad steps together"
+            return f"autocast in fp16 with {config.scale_words}; ranks skip bad steps together"
         checked = "; steps with bad gradients are skipped" if config.skip_if_nonfinite else ""
         return f"autocast in bf16, which needs no loss scale{checked}"

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
-from atorch_ns.errors import Problem
+from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.job.reducer import GradientReducer
@@ -115,6 +115,11 @@ class Ddp(Method[DdpConfig]):
         if config.reducer == "own" and not expert_parameters(job):
             _reduce_by_buckets(job, config)
             return
+        if config.predivide is not None:
+            raise InputError(
+                "predivide of ddp is for its own reducer, and gradients of a model with experts on several ranks are "
+                "averaged by torch's. Leave predivide out, or expert_parallel."
+            )
         if job.mesh.divides_model:
             _replicate_parts(job, self.name)
             return

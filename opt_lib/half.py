@@ -12,18 +12,18 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
-from atorch_ns.job import Job, LossScaling
-from atorch_ns.method import Flag, Method, MethodConfig, Phase
+from atorch_ns.job import Job
+from atorch_ns.method import Flag, Method, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
-from opt_lib._config_checks import ReducedDtype, searched_dtype
+from opt_lib._config_checks import LossScalingConfig, ReducedDtype, searched_dtype
 
 KEPT_IN_FP32 = ("inv_freq",)
 """Buffers that stay in fp32: rotary frequencies lose whole positions when rounded to half precision."""
 
 
-class HalfConfig(MethodConfig):
-    """dtype of the weights. A bare dtype is shorthand for ``dtype``."""
+class HalfConfig(LossScalingConfig):
+    """dtype of the weights, and the loss scale of fp16. A bare dtype is shorthand for ``dtype``."""
 
     dtype: ReducedDtype = Field(
         default="float16", description="dtype of weights and activations: fp16 or bf16."
@@ -89,12 +89,12 @@ class Half(Method[HalfConfig]):
         if dtype == torch.float16:
             if job.inputs.loss_func is None and job.inputs.optim_func is not None:
                 raise InputError("half with fp16 scales the loss, so auto_accelerate needs loss_func.")
-            job.precision.loss_scaling = LossScaling()
+            job.precision.loss_scaling = config.loss_scaling
 
     def explain(self, config: HalfConfig, cluster: Cluster) -> str:
         """What the dtype means for the optimizer."""
         masters = "fp32 master weights" if config.keeps_masters else "no master weights"
-        scale = ", dynamic loss scale" if config.dtype == "float16" else ""
+        scale = f", {config.scale_words}" if config.dtype == "float16" else ""
         return f"weights and activations in {config.dtype}, {masters}{scale}; the loss is computed in fp32"
 
 

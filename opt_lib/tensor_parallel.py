@@ -74,7 +74,7 @@ class TensorParallel(Method[TensorParallelConfig]):
         if job.mesh.size("tensor") == 1:
             job.explain(self.name, "the tensor axis has one rank, so nothing is divided")
             return
-        group = TensorGroup(job.mesh.axis("tensor"))
+        group = TensorGroup(job.mesh.axis("tensor"), overlap=config.overlap)
         model = job.in_full_precision(
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
@@ -108,6 +108,8 @@ class TensorParallel(Method[TensorParallelConfig]):
                 job.explain(
                     self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
+        if config.overlap:
+            job.explain(self.name, "layers reduce the first half of a batch while they compute the second")
         if not config.self_test:
             job.explain(self.name, "not tested, since self_test=False")
         left = [path for path in chosen.plan.left if path not in chosen.layout.layers]

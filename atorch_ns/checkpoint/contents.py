@@ -275,4 +275,4 @@ def _scheduler_record(scheduler: Any) -> SchedulerRecord | None:
 def _scaler_state(optimizer: torch.optim.Optimizer | None) -> Any:
     if not isinstance(optimizer, StepOptimizer) or optimizer.scaler is None:
         return None
-    return encode(optimizer.scaler.scaler.state_dict(), what="the loss scaler's state")
+    return encode(optimizer.scaler.state_dict(), what="the loss scaler's state")

@@ -280,7 +280,7 @@ class Source:
         if isinstance(optimizer, StepOptimizer):
             optimizer.num_skipped = record.num_skipped
             if optimizer.scaler is not None and self.manifest.scaler is not None:
-                optimizer.scaler.scaler.load_state_dict(decode(self.manifest.scaler))
+                optimizer.scaler.load_state_dict(decode(self.manifest.scaler))
 
 
 def _wanted_specs(

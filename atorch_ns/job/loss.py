@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +27,69 @@ class Autocast:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Dynamic loss scaling: the first scale and the steps between doublings."""
+    """How the loss is scaled: by one number, or by one that halves after overflows and doubles without them.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_interval: steps without an overflow after which the scale doubles.
+        hysteresis: overflows until the scale halves, counted anew when it doubles; later ones halve it each.
+        min_scale: the least scale that overflows lead to.
+        static_scale: the scale of all steps, which makes the others meaningless; ``None`` for one that adapts.
+    """
 
     init_scale: float = 2.0**16
     growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 0.0
+    static_scale: float | None = None
+
+
+_LARGEST_SCALE = 2.0**127
+"""Its double is infinite in fp32."""
+
+
+class LossScale:
+    """The scale from step to step: equal on ranks that are told the same."""
+
+    def __init__(self, scaling: LossScaling) -> None:
+        self.value = scaling.init_scale if scaling.static_scale is None else scaling.static_scale
+        self._scaling = scaling
+        self._good_steps = 0
+        self._tolerated = scaling.hysteresis
+
+    def advance(self, overflow: bool) -> float:
+        """The scale after a step with or without an overflow."""
+        scaling = self._scaling
+        if scaling.static_scale is not None:
+            return self.value
+        if overflow:
+            self._good_steps = 0
+            self._tolerated = max(self._tolerated - 1, 0)
+            if self._tolerated == 0:
+                self.value = max(self.value / 2, scaling.min_scale)
+            return self.value
+        self._good_steps += 1
+        if self._good_steps >= scaling.growth_interval:
+            self._good_steps, self._tolerated = 0, scaling.hysteresis
+            self.value = min(self.value * 2, max(self.value, _LARGEST_SCALE))
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the counters, with torch's names where its ``GradScaler`` has them."""
+        return {
+            "scale": self.value,
+            "_growth_tracker": self._good_steps,
+            "hysteresis_left": self._tolerated,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, which may be of a ``GradScaler``; how the scale adapts stays, and so does a static one."""
+        if self._scaling.static_scale is None:
+            self.value = max(float(state["scale"]), self._scaling.min_scale)
+            self._good_steps = int(state["_growth_tracker"])
+            self._tolerated = min(
+                int(state.get("hysteresis_left", self._tolerated)), self._scaling.hysteresis
+            )
 
 
 @dataclass(kw_only=True)
@@ -39,7 +98,7 @@ class Precision:
 
     Attributes:
         autocast: around the step; ``None`` for none.
-        loss_scaling: dynamic loss scaling; ``None`` for none.
+        loss_scaling: how the loss is scaled; ``None`` for none.
         scaler: what scales the loss, made with the job; ``None`` without ``loss_scaling``.
         skip_if_nonfinite: whether steps with infinite or NaN gradients are skipped without a scaler.
         input_dtype: dtype that floating inputs are cast to; ``None`` to leave them.
@@ -108,16 +167,15 @@ class LossScaler:
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        scaling: the first scale and how it grows.
+        scaling: the first scale and how it adapts.
         group: the ranks that must skip a step together; ``None`` for one rank.
     """
 
     def __init__(
         self, device_type: str, scaling: LossScaling, *, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.scaler = local_grad_scaler(
-            device_type, init_scale=scaling.init_scale, growth_interval=scaling.growth_interval
-        )
+        self.scale = LossScale(scaling)
+        self.scaler = local_grad_scaler(device_type, init_scale=self.scale.value)
         self.num_backwards = 0
         self._group = group
 
@@ -128,7 +186,7 @@ class LossScaler:
 
     def expect_scaled_gradients(self, device: torch.device) -> None:
         """Counts a backward pass whose loss another rank computes and scales alike."""
-        self.scaler.scale(torch.zeros((), device=device))  # which makes the scale
+        self._make_scale(device)
         self.num_backwards += 1
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -138,26 +196,36 @@ class LossScaler:
             Whether any gradient on any rank is infinite or NaN.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self._make_scale(device)
         flags: list[torch.Tensor] = []
         if any(parameter.grad is not None for parameter in parameters):
             self.scaler.unscale_(optimizer)
             flags = found_inf_tensors(self.scaler, optimizer)
         if self._group is None:
             return any(float(flag) > 0 for flag in flags)
-        device = parameters[0].device if parameters else torch.device("cpu")
         overflow = torch.zeros((), device=device)
         for flag in flags:
             overflow = torch.maximum(overflow, flag.reshape(()).to(device))
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._group)
-        for flag in flags:
-            flag.fill_(overflow.item())
         return bool(overflow)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps ``optimizer`` unless :meth:`unscale` found an overflow, and adapts the scale."""
-        self.scaler.step(optimizer)
-        self.scaler.update()
+    def adapt(self, overflow: bool) -> None:
+        """Ends a step with what :meth:`unscale` has returned, on ranks without gradients too."""
+        self.scaler.update(self.scale.advance(overflow))
         self.num_backwards = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and what decides when it changes."""
+        return self.scale.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state."""
+        self.scale.load_state_dict(state)
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": self.scale.value})
+
+    def _make_scale(self, device: torch.device) -> None:
+        self.scaler.scale(torch.zeros((), device=device))  # which torch does with the first loss
 
     def _scale_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         self.num_backwards += 1

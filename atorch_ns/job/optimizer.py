@@ -164,10 +164,10 @@ class StepOptimizer(torch.optim.Optimizer):
             loss = None
         self.prepare_gradients()
         self.skipped = self._overflow or (self._skip_if_nonfinite and self._nonfinite())
-        if self.scaler is not None and self._has_gradients():
-            self.scaler.step(self.inner)
-        elif not self.skipped:
+        if not self.skipped:
             self.inner.step()
+        if self.scaler is not None:
+            self.scaler.adapt(self._overflow)
         if self.skipped:
             self.num_skipped += 1
         elif self.masters is not None:

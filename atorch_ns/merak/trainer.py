@@ -375,7 +375,19 @@ class MerakTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on the ranks that have them."""
+        """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on the ranks that have them.
+
+        A loss is the mean over the items of its own batch, as in one process.
+        """
+        averages, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.args.average_tokens_across_devices = averages
+
+    def _prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[Any, Any, Any]:
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if not (prediction_loss_only and has_labels):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -80,9 +80,11 @@ class TensorGroup:
     Args:
         ranks: the tensor axis; or a simulated group, whose ranks hold their parts as plain tensors; or the number of
             ranks, to compute shapes without them: nothing is communicated.
+        overlap: whether layers compute in halves, each reduced while the next is computed; on a tensor axis alone.
     """
 
-    def __init__(self, ranks: DeviceMesh | SimulatedGroup | int) -> None:
+    def __init__(self, ranks: DeviceMesh | SimulatedGroup | int, *, overlap: bool = False) -> None:
+        self.overlap = overlap
         self.mesh: DeviceMesh | None = None
         self.process_group: Group | None = None
         self.rank = 0
@@ -171,15 +173,19 @@ class Region:
         """The input of a column-parallel layer, communicated once for each tensor."""
         if not torch.is_grad_enabled():
             return self._enter(x)
-        if self._entered is not None and self._entered[0] is x and self._entered[1] == x._version:
+        if self._entered is not None and self.has_entered(x):
             return self._entered[2]
         entered = self._enter(x)
         self._entered = (x, x._version, entered)
         return entered
 
-    def entered(self, x: torch.Tensor) -> None:
-        """Marks ``x`` as communicated: :meth:`enter` returns it as it is."""
-        self._entered = (x, x._version, x)
+    def has_entered(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` has been communicated and not been changed since."""
+        return self._entered is not None and self._entered[0] is x and self._entered[1] == x._version
+
+    def entered(self, x: torch.Tensor, whole: torch.Tensor | None = None) -> None:
+        """Marks ``x`` as communicated: :meth:`enter` returns ``whole``, or ``x`` as it is."""
+        self._entered = (x, x._version, x if whole is None else whole)
 
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
         if self.gathers and self.sequence_dim is not None:

@@ -191,8 +191,7 @@ def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
     """A ``GradScaler`` that checks this rank's part of every gradient (``_unscale_grads_``).
 
     torch's own checks DTensors on one mesh together, and refuses gradients on several meshes and plain ones with
-    them. The flags of this one are of this rank alone: combine them over all ranks. It skips steps itself, also those
-    of optimizers that can do so in their kernels (``_step_supports_amp_scaling``).
+    them. The flags of this one are of this rank alone: combine them over all ranks.
     """
 
     class LocalGradScaler(torch.amp.GradScaler):
@@ -201,11 +200,6 @@ def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
                 cast(Any, _LocalGroups(optimizer)), *args
             )
             return found
-
-        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            # A fused optimizer would take the flags, plain tensors, into one call with DTensors.
-            optimizer._step_supports_amp_scaling = False
-            return super().step(optimizer, *args, **kwargs)
 
     return LocalGradScaler(device_type, **options)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import nn
 
 from atorch_ns.capture.blocks import repeated_blocks
@@ -65,6 +65,11 @@ class TensorParallelConfig(MethodConfig):
         description="Divide the sequence between divided layers: activations there take a part of the memory.",
     )
     sequence_dim: int = Field(default=1, ge=0, description="The dimension of the sequence in hidden states.")
+    overlap: Flag = Field(
+        default=False,
+        description="Reduce the first half of a batch while the second half is computed, in row-wise layers forward and "
+        "in column-wise layers backward; not with sequence. Estimates do not count what it saves.",
+    )
     self_test: Flag = Field(
         default=True,
         description="Compare each distinct block, divided and whole, on a small input before use. Without it a plan "
@@ -95,6 +100,14 @@ class TensorParallelConfig(MethodConfig):
         default=(),
         description="As in Merak: (input, output, 'row' or 'col'): the style of layers by their ratio.",
     )
+
+    @model_validator(mode="after")
+    def _overlaps_sums_alone(self) -> Self:
+        if self.overlap and self.sequence:
+            raise ValueError(
+                "overlap cuts batches for all-reduces, and sequence has none: leave one of them out"
+            )
+        return self
 
     @field_validator("plan")
     @classmethod

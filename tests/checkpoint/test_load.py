@@ -89,7 +89,7 @@ def _resume(source: str, target: str, folder: Path) -> Resumed:
     rates, weights = [learning_rates(result)], checkpoint.export_state_dict(result)
     optimizer = result.optim
     scaler = optimizer.scaler if isinstance(optimizer, StepOptimizer) else None
-    state = None if scaler is None else scaler.scaler.state_dict()
+    state = None if scaler is None else scaler.state_dict()
     losses = [step(result, batch) for batch in batches(result)]
     rates.append(learning_rates(result))
     trajectory = Trajectory(losses=losses, initial=initial, final=snapshot(result.model))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from atorch_ns.errors import InputError
 from atorch_ns.job import Autocast, LossScaling, first_loss
-from atorch_ns.job.loss import ForwardScope, LossScaler, cast_inputs, wrap_loss
+from atorch_ns.job.loss import ForwardScope, LossScale, LossScaler, cast_inputs, wrap_loss
 
 BF16 = Autocast("cpu", torch.bfloat16)
 
@@ -65,20 +67,83 @@ def test_the_scale_enters_in_the_backward_pass_alone(make: Any) -> None:
     assert scaler.num_backwards == 1
     optimizer = torch.optim.SGD([weight], lr=1.0)
     assert scaler.unscale(optimizer) is False
-    scaler.step(optimizer)
-    assert float(weight) == 2.0
+    assert weight.grad == 1.0
+    scaler.adapt(overflow=False)
     assert scaler.num_backwards == 0
 
 
-def test_an_overflow_is_found_and_the_scale_is_halved() -> None:
-    scaler = LossScaler("cpu", LossScaling(init_scale=8.0))
+@pytest.mark.parametrize(("scaling", "after"), [({}, 4.0), ({"static_scale": 2.0}, 2.0)], ids=str)
+def test_an_overflow_is_found_and_the_scale_is_halved(scaling: dict[str, float], after: float) -> None:
+    scaler = LossScaler("cpu", LossScaling(init_scale=8.0, **scaling))
     weight = nn.Parameter(torch.tensor(3.0))
     scaler.scaled(weight * float("inf")).backward()
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    assert scaler.unscale(optimizer) is True
-    scaler.step(optimizer)
-    assert float(weight) == 3.0
-    assert scaler.scaler.get_scale() == 4.0
+    assert scaler.unscale(torch.optim.SGD([weight], lr=1.0)) is True
+    scaler.adapt(overflow=True)
+    assert scaler.scaler.get_scale() == after
+
+
+def _scales_of_deepspeed(
+    overflows: Sequence[bool], scale: float, window: int, hysteresis: int, least: float
+) -> list[float]:
+    """``DynamicLossScaler.update_scale`` of DeepSpeed, without ``consecutive_hysteresis``."""
+    scales, left, last_overflow = [], hysteresis, -1
+    for step, overflow in enumerate(overflows):
+        if overflow:
+            if left == 1:
+                scale = max(scale / 2, least)
+            else:
+                left -= 1
+            last_overflow = step
+        elif (step - last_overflow) % window == 0:
+            left = hysteresis
+            scale *= 2
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 4])
+@pytest.mark.parametrize("often", [0.1, 0.4, 0.8])
+def test_the_scales_are_those_of_deepspeed(hysteresis: int, often: float) -> None:
+    draw = random.Random(5).random
+    overflows = [draw() < often for _ in range(60)]
+    scale = LossScale(LossScaling(64.0, growth_interval=3, hysteresis=hysteresis, min_scale=4.0))
+    found = [scale.advance(overflow) for overflow in overflows]
+    assert found == _scales_of_deepspeed(overflows, 64.0, 3, hysteresis, 4.0)
+    assert len(set(found)) > 3
+
+
+def test_without_hysteresis_the_scales_are_those_of_torch() -> None:
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=2)
+    torchs.scale(torch.zeros(()))
+    scale = LossScale(LossScaling(2.0**125, growth_interval=2))
+    weight = nn.Parameter(torch.tensor(0.0))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for overflow in [False] * 7 + [True, False, True, False, False]:
+        weight.grad = torch.tensor(float("inf") if overflow else 1.0)
+        torchs.step(optimizer)
+        torchs.update()
+        assert scale.advance(overflow) == torchs.get_scale()
+    assert scale.state_dict().items() >= {"scale": 2.0**126, "_growth_tracker": 0}.items()
+
+
+def test_a_scale_goes_on_where_it_was_saved_and_takes_torchs_state_too() -> None:
+    draw = random.Random(9).random
+    overflows = [draw() < 0.4 for _ in range(40)]
+    scaling = LossScaling(64.0, growth_interval=3, hysteresis=3)
+    for place in range(40):
+        whole, resumed = LossScaler("cpu", scaling), LossScaler("cpu", scaling)
+        for overflow in overflows[:place]:
+            whole.scale.advance(overflow)
+        resumed.load_state_dict(whole.state_dict())
+        assert resumed.scaler.get_scale() == whole.scale.value
+        for overflow in overflows[place:]:
+            assert resumed.scale.advance(overflow) == whole.scale.advance(overflow)
+    old = LossScaler("cpu", scaling)
+    old.load_state_dict({"scale": 32.0, "_growth_tracker": 2, "growth_factor": 2.0})
+    assert old.scale.advance(overflow=False) == 64.0
+    static = LossScaler("cpu", LossScaling(static_scale=7.0))
+    static.load_state_dict(old.state_dict())
+    assert static.scaler.get_scale() == 7.0
 
 
 def test_inputs_are_cast_wherever_they_are() -> None:

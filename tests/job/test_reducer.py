@@ -15,7 +15,8 @@ from atorch_ns import attach_optimizer, auto_accelerate
 from atorch_ns.errors import AtorchError, InputError, StepError
 from atorch_ns.job import Result
 from atorch_ns.job.reducer import GradientReducer
-from atorch_ns.testing.parity import whole_parameters
+from atorch_ns.testing.models import get_case
+from atorch_ns.testing.parity import accelerate_case, whole_parameters
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 OWN = ("ddp", {"reducer": "own", "bucket_cap_mb": 0.001})
@@ -165,6 +166,43 @@ def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
 
 def test_what_cannot_be_reduced_is_refused() -> None:
     run_ranks(_refused, 2, timeout_s=60)
+
+
+def _summed_in_fp16(predivide: float | None) -> tuple[float, float]:
+    """What is sent of a gradient of 40000 on both ranks, and the mean; the largest number of fp16 is 65504."""
+    model = nn.Linear(1, 1, bias=False).half()
+    reducer = GradientReducer(model, dist.group.WORLD, predivide=predivide)
+    sent: list[float] = []
+    reducer.before(lambda _, bucket: sent.append(float(bucket)))
+    model(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
+    assert model.weight.grad is not None
+    return sent[0], float(model.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("predivide", "sent", "mean"),
+    [(1.0, 40000.0, float("inf")), (None, 20000.0, 40000.0), (2.0, 20000.0, 40000.0), (8.0, 5000.0, 40000.0)],
+)
+def test_what_is_divided_before_the_sum_does_not_overflow(
+    predivide: float | None, sent: float, mean: float
+) -> None:
+    assert run_ranks(_summed_in_fp16, 2, args=(predivide,), timeout_s=60) == [(sent, mean)] * 2
+
+
+def _gradients_of(strategies: list[list[Any]]) -> list[dict[str, Tensor | None]]:
+    found = []
+    for strategy in strategies:
+        result = _accelerated(strategy, torch.optim.SGD, gradient_accumulation_steps=2)
+        result.train_step.forward_backward(_batch())
+        found.append(_gradients(result.model))
+    return found
+
+
+def test_gradients_are_the_same_however_they_are_divided_before_the_sum() -> None:
+    own = [[("ddp", {"reducer": "own", "predivide": factor})] for factor in (None, 1.0, 3.0, 16.0)]
+    for whole, *others in run_ranks(_gradients_of, 2, args=(own,), timeout_s=60):
+        for gradients in others:
+            torch.testing.assert_close(gradients, whole, rtol=1e-6, atol=1e-8)
 
 
 def _refused() -> None:
@@ -344,3 +382,13 @@ def test_a_job_without_loss_or_optimizer_infers(strategy: list[Any]) -> None:
         generator = torch.Generator().manual_seed(rank if strategy == ["fsdp"] else 0)
         x = torch.randn(6, 8, generator=generator)
         torch.testing.assert_close(out, _model().eval()(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+def _predivided_experts() -> None:
+    methods = [("parallel_mode", [("expert", 2)]), ("ddp", {"reducer": "own", "predivide": 2.0})]
+    with pytest.raises(AtorchError, match="predivide of ddp is for its own reducer"):
+        accelerate_case(get_case("hf_mixtral"), methods)
+
+
+def test_predivide_is_refused_beside_experts_on_several_ranks() -> None:
+    run_ranks(_predivided_experts, 2, timeout_s=60)

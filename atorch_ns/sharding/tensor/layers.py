@@ -17,6 +17,7 @@ from torch import nn
 
 from atorch_ns.sharding.rank_context import Region, TensorGroup, divide_class, local_part
 from atorch_ns.sharding.tensor.attention import DividedAttention
+from atorch_ns.sharding.tensor.overlap import can_overlap, overlapped_columns, overlapped_rows
 from atorch_ns.sharding.tensor.plan import LayerKind
 from atorch_ns.sharding.vocabulary.logits import DividedLogits
 
@@ -45,6 +46,17 @@ class _Setting:
     keeps_divided: bool = False
 
 
+def _entered_columns(layer: Any, setting: _Setting, x: torch.Tensor) -> torch.Tensor:
+    """This rank's columns, of an input whose gradient is summed over the ranks."""
+    kind, group, region = setting.kind, setting.group, setting.region
+    weight, bias = local_part(layer.weight), _local_or_none(layer.bias)
+    is_first = region is None or not region.has_entered(x)
+    if is_first and x.requires_grad and torch.is_grad_enabled() and can_overlap(group, kind, x):
+        return overlapped_columns(x, weight, bias, kind, group, region)
+    entered = group.enter(x) if region is None else region.enter(x)
+    return kind.compute(layer, entered, weight, bias)
+
+
 class _Column:
     """Column-parallel: […, I] to this rank's [..., O / n]."""
 
@@ -53,8 +65,7 @@ class _Column:
     @_not_compiled
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         setting: _Setting = self._tensor
-        entered = setting.group.enter(x) if setting.region is None else setting.region.enter(x)
-        out = setting.kind.compute(self, entered, local_part(self.weight), _local_or_none(self.bias))
+        out = _entered_columns(self, setting, x)
         if setting.region is not None:
             setting.region.inside(self.training, out.device)
         return out
@@ -70,8 +81,12 @@ class _Row:
         setting: _Setting = self._tensor
         if setting.region is not None:
             setting.region.outside()
-        partial = setting.kind.compute(self, x, local_part(self.weight), None)
-        out = setting.group.leave(partial) if setting.region is None else setting.region.leave(partial)
+        weight = local_part(self.weight)
+        if can_overlap(setting.group, setting.kind, x):
+            out = overlapped_rows(x, weight, setting.kind, setting.group)
+        else:
+            partial = setting.kind.compute(self, x, weight, None)
+            out = setting.group.leave(partial) if setting.region is None else setting.region.leave(partial)
         if self.bias is not None:
             out = out + local_part(self.bias).to(out.dtype)
         if setting.region is not None:
@@ -87,8 +102,7 @@ class _GatheredColumn:
     @_not_compiled
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         setting: _Setting = self._tensor
-        entered = setting.group.enter(x)
-        out = setting.kind.compute(self, entered, local_part(self.weight), _local_or_none(self.bias))
+        out = _entered_columns(self, setting, x)
         if setting.keeps_divided:
             return DividedLogits.of(out, setting.group)
         return setting.group.gather(out, -1)

@@ -47,7 +47,8 @@ _REASONS: Final[Mapping[str, str]] = {
     ),
     _ZERO: "buckets, prefetching and memory of DeepSpeed's own ZeRO; torch's sharding gathers block by block",
     **{
-        f"{dtype}.{key}*": "the loss scale begins at 2^16 and is found while training; amp_native takes init_scale"
+        f"{dtype}.{key}*": "the loss scale begins at 2^16 and is found while training; half takes static_scale, init_scale, "
+        "growth_interval, hysteresis and min_scale"
         for dtype in _PRECISIONS
         for key in ("loss_scale", "initial_scale", "hysteresis", "min_loss_scale", "consecutive")
     },

@@ -1,0 +1,119 @@
+"""Loss scaling of fp16 by half and amp_native: the fields of a scale, and ranks that skip steps and scale alike."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from atorch_ns import checkpoint
+from atorch_ns.job import LossScaling, Result
+from atorch_ns.testing.models import CASES
+from atorch_ns.testing.parity import accelerate_case, whole_parameters
+from atorch_ns.testing.workers import run_ranks
+from opt_lib.amp_native import AmpNativeConfig
+from opt_lib.half import HalfConfig
+
+CASE = CASES["tied_llama"]
+SCALING = {"dtype": "fp16", "init_scale": 64.0, "growth_interval": 2, "hysteresis": 2, "min_scale": 32.0}
+OVERFLOWS = (1, 4, 5, 6)
+SCALES = [64.0, 64.0, 64.0, 128.0, 128.0, 64.0, 32.0, 32.0]
+STATIC = {"dtype": "fp16", "static_scale": 16.0}
+MESHES = {
+    "ddp": [("parallel_mode", [("data", 2)]), "ddp"],
+    "pipeline": [("parallel_mode", [("pipeline", 2)])],
+    "tensor": [("parallel_mode", [("tensor", 2)])],
+}
+
+
+@pytest.mark.parametrize("config", [AmpNativeConfig, HalfConfig])
+def test_the_fields_of_a_scale(config: type[AmpNativeConfig | HalfConfig]) -> None:
+    assert config(**SCALING).loss_scaling == LossScaling(64.0, 2, 2, 32.0)
+    assert config().loss_scaling == LossScaling()
+    assert config(**STATIC).loss_scaling.static_scale == 16.0
+    with pytest.raises(ValueError, match="less than min_scale"):
+        config(init_scale=2.0, min_scale=4.0)
+    for wrong in ({"hysteresis": 0}, {"static_scale": 0.0}, {"min_scale": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            config(**wrong)
+
+
+class _Overflowing:
+    """The loss, infinite on the second rank alone in some of the steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, batch: Any, output: Any) -> torch.Tensor:
+        loss: torch.Tensor = CASE.loss_func(batch, output)
+        return loss * math.inf if self.step in OVERFLOWS and dist.get_rank() == 1 else loss
+
+
+def _train(strategy: list[Any], model: nn.Module | None = None) -> list[tuple[bool, float, bool]]:
+    loss = _Overflowing()
+    result = accelerate_case(CASE, strategy, steps=len(SCALES), loss_func=loss, model=model)
+    found = []
+    for loss.step, batch in enumerate(result.dataloader or ()):
+        before = whole_parameters(result)
+        result.train_step(batch)
+        after = whole_parameters(result)
+        changed = any(not torch.equal(value, before[name]) for name, value in after.items())
+        found.append((result.train_step.skipped, _scale(result), changed))
+    return found
+
+
+def _scale(result: Result) -> float:
+    return float(result.optim.scaler.scaler.get_scale())  # type: ignore[union-attr]
+
+
+def _train_all(strategies: list[list[Any]]) -> list[list[tuple[bool, float, bool]]]:
+    return [_train(strategy) for strategy in strategies]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_all_ranks_skip_the_steps_that_one_overflows_and_have_one_scale(mesh: str) -> None:
+    methods = [("half", SCALING), ("amp_native", STATIC)]
+    ranks = run_ranks(_train_all, 2, args=([[*MESHES[mesh], one] for one in methods],), timeout_s=100)
+    assert ranks[0] == ranks[1]
+    for (_, config), steps in zip(methods, ranks[0], strict=True):
+        scales = SCALES if config is SCALING else [16.0] * len(SCALES)
+        bad = [number in OVERFLOWS for number in range(len(SCALES))]
+        assert steps == [(one, scale, not one) for one, scale in zip(bad, scales, strict=True)]
+
+
+def _train_last_stage_alone() -> list[tuple[bool, float, bool]]:
+    model = CASE.build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "norm.weight")
+    return _train([*MESHES["pipeline"], ("amp_native", SCALING)], model)
+
+
+def test_a_rank_without_gradients_scales_alike() -> None:
+    ranks = run_ranks(_train_last_stage_alone, 2, timeout_s=60)
+    assert ranks[0] == ranks[1]
+    assert [scale for _, scale, _ in ranks[0]] == SCALES
+
+
+def _interrupted(folder: Path) -> list[float]:
+    """The scales of a job that is saved after the first of two overflows."""
+    strategy = [*MESHES["pipeline"], ("amp_native", SCALING)]
+    found = []
+    for steps in (range(5), range(5, len(SCALES))):
+        loss = _Overflowing()
+        result = accelerate_case(CASE, strategy, steps=len(SCALES), loss_func=loss)
+        if steps.start:
+            checkpoint.load(folder, result)
+        for loss.step, batch in zip(steps, result.dataloader or (), strict=False):
+            result.train_step(batch)
+            found.append(_scale(result))
+        checkpoint.save(folder, result)
+    return found
+
+
+def test_a_checkpoint_keeps_the_count_of_overflows(tmp_path: Path) -> None:
+    assert run_ranks(_interrupted, 2, args=(tmp_path / "saved",), timeout_s=60) == [SCALES] * 2
