@@ -78,9 +78,7 @@ def pipeline_step(
     optimizer = torch.optim.AdamW(
         modules.parameters(), **OPTIM_ARGS, fused=True
     )  # as ours: the schedules are compared
-    stages = [
-        PipelineStage(module, stage, count, CPU) for stage, module in zip(own, modules, strict=True)
-    ]
+    stages = [PipelineStage(module, stage, count, CPU) for stage, module in zip(own, modules, strict=True)]
     kind: Any = get_schedule_class(schedule_name)
     given_stages = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     schedule = kind(given_stages, num_micro_batches, loss_fn=_loss_of_logits)

@@ -65,6 +65,7 @@ class Plan:
     target: float = TARGET
 
     def strategy(self, num_ranks: int) -> list[Any]:
+        """As `load_strategy`."""
         return [("parallel_mode", ([(self.axis, num_ranks)], None)), (self.method, dict(self.options))]
 
 

@@ -35,7 +35,7 @@ _TORCHS = (
 _MERAKS = ("PreRecompute1F1B", "LastNoRecompute1F1B", "ShiftedCriticalPath")
 _PAIRS: tuple[Pair, ...] = tuple((name, "1F1B") for name in _MERAKS)
 _STAGES, _ROWS, _WIDTH = 4, 8, 8
-_SECONDS = ((0.02, 0.04), (0.03, 0.03))
+_SECONDS = ((0.04, 0.08), (0.04, 0.04))
 """Of a stage's forward and backward pass for one micro-batch: what Transformers have, and another ratio."""
 
 _TEXT = """
@@ -77,7 +77,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     rows = []
     for forward_s, backward_s in _SECONDS:
         report(f"schedules: forward {forward_s} s, backward {backward_s} s")
-        blocks = combine(on_ranks(_slowed, _STAGES, forward_s, backward_s, 2 if quick else 12))
+        blocks = combine(on_ranks(_slowed, _STAGES, forward_s, backward_s, 2 if quick else 10))
         rows += [_gain(blocks, name, forward_s, backward_s) for name in _MERAKS]
     for name in _TORCHS:
         found = compared(
