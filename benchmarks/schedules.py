@@ -18,7 +18,7 @@ from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings, Spread
 from benchmarks.model_axes import MICRO_BATCHES, TARGET, Plan, batch_text, compared
 
-__all__ = ["GAIN_TARGET", "run"]
+__all__ = ["GAIN_TARGET", "gain_row", "run"]
 
 GAIN_TARGET = 0.10
 """How far a measured gain may be from the simulated one, as a share of that."""
@@ -78,7 +78,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     for forward_s, backward_s in _SECONDS:
         report(f"schedules: forward {forward_s} s, backward {backward_s} s")
         blocks = combine(on_ranks(_slowed, _STAGES, forward_s, backward_s, 2 if quick else 10))
-        rows += [_gain(blocks, name, forward_s, backward_s) for name in _MERAKS]
+        rows += [gain_row(blocks, name, forward_s, backward_s) for name in _MERAKS]
     for name in _TORCHS:
         found = compared(
             _plan(name, model), model, launches, rounds, lambda text: report(f"schedules: {text}")
@@ -197,7 +197,8 @@ def _simulated_ms(schedule: str, forward_s: float, backward_s: float) -> float:
     return step.timeline().step_seconds * 1000
 
 
-def _gain(blocks: list[Block], name: str, forward_s: float, backward_s: float) -> dict[str, Any]:
+def gain_row(blocks: list[Block], name: str, forward_s: float, backward_s: float) -> dict[str, Any]:
+    """By how much a schedule's steps are shorter than those of 1F1B beside them, and by how much they should be."""
     base = _simulated_ms("1F1B", forward_s, backward_s)
     simulated = base - _simulated_ms(name, forward_s, backward_s)
     pairs = neighbours(blocks, (name, "1F1B"))
