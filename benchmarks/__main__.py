@@ -27,6 +27,7 @@ NAMES = (
     "overhead",
     "peers",
     "planning",
+    "schedules",
     "search_quality",
     "search_time",
     "speed",

@@ -69,6 +69,24 @@ def _model_axes(data: Data) -> Iterator[Claim]:
     yield from _ratios(data, clock="wall", bar=1.03, label="plan", than="the plan by hand")
 
 
+def _schedules(data: Data) -> Iterator[Claim]:
+    speed = [row for row in data["rows"] if row["part"] == "speed"]
+    yield from _ratios({"rows": speed}, clock="wall", bar=1.03, label="plan", than="torch's schedule by hand")
+    for row in data["rows"]:
+        if row["part"] == "speed":
+            continue
+        what, holds = f"{row['plan']} over 1F1B, {row['step']}", bool(row["holds"])
+        ratio, gain = row["wall_ratio"], f"{row['simulated_ms']:.0f} ms ({row['simulated_percent']:.1f}%)"
+        yield Claim(
+            what=f"{what}: measured gain over the simulated {gain}",
+            asked="1 ± 0.1",
+            found=_interval(ratio),
+            n=row["pairs"],
+            holds=holds,
+            shortfall="" if holds else f"{what}: {ratio['median']:.2f} of the simulated gain of {gain}.",
+        )
+
+
 def _overhead(data: Data) -> Iterator[Claim]:
     for row in data["rows"]:
         what, holds = f"auto_accelerate adds, {row['name']}, {row['start']}, cpu s", bool(row["holds"])
@@ -426,6 +444,7 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "speed": _speed,
     "peers": _peers,
     "model_axes": _model_axes,
+    "schedules": _schedules,
     "models": _models,
     "overhead": _overhead,
     "memory": _memory,

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from atorch_ns.pipeline import get_schedule
 from benchmarks._by_hand import CPU, OPTIM_ARGS, step_by_hand
 from benchmarks._llama import Llama, next_token_loss
 
@@ -66,19 +68,23 @@ class _Stage(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
-def pipeline_step(model: Llama, batch: Batch, num_micro_batches: int) -> Callable[[], object]:
-    """One training step with one stage a rank, under 1F1B."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    module = _Stage(model.build(), rank, count)
+def pipeline_step(
+    model: Llama, batch: Batch, num_micro_batches: int, schedule_name: str = "1F1B"
+) -> Callable[[], object]:
+    """One training step under torch's schedule of a name, with the number of stages on a rank that ours has by default."""
+    info, rank, num_ranks = get_schedule(schedule_name), dist.get_rank(), dist.get_world_size()
+    own, count = info.stages_of(rank, num_ranks), num_ranks * info.usual_stages
+    modules = nn.ModuleList(_Stage(model.build(), stage, count) for stage in own)
     optimizer = torch.optim.AdamW(
-        module.parameters(), **OPTIM_ARGS, fused=True
+        modules.parameters(), **OPTIM_ARGS, fused=True
     )  # as ours: the schedules are compared
-    schedule = Schedule1F1B(
-        PipelineStage(module, rank, count, CPU), num_micro_batches, loss_fn=_loss_of_logits
-    )
+    stages = [PipelineStage(module, stage, count, CPU) for stage, module in zip(own, modules, strict=True)]
+    kind: Any = get_schedule_class(schedule_name)
+    given_stages = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+    schedule = kind(given_stages, num_micro_batches, loss_fn=_loss_of_logits)
     tokens = batch["input_ids"]
-    given = (tokens,) if rank == 0 else ()
-    wanted: dict[str, Any] = {"target": tokens, "losses": []} if rank == count - 1 else {}
+    given = (tokens,) if 0 in own else ()
+    wanted: dict[str, Any] = {"target": tokens, "losses": []} if count - 1 in own else {}
 
     def step() -> None:
         optimizer.zero_grad()

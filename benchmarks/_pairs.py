@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks._results import Spread
 
-__all__ = ["Block", "Pair", "combine", "measure", "ratios", "schedule", "spread_of"]
+__all__ = ["Block", "Pair", "combine", "measure", "neighbours", "ratios", "schedule", "spread_of"]
 
 Pair = tuple[str, str]
 """Names of the two sides: the one in question, and the one it is held against."""
@@ -89,12 +89,14 @@ def combine(ranks: Sequence[Sequence[Block]]) -> list[Block]:
 
 def ratios(blocks: Sequence[Block], pair: Pair, clock: Callable[[Block], float]) -> list[float]:
     """Of every neighbouring pair of blocks, the first side's time over the second side's."""
+    return [clock(first) / clock(second) for first, second in neighbours(blocks, pair)]
+
+
+def neighbours(blocks: Sequence[Block], pair: Pair) -> Iterator[tuple[Block, Block]]:
+    """Every neighbouring pair of blocks, the first side's and the second side's."""
     own = [block for block in blocks if block.pair == pair]
-    found = []
     for one, other in zip(own[::2], own[1::2], strict=True):
-        first, second = (one, other) if one.side == pair[0] else (other, one)
-        found.append(clock(first) / clock(second))
-    return found
+        yield (one, other) if one.side == pair[0] else (other, one)
 
 
 def spread_of(blocks: Sequence[Block], side: str, clock: Callable[[Block], float], *, scale: float) -> Spread:

@@ -16,7 +16,7 @@ from benchmarks._pairs import Block, Pair, combine, measure, ratios, spread_of
 from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings, Spread
 
-__all__ = ["TARGET", "run"]
+__all__ = ["MICRO_BATCHES", "TARGET", "Plan", "batch_text", "compared", "run"]
 
 TARGET = 1.03
 """The largest ratio of a step to the same step by hand."""
@@ -26,7 +26,7 @@ OPERATORS_TARGET = 1.05
 
 _NUM_TOKENS = 128
 _BATCH_SIZE = 8
-_MICRO_BATCHES = 4
+MICRO_BATCHES = 4
 _WARM_UP = 3
 _PAIRS: tuple[Pair, ...] = (("ours", "by hand"), ("by hand again", "by hand"))
 _TEXT = """
@@ -54,7 +54,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class Plan:
     """A strategy, and its counterpart by hand."""
 
     name: str
@@ -65,6 +65,7 @@ class _Plan:
     target: float = TARGET
 
     def strategy(self, num_ranks: int) -> list[Any]:
+        """As `load_strategy`."""
         return [("parallel_mode", ([(self.axis, num_ranks)], None)), (self.method, dict(self.options))]
 
 
@@ -108,7 +109,7 @@ _STYLES = {
 }
 
 
-_BY_LAYERS = _Plan(
+_BY_LAYERS = Plan(
     name="layers",
     axis="tensor",
     method="tensor_parallel",
@@ -116,8 +117,8 @@ _BY_LAYERS = _Plan(
     by_hand=tensor_step,
 )
 _PLANS = (
-    _Plan(name="tensor", axis="tensor", method="tensor_parallel", options={}, by_hand=tensor_step),
-    _Plan(
+    Plan(name="tensor", axis="tensor", method="tensor_parallel", options={}, by_hand=tensor_step),
+    Plan(
         name="operators",
         axis="tensor",
         method="operator_parallel",
@@ -125,12 +126,12 @@ _PLANS = (
         by_hand=lambda model, batch: _ours(_BY_LAYERS, model, batch),
         target=OPERATORS_TARGET,
     ),
-    _Plan(
+    Plan(
         name="pipeline, 1F1B",
         axis="pipeline",
         method="pipeline_parallel",
-        options={"schedule": "1F1B", "num_micro_batches": _MICRO_BATCHES, "split_method": "uniform"},
-        by_hand=lambda model, batch: pipeline_step(model, batch, _MICRO_BATCHES),
+        options={"schedule": "1F1B", "num_micro_batches": MICRO_BATCHES, "split_method": "uniform"},
+        by_hand=lambda model, batch: pipeline_step(model, batch, MICRO_BATCHES),
     ),
 )
 
@@ -146,11 +147,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     torch.optim.AdamW(model.build("meta").parameters())  # imports here, once, what every rank would
     rows = []
     for plan in _PLANS:
-        blocks: list[Block] = []
-        for launch in range(launches):
-            report(f"model_axes: {plan.name}, {launch + 1} of {launches}")
-            blocks += combine(on_ranks(_measure, 2, plan, model, rounds, launch))
-        rows += _rows(plan, blocks)
+        rows += compared(plan, model, launches, rounds, lambda text: report(f"model_axes: {text}"))
     return Findings(
         name="model_axes",
         title="Speed of a training step with a divided model",
@@ -159,13 +156,29 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         rows=rows,
         settings={
             "model": model.describe(),
-            "batch": f"{_BATCH_SIZE} samples of {_NUM_TOKENS} tokens; {_MICRO_BATCHES} micro-batches in pipelines",
+            "batch": batch_text(),
             "starts": launches,
         },
     )
 
 
-def _measure(plan: _Plan, model: Llama, rounds: int, launch: int) -> list[Block]:
+def batch_text() -> str:
+    """The batch in words."""
+    return f"{_BATCH_SIZE} samples of {_NUM_TOKENS} tokens; {MICRO_BATCHES} micro-batches in pipelines"
+
+
+def compared(
+    plan: Plan, model: Llama, launches: int, rounds: int, report: Callable[[str], object]
+) -> list[dict[str, Any]]:
+    """The rows of a plan, of two processes that are started ``launches`` times."""
+    blocks: list[Block] = []
+    for launch in range(launches):
+        report(f"{plan.name}, {launch + 1} of {launches}")
+        blocks += combine(on_ranks(_measure, 2, plan, model, rounds, launch))
+    return _rows(plan, blocks)
+
+
+def _measure(plan: Plan, model: Llama, rounds: int, launch: int) -> list[Block]:
     """On one rank; the number of the launch decides which model is built first."""
     batch = random_batch(model, _BATCH_SIZE, _NUM_TOKENS, seed=0)
     makers: dict[str, Callable[[], Callable[[], object]]] = {
@@ -182,7 +195,7 @@ def _measure(plan: _Plan, model: Llama, rounds: int, launch: int) -> list[Block]
     return measure(sides, _PAIRS, rounds=rounds, calls=1, barrier=barrier)
 
 
-def _ours(plan: _Plan, model: Llama, batch: dict[str, torch.Tensor]) -> Callable[[], object]:
+def _ours(plan: Plan, model: Llama, batch: dict[str, torch.Tensor]) -> Callable[[], object]:
     _, result, _ = auto_accelerate(
         model.build(),
         torch.optim.AdamW,
@@ -196,7 +209,7 @@ def _ours(plan: _Plan, model: Llama, batch: dict[str, torch.Tensor]) -> Callable
     return lambda: result.train_step(batch)
 
 
-def _rows(plan: _Plan, blocks: list[Block]) -> list[dict[str, Any]]:
+def _rows(plan: Plan, blocks: list[Block]) -> list[dict[str, Any]]:
     by_hand = spread_of(blocks, "by hand", lambda block: block.wall_s, scale=1000)
     rows = []
     for pair in _PAIRS:
