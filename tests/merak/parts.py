@@ -19,7 +19,11 @@ VOCABULARY, TOKENS, IMAGE = 96, 12, 16
 
 _IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32} | _IDS),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32} | _IDS,
+    ),
     "llama": (
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -48,13 +52,20 @@ _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": (
         "BertConfig",
         "BertForSequenceClassification",
-        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_labels": 3}
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_labels": 3,
+        }
         | _IDS,
     ),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
-        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0} | _IDS,
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+        | _IDS,
     ),
     "vit": (
         "ViTConfig",
@@ -150,17 +161,33 @@ def arguments(folder: str, **fields: Any) -> dict[str, Any]:
 
 def logs_of(trainer: Trainer) -> list[dict[str, float]]:
     """What was logged in each step, without times."""
-    kept = ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss", "eval_accuracy", "eval_logits")
+    kept = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "epoch",
+        "step",
+        "eval_loss",
+        "eval_accuracy",
+        "eval_logits",
+    )
     return [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
 
 
-def run_plain(name: str, accumulation: int = 2, change: Callable[..., Any] | None = None, **fields: Any) -> Any:
+def run_plain(
+    name: str, accumulation: int = 2, change: Callable[..., Any] | None = None, **fields: Any
+) -> Any:
     """transformers' own Trainer in one process: its logs and weights."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(**arguments(folder, gradient_accumulation_steps=accumulation, **fields))
         given = {} if change is None else change()
         trainer = given.pop("trainer", Trainer)(
-            model(name), args, train_dataset=Data(name), eval_dataset=Data(name, 10), compute_metrics=accuracy, **given
+            model(name),
+            args,
+            train_dataset=Data(name),
+            eval_dataset=Data(name, 10),
+            compute_metrics=accuracy,
+            **given,
         )
         trainer.train()
         weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
@@ -168,7 +195,11 @@ def run_plain(name: str, accumulation: int = 2, change: Callable[..., Any] | Non
 
 
 def run_merak(
-    name: str, degrees: dict[str, Any], accumulation: int = 2, change: Callable[..., Any] | None = None, **fields: Any
+    name: str,
+    degrees: dict[str, Any],
+    accumulation: int = 2,
+    change: Callable[..., Any] | None = None,
+    **fields: Any,
 ) -> Any:
     """The same on ranks of these degrees: logs of each rank, weights on the first, and the report's rows."""
     init(**degrees)
@@ -176,7 +207,12 @@ def run_merak(
         args = MerakArguments(**arguments(folder, gradient_accumulation_steps=accumulation, **fields))
         given = {} if change is None else change()
         trainer = given.pop("trainer", MerakTrainer)(
-            model(name), args, train_dataset=Data(name), eval_dataset=Data(name, 10), compute_metrics=accuracy, **given
+            model(name),
+            args,
+            train_dataset=Data(name),
+            eval_dataset=Data(name, 10),
+            compute_metrics=accuracy,
+            **given,
         )
         trainer.train()
         rows = {row.name: row.why for row in trainer.result.applied.rows}
