@@ -30,7 +30,7 @@ InputFormatOption = Annotated[
     str,
     typer.Option(
         help="How the batch is passed: auto, none (model(batch)), unpack_sequence, unpack_dict, "
-        "first (model(batch[0])). auto unpacks dictionaries and sequences, and passes the first item of a "
+        "first (model(batch[0])), unpack_first (model(**batch[0])). auto unpacks dictionaries and sequences, and passes the first item of a "
         "sequence that forward cannot take whole."
     ),
 ]

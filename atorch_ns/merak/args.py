@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from transformers import TrainingArguments
 
+from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.text import did_you_mean
@@ -212,6 +213,8 @@ class MerakArguments(TrainingArguments):
         self._check()
         if self.save_total_limit is not None and self.save_total_limit < 0:
             self.save_total_limit = None
+        if Cluster.detect().device_type == "cpu":
+            self.use_cpu = True  # without it, accelerate sees no other process
         super().__post_init__()  # type: ignore[no-untyped-call]
         kept = self.load_best_model_at_end or self.save_steps != PRETRAINED_SAVE_STEPS
         if not (self.save or kept) and self.save_strategy == "steps":

@@ -43,6 +43,24 @@ def launch(script: str, *flags: str | Path, num_processes: int, timeout_s: float
     return done.stdout
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("script", "degrees", "learnt"),
+    [
+        ("run_gpt2.py", "--dp 2 --pp 2", r"not trained on: 3\."),
+        ("run_bert.py", "--tp 2 --pp 2", r"rightly: [1-9]"),
+    ],
+)
+def test_the_examples_of_merak_learn_on_four_ranks(
+    script: str, degrees: str, learnt: str, tmp_path: Path
+) -> None:
+    """The commands of their README with fewer steps, in another folder."""
+    flags = f"--output_dir {tmp_path} --max_steps 25 --learning_rate 3e-3 --per_device_train_batch_size 8"
+    flags += " --gradient_accumulation_steps 4 --eval_iters 4 --report_to none --disable_tqdm true"
+    written = launch(f"../merak/{script}", *degrees.split(), *flags.split(), num_processes=4, timeout_s=200)
+    assert re.search(learnt, written), written
+
+
 def test_the_example_of_the_trainer_learns_and_goes_on_on_two_ranks(tmp_path: Path) -> None:
     """Its two commands with fewer steps, in another folder."""
     words = ["-f", "examples/trainer/config.yaml", "--gen_savedir", f"{tmp_path}/plans"]
