@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, Final
 
 import torch
 from accelerate import Accelerator
@@ -10,8 +13,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
 
+from atorch_ns.checkpoint.contents import capture_rng, restore_rng
+from atorch_ns.cluster import gathered
 from atorch_ns.job import TrainStep
 from atorch_ns.merak import mpu
+
+_CPU: Final = torch.device("cpu")
 
 
 class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
@@ -37,6 +44,13 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         """Whether the last step was skipped for gradients that are infinite or NaN."""
         return self.train_step is not None and self.train_step.skipped
 
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loader's share of the data ranks; its workers draw what those of other ranks with the same samples draw."""
+        init = data_loader.worker_init_fn
+        if isinstance(init, partial) and "rank" in init.keywords:
+            data_loader.worker_init_fn = partial(init, rank=self.process_index)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
     def gather(self, tensor: Any) -> Any:
         """The tensors of all ranks that see different data, one after the other along the first dimension."""
         return _of_data_ranks(super().gather(tensor), self.state.num_processes)
@@ -49,6 +63,39 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         found = [item for rank in _first_ranks() for item in every[rank]]
         remainder = self.gradient_state.remainder
         return found[:remainder] if self.gradient_state.end_of_dataloader and remainder > 0 else found
+
+
+class DataDraws:
+    """Random numbers of data, apart from those of the model: ranks that work on the same samples draw the same.
+
+    A collator that hides tokens, or a dataset that crops images, draws from the states that a model's dropout changes, on
+    each rank in its own way. Collective.
+    """
+
+    def __init__(self) -> None:
+        every = gathered(capture_rng(_CPU), distributed=True)
+        self._states = every[_first_ranks()[mpu.get_grid().place("data")]]
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context in which this stream is drawn from."""
+        own = capture_rng(_CPU)
+        restore_rng(self._states, _CPU)
+        try:
+            yield
+        finally:
+            self._states = capture_rng(_CPU)
+            restore_rng(own, _CPU)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a loader, drawn apart."""
+        batches, end = iter(loader), object()
+        while True:
+            with self.apart():
+                batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
 
 
 class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -50,9 +50,11 @@ _REFUSED: Final = {
     "deepspeed": "use zero_stage, dp, tp and pp",
     "fsdp": "use zero_stage=3",
     "parallelism_config": "use init(dp=…, tp=…, pp=…)",
+    "fp16_full_eval": "evaluation runs in the precision of training",
+    "bf16_full_eval": "evaluation runs in the precision of training",
     "auto_find_batch_size": "the ranks of a pipeline or of divided layers would try different sizes",
 }
-"""Fields of TrainingArguments that would divide the model a second time, and what to use."""
+"""Fields of TrainingArguments that do not go with a divided model, and what to use or why."""
 
 PRETRAINED_SAVE_STEPS: Final = 500
 """The default of ``save_steps`` in TrainingArguments."""

@@ -22,7 +22,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.merak import checkpoints, mpu
-from atorch_ns.merak.accelerator import DataAccelerator, DistributedModel, SteppedOptimizer
+from atorch_ns.merak.accelerator import DataAccelerator, DataDraws, DistributedModel, SteppedOptimizer
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import Found, search
 from atorch_ns.merak.generation import continued, ends_of, tokens_of
@@ -78,6 +78,7 @@ class MerakTrainer(Trainer):
         self._waiting: list[Sample] = []
         self._begins_with: str | None = None
         self._random: dict[str, torch.Tensor] | None = None
+        self._draws: DataDraws | None = None
         if model is not None:
             check_sizes(args, model)
             model = prepared(args, model)
@@ -173,6 +174,22 @@ class MerakTrainer(Trainer):
         self._divide(self._train_sample)
         return super()._inner_training_loop(*args, **kwargs)
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """As ``Trainer.get_batch_samples``; ranks with the same samples draw the same random numbers for them."""
+        with contextlib.nullcontext() if self._draws is None else self._draws.apart():
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if (
+            self.args.train_sampling_strategy == "batch_rebalance"
+            and self.accelerator.num_processes != self.args.world_size
+        ):
+            raise InputError(
+                "train_sampling_strategy='batch_rebalance' deals samples to all processes, some of which need the same here: "
+                "use 'group_by_length'."
+            )
+        return super()._get_train_sampler(train_dataset)
+
     def _train_sample(self) -> Mapping[str, Any]:
         with random_states_kept():
             return next(iter(self.get_train_dataloader()))
@@ -207,6 +224,8 @@ class MerakTrainer(Trainer):
         )
         self._divided_model = self.model
         self.accelerator.train_step = self._result.train_step
+        shared = self.accelerator.num_processes < cluster.world_size
+        self._draws = DataDraws() if shared else None
         job = self._result.job
         self._distributed = DistributedModel(self._result.train_step, [job.module, *job.parts.stages])
         if self.is_world_process_zero():
@@ -366,7 +385,8 @@ class MerakTrainer(Trainer):
                 return next(iter(dataloader))
 
         self._divide(first)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+        batches: Any = dataloader if self._draws is None else _Batches(dataloader, self._draws)
+        return super().evaluation_loop(batches, *args, **kwargs)
 
     def prediction_step(
         self,
@@ -469,6 +489,22 @@ class MerakTrainer(Trainer):
         )
         as_text = isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
         return [self.processing_class.decode(text) for text in texts] if as_text else texts
+
+
+class _Batches:
+    """A data loader whose random numbers are drawn apart."""
+
+    def __init__(self, loader: Any, draws: DataDraws) -> None:
+        self._loader, self._draws = loader, draws
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._draws.batches(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 class _First(torch.utils.data.IterableDataset[Any]):
