@@ -171,8 +171,8 @@ class MerakTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._waiting = []
-        self._divide(self._train_sample)
-        return super()._inner_training_loop(*args, **kwargs)
+        with self._divide(self._train_sample).train_step.sharing_failures():
+            return super()._inner_training_loop(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As ``Trainer.get_batch_samples``; ranks with the same samples draw the same random numbers for them."""
@@ -384,9 +384,10 @@ class MerakTrainer(Trainer):
             with random_states_kept():
                 return next(iter(dataloader))
 
-        self._divide(first)
+        result = self._divide(first)
         batches: Any = dataloader if self._draws is None else _Batches(dataloader, self._draws)
-        return super().evaluation_loop(batches, *args, **kwargs)
+        with result.train_step.sharing_failures():
+            return super().evaluation_loop(batches, *args, **kwargs)
 
     def prediction_step(
         self,
