@@ -44,14 +44,15 @@ class PipelineParallel(Method[PipelineParallelConfig]):
 
     def plan(self, plan: Plan, config: PipelineParallelConfig) -> Plan:
         """The schedule and the cut."""
-        custom = bool(config.split_points or config.custom_partition)
+        begins = config.split_points if config.shards == "units" else ()
+        custom = bool(begins or config.custom_partition)
         return plan.changed(
             num_micro_batches=config.num_micro_batches or plan.num_micro_batches,
             pipeline={
                 "schedule": config.schedule,
                 "stages_per_rank": config.stages_per_rank or 0,
                 "split_method": "custom" if custom else config.split_method,
-                "split_points": config.split_points,
+                "split_points": begins,
             },
         )
 

@@ -64,7 +64,8 @@ class PipelineParallelConfig(MethodConfig):
     shards: Literal["units", "farthest_min_deps", "nearest_min_deps", "split_points"] = Field(
         default="units",
         description="What stages are made of: every unit by itself; as many units as make shard_count shards of equal "
-        "parameters, cut where the fewest tensors cross; or as few as leave cuts where fewer cross than beside them.",
+        "parameters, cut where the fewest tensors cross; as few as leave cuts where fewer cross than beside them; or what "
+        "begins at the modules that split_points names, of which there may be more than stages.",
     )
     shard_count: int | None = Field(
         default=None,

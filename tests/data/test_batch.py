@@ -89,6 +89,8 @@ class TestCallModel:
         assert call_model(model, (1, 2), None) == (((1, 2),), {})
         assert call_model(model, (1, 2), "unpack_sequence") == ((1, 2), {})
         assert call_model(model, {"a": 1}, "unpack_dict") == ((), {"a": 1})
+        assert call_model(model, ({"a": 1}, 2), "first") == (({"a": 1},), {})
+        assert call_model(model, ({"a": 1}, 2), "unpack_first") == ((), {"a": 1})
 
     @pytest.mark.parametrize(
         ("data", "model_input_format", "said"),
@@ -98,6 +100,8 @@ class TestCallModel:
             ("text", "unpack_sequence", "a str"),
             ([1, 2], "unpack_dict", "a list of 2 items"),
             ({1: 2}, "unpack_dict", "strings as keys"),
+            ({"a": 1}, "unpack_first", r"a dict with the keys \['a'\]"),
+            ([2], "unpack_first", "an int"),
         ],
     )
     def test_data_that_does_not_fit_is_described(self, data: Any, model_input_format: str, said: str) -> None:

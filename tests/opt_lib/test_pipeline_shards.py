@@ -122,6 +122,15 @@ def test_partitions_count_shards_and_leaves_stay_whole() -> None:
             {**few, "schedule": "Interleaved1F1B", "stages_per_rank": 3},
             "makes 6 stages, but there are 5 shard(s) of the model's 8 units",
         ),
+        (
+            GPT2,
+            {
+                "shards": "split_points",
+                "split_points": [f"transformer.h.{n}" for n in (0, 1, 3)],
+                "split_method": "uniform",
+            },
+            "cut before transformer.h.1;",
+        ),
         (GPT2, {"leaf_modules": "GPT2Model", "split_method": "uniform"}, "cut before lm_head;"),
         (T5, {"leaf_modules": ["encoder"], "split_method": "uniform"}, "cut before decoder.block.2;"),
         (GPT2, {"leaf_modules": ["T5Stack"]}, "leaf_modules=T5Stack: no module of"),
@@ -140,5 +149,7 @@ def test_shards_are_planned_as_their_split_method() -> None:
 def test_settings_that_would_do_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match="shards is nearest_min_deps"):
         PipelineParallelConfig(shards="nearest_min_deps", shard_count=4)
+    with pytest.raises(ValidationError, match="split_points names: name some"):
+        PipelineParallelConfig(shards="split_points")
     with pytest.raises(ValidationError, match="split_points say where stages begin"):
         PipelineParallelConfig(shards="nearest_min_deps", split_points=("blocks.1",))

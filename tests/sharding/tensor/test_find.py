@@ -180,3 +180,57 @@ class TestFound:
     def test_what_no_rank_can_compute_alone_stays_whole(self, found: dict[str, Any]) -> None:
         plan, _ = found["NormOverHeads"]
         assert "gives the results of the whole" in plan.left["blocks.*.attention.{q,k,v,o}"]
+
+
+class Adapted(nn.Module):
+    """A block of which each layer has two low-rank factors beside it; that of the first is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.narrow, self.wide = (nn.ModuleList(nn.Linear(*sizes) for sizes in pairs) for pairs in _FACTORS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.qkv(x) + self.wide[0](self.narrow[0](x))
+        q, k, v = (
+            part.unflatten(-1, (-1, WIDTH // self.heads)).transpose(1, 2) for part in fused.chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: torch.Tensor = self.out(mixed) + self.wide[1](self.narrow[1](mixed))
+        return out
+
+
+_FACTORS = (((WIDTH, 2), (WIDTH, 2)), ((2, 3 * WIDTH), (2, WIDTH)))
+
+
+class Vocabulary(nn.Module):
+    """An embedding, a block, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.down(torch.relu(self.up(self.words(ids)))))
+        return found
+
+
+def test_a_layer_and_its_low_rank_factors_are_divided_together() -> None:
+    torch.manual_seed(0)
+    model, x = Adapted(), torch.randn(2, 6, WIDTH)
+    layout = choose_plan(model, 2, graph_of(model, x), vocabulary=False).layout
+    styles = {path: layer.style for path, layer in layout.layers.items()}
+    assert styles == {"qkv": "colwise", "wide.0": "colwise", "out": "rowwise", "narrow.1": "rowwise"}
+    assert layout.layers["wide.0"].parts == (WIDTH, WIDTH, WIDTH)
+
+
+def test_the_vocabulary_stays_whole_where_it_is_not_wanted() -> None:
+    torch.manual_seed(0)
+    model, ids = Vocabulary(), torch.randint(0, 32, (2, 6))
+    graph = graph_of(model, ids)
+    assert {"words", "head"} < set(choose_plan(model, 2, graph).layout.layers)
+    chosen = choose_plan(model, 2, graph, vocabulary=False)
+    assert set(chosen.layout.layers) == {"up", "down"}
+    assert "vocabulary=False" in chosen.plan.left.values()
