@@ -22,7 +22,12 @@ _USUAL_BUCKET: Final = 5e8
 
 
 def strategy_of(
-    args: MerakArguments, grid: Grid, model: nn.Module, leaf_modules: tuple[type[nn.Module] | str, ...] = ()
+    args: MerakArguments,
+    grid: Grid,
+    model: nn.Module,
+    leaf_modules: tuple[type[nn.Module] | str, ...] = (),
+    *,
+    recomputes: bool = True,
 ) -> Strategy:
     """The methods that arguments, degrees and lists of layers stand for."""
     steps: list[Any] = []
@@ -35,7 +40,8 @@ def strategy_of(
         steps.append(("sequence_parallel", {}))
     if grid.get_dim("pipe") > 1:
         steps.append(("pipeline_parallel", pipeline(args, leaf_modules)))
-    steps += recomputation(args, grid.get_dim("pipe"))
+    if recomputes:
+        steps += recomputation(args, grid.get_dim("pipe"))
     steps += data(args, grid)
     if args.torch_compile:
         steps.append("compile")
@@ -96,7 +102,7 @@ def pipeline(args: MerakArguments, leaf_modules: Sequence[type[nn.Module] | str]
 
 def recomputation(args: MerakArguments, num_stages: int) -> list[Step]:
     """Which blocks are recomputed."""
-    if args.text_generation or not (args.activation_checkpointing and args.checkpoint_num_layers):
+    if args.text_generation or not args.checkpoint_num_layers:
         return []
     config: dict[str, Any] = {}
     if args.checkpoint_num_layers > 1:

@@ -72,6 +72,7 @@ class MerakTrainer(Trainer):
             raise InputError(f"loss_fn must be callable; it is {with_article(loss_fn)}.")
         mpu.asked_degrees()
         self.loss_fn, self.leaf_modules = loss_fn, tuple(leaf_modules)
+        self._recomputes = args.activation_checkpointing
         self._result: Result | None = None
         self._divided_model: nn.Module | None = None
         self._distributed: DistributedModel | None = None
@@ -162,12 +163,11 @@ class MerakTrainer(Trainer):
             what="looking for the checkpoint",
         )
         self._begins_with, resumed = (found, None) if self.args.finetune else (None, found)
-        recomputes, self.args.activation_checkpointing = self.args.activation_checkpointing, False
-        self._recomputes = recomputes
+        self.args.activation_checkpointing = False  # of transformers' own
         try:
             return super().train(resumed, trial, ignore_keys_for_eval)
         finally:
-            self.args.activation_checkpointing = recomputes
+            self.args.activation_checkpointing = self._recomputes
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._waiting = []
@@ -208,11 +208,10 @@ class MerakTrainer(Trainer):
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
         found = None if mpu.is_decided() else self._search(cluster, sample)
-        with self._own_recomputation():
-            strategy = cluster.agree(
-                partial(strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules),
-                what="reading the arguments",
-            )
+        read = partial(
+            strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules, recomputes=self._recomputes
+        )
+        strategy = cluster.agree(read, what="reading the arguments")
         self._result = divided(
             self.model,
             strategy if found is None else found.strategy,
@@ -248,16 +247,6 @@ class MerakTrainer(Trainer):
         args.per_device_train_batch_size = batch_size // (found.sizes[1] * found.num_micro_batches)
         self._train_batch_size = args.train_batch_size
         return found
-
-    @contextlib.contextmanager
-    def _own_recomputation(self) -> Iterator[None]:
-        """With ``activation_checkpointing`` as the user gave it."""
-        now = self.args.activation_checkpointing
-        self.args.activation_checkpointing = getattr(self, "_recomputes", now)
-        try:
-            yield
-        finally:
-            self.args.activation_checkpointing = now
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         assert self._distributed is not None
