@@ -121,12 +121,17 @@ class DistributedModel(nn.Module):
     Args:
         train_step: the job's.
         roots: the modules that this rank runs.
+        name: the class of the whole model.
     """
 
-    def __init__(self, train_step: TrainStep, roots: list[nn.Module]) -> None:
+    def __init__(self, train_step: TrainStep, roots: list[nn.Module], name: str) -> None:
         super().__init__()
         self.roots = nn.ModuleList(roots)
+        self._name = name
         self._train_step = train_step
+
+    def _get_name(self) -> str:
+        return self._name
 
     def forward(self, **inputs: Any) -> Any:
         """The outputs for one batch."""

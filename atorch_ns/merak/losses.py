@@ -36,6 +36,9 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    def _get_name(self) -> str:
+        return model_name(self._model)
+
 
 class Probe(_StandIn):
     """A model that ends ``compute_loss`` with what it was called with."""
@@ -52,16 +55,23 @@ class Answer(_StandIn):
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], output: Any) -> None:
         super().__init__(model)
-        self._inputs, self._output = inputs, output
+        self._inputs, self._output, self._is_taken = inputs, output, False
 
     def __call__(self, **inputs: Any) -> Any:
         """The output."""
-        if inputs.keys() != self._inputs.keys():
+        if self._is_taken or inputs.keys() != self._inputs.keys():
             raise InputError(
-                f"compute_loss called the model with {', '.join(inputs)} where it was run with "
-                f"{', '.join(self._inputs)}: it must call it once, with the same inputs each time."
+                f"compute_loss called the model {'again' if self._is_taken else 'with ' + ', '.join(inputs)}, which was run "
+                f"once, with {', '.join(self._inputs)}: it must call it once, with the same inputs each time."
             )
+        self._is_taken = True
         return self._output
+
+
+def model_name(model: Any) -> str:
+    """The class of a model, of that inside of peft's, by which transformers knows whether labels are shifted."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__name__
 
 
 def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], num_items: Any) -> Sample:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.errors import InputError
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.mapping import lists_for
@@ -40,7 +41,11 @@ def strategy_of(
         steps.append(("sequence_parallel", {}))
     if grid.get_dim("pipe") > 1:
         steps.append(("pipeline_parallel", pipeline(args, leaf_modules)))
-    if recomputes:
+    if args.neftune_noise_alpha is not None and grid.world_size() > grid.get_dim("data"):
+        raise InputError(
+            "neftune_noise_alpha: ranks that divide the model would add noise of their own, each another. Use dp alone."
+        )
+    if recomputes and repeated_blocks(model):
         steps += recomputation(args, grid.get_dim("pipe"))
     steps += data(args, grid)
     if args.torch_compile:
@@ -144,9 +149,11 @@ def _sharding(args: MerakArguments, grid: Grid) -> str:
     return {0: "ddp", 1: "zero1" if whole else "zero2", 2: "zero2", 3: "fsdp"}[args.zero_stage]
 
 
-def notes_of(args: MerakArguments, grid: Grid) -> list[str]:
+def notes_of(args: MerakArguments, grid: Grid, model: nn.Module, *, recomputes: bool = True) -> list[str]:
     """What the report says about arguments that do less, or something else, than in Merak."""
     notes = args.without_use()
+    if recomputes and not repeated_blocks(model):
+        notes.append("nothing is recomputed: the model repeats no block.")
     method = _sharding(args, grid) if grid.get_dim("data") > 1 else ""
     if args.zero_stage == 1 and method == "zero2":
         notes.append(

@@ -27,7 +27,7 @@ from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import Found, search
 from atorch_ns.merak.generation import continued, ends_of, tokens_of
 from atorch_ns.merak.job import divided, options_by_name, with_optimizer
-from atorch_ns.merak.losses import Sample, flat_loss, loss_of, sample_of
+from atorch_ns.merak.losses import Sample, flat_loss, loss_of, model_name, sample_of
 from atorch_ns.merak.models import check_sizes, prepared
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
@@ -103,6 +103,12 @@ class MerakTrainer(Trainer):
                 "the model is divided when training or evaluation begins; there is no job before."
             )
         return self._result
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model of ``model_init``, checked and with adapters as a given one."""
+        made = super().call_model_init(trial)
+        check_sizes(self.args, made)
+        return prepared(self.args, made)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -217,7 +223,7 @@ class MerakTrainer(Trainer):
             strategy if found is None else found.strategy,
             self._loss,
             sample,
-            notes_of(self.args, mpu.get_grid()),
+            notes_of(self.args, mpu.get_grid(), self.model, recomputes=self._recomputes),
             None if found is None else found.outcome,
             optimizer_is_trusted=self.args.zero_allow_untested_optimizer,
         )
@@ -226,7 +232,8 @@ class MerakTrainer(Trainer):
         shared = self.accelerator.num_processes < cluster.world_size
         self._draws = DataDraws() if shared else None
         job = self._result.job
-        self._distributed = DistributedModel(self._result.train_step, [job.module, *job.parts.stages])
+        roots = [job.module, *job.parts.stages]
+        self._distributed = DistributedModel(self._result.train_step, roots, model_name(self.model))
         if self.is_world_process_zero():
             log.info("%s", self._result.applied)
         return self._result

@@ -142,8 +142,8 @@ def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
     )
 
 
-def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any], CallGraph]:
-    def trace(micro_batch: Any) -> CallGraph:
+def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool], CallGraph]:
+    def trace(micro_batch: Any, outputs: bool) -> CallGraph:
         same = signature(micro_batch) == plan.traced_with
         if plan.tracer is None and not same:
             raise BatchSizeError(
@@ -151,13 +151,13 @@ def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any], CallGraph]:
                 f"when it was cut, for micro-batches of {_shapes(plan.traced_with)}; this one has "
                 f"{_shapes(signature(micro_batch))}. Use drop_last=True and samples of one length."
             )
-        if plan.tracer is None or (
-            same and job.precision.autocast is None and job.precision.input_dtype is None
-        ):
+        as_planned = same and job.precision.autocast is None and job.precision.input_dtype is None
+        if plan.tracer is None or (as_planned and not outputs):
             return plan.graph
         how = HowToRun(
             model_input_format=job.inputs.model_input_format,
             loss_func=job.inputs.loss_func,
+            outputs=outputs,
             autocast=None if job.precision.autocast is None else job.precision.autocast.dtype,
             weights=job.precision.input_dtype,
         )

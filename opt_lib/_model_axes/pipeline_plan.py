@@ -330,7 +330,8 @@ def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTrac
         if is_on_meta(job.module):
             raise
         job.module.to(job.device)
-        return None, trace_with_values(job.module, units, batch, how, job.device)
+        whole = replace(how, outputs=True)  # the one graph that there is, also where outputs are wanted
+        return None, trace_with_values(job.module, units, batch, whole, job.device)
 
 
 def _num_micro_batches(

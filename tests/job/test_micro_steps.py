@@ -224,6 +224,53 @@ def test_inference_gives_outputs_on_every_rank(name: str) -> None:
             assert loss == pytest.approx(float(mean_loss(sample, expected)), rel=1e-5)
 
 
+class Shown(Net):
+    """Also gives what its first block computes, which the loss leaves alone, and a sum of two stages' results."""
+
+    def forward(self, x: Tensor) -> Any:
+        first = x = x + self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = x + block(x)
+        return {"out": self.last(x), "first": 2 * first, "sum": first + x}
+
+
+def shown_loss(batch: Sample, output: dict[str, Tensor]) -> Tensor:
+    return mean_loss(batch, output["out"])
+
+
+def _shown() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]:
+    torch.manual_seed(5)
+    _, result, _ = auto_accelerate(
+        Shown(),
+        torch.optim.SGD,
+        loss_func=shown_loss,
+        optim_args={"lr": RATE, "weight_decay": 0.1},
+        model_input_format="first",
+        sample_batch=_samples()[0],
+        load_strategy=STRATEGIES["pipeline"],
+    )
+    assert result is not None
+    before = result.train_step.infer(_samples()).outputs
+    trained = result.train_step.micro_steps(_samples(), outputs=True).outputs
+    return list(before), list(trained), whole_parameters(result)
+
+
+def test_outputs_that_the_loss_does_not_use_come_from_every_stage() -> None:
+    torch.manual_seed(5)
+    model = Shown()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, weight_decay=0.1)
+    expected = [model(sample[0]) for sample in _samples()]
+    torch.stack([shown_loss(*pair) for pair in zip(_samples(), expected, strict=True)]).mean().backward()
+    optimizer.step()
+    for before, trained, weights in run_ranks(_shown, 2, timeout_s=60):
+        for outputs in (before, trained):
+            for output, wanted in zip(outputs, expected, strict=True):
+                for key, value in wanted.items():
+                    torch.testing.assert_close(output[key], value.detach(), rtol=1e-5, atol=1e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
 def _observed() -> tuple[list[str], list[Any]]:
     result = _accelerated(["ddp"], mean_loss)
     step, seen = result.train_step, list[str]()

@@ -104,7 +104,7 @@ def stage_parameters(
         sent: what crosses the cut after it; ``None`` for the last stage.
     """
     waiting = [value for call in graph.calls[begin:end] for value in call.arguments]
-    waiting += graph.results if sent is None else [one.value for one in sent.carried]
+    waiting += (*graph.results, *graph.shown) if sent is None else [one.value for one in sent.carried]
     known = {one.value for one in received.carried} if received else set()
     names: set[str] = set()
     while waiting:

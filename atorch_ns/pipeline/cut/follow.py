@@ -74,6 +74,7 @@ class Follower(TorchFunctionMode):
         self._by_storage: dict[int, list[torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
         self._results: list[int] = []
+        self._shown: list[int] = []
         self._reads: list[tuple[int, int]] = []
         self._mutates = False
         self._taken_apart: set[str] = set()
@@ -100,10 +101,11 @@ class Follower(TorchFunctionMode):
         ):
             yield self
 
-    def conclude(self, result: Any) -> None:
-        """Records the result of the pass: the loss, or the model's output."""
+    def conclude(self, result: Any, shown: Any = ()) -> None:
+        """Records the result of the pass, the loss or the model's output, and outputs that are wanted beside it."""
         self._busy = True
         self._results = [self._number(tensor) for tensor in tensors_of(result)]
+        self._shown = [self._number(tensor) for tensor in tensors_of(shown)]
 
     def graph(self) -> CallGraph:
         """The graph of the pass."""
@@ -111,6 +113,7 @@ class Follower(TorchFunctionMode):
             calls=tuple(call.closed() for call in self._calls),
             values=tuple(self._values),
             results=tuple(self._results),
+            shown=tuple(self._shown),
             reads=tuple(self._reads),
             mutates=self._mutates,
             taken_apart=frozenset(self._taken_apart),

@@ -216,6 +216,7 @@ class CallGraph:
         calls: calls in the order in which they were made.
         values: values in the order in which they were computed, by number.
         results: numbers of the values of the model's result: the loss, or its outputs.
+        shown: numbers of the values of outputs that are wanted beside the loss, and have no gradients.
         reads: ``(position, value)``: after that many calls the code read the elements of that value, which depends
             on a call, and may have branched on them.
         mutates: whether a value that depends on a call was changed in place.
@@ -226,6 +227,7 @@ class CallGraph:
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
     results: tuple[int, ...]
+    shown: tuple[int, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
     mutates: bool = False
     taken_apart: frozenset[str] = frozenset()
@@ -245,7 +247,7 @@ class CallGraph:
                 last[value] = max(last[value], number)
         for position, value in self.reads:
             last[value] = max(last[value], position - 1)
-        for value in self.results:
+        for value in (*self.results, *self.shown):
             last[value] = len(self.calls)
         for number in range(len(self.values) - 1, -1, -1):
             made = self.values[number]

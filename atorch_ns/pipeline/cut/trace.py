@@ -86,12 +86,14 @@ class HowToRun:
     Attributes:
         model_input_format: how a batch is passed to it.
         loss_func: ``(batch, output) -> loss``, which shows what of the output is used; ``None`` for all of it.
+        outputs: whether all of the output is wanted beside the loss.
         autocast: the dtype of autocast around it, if any.
         weights: the dtype that weights and inputs are cast to, if any.
     """
 
     model_input_format: str | None = None
     loss_func: Callable[[Any, Any], Any] | None = None
+    outputs: bool = False
     autocast: torch.dtype | None = None
     weights: torch.dtype | None = None
 
@@ -179,7 +181,7 @@ def _run(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device
                 used = how.loss_func(batch, output)
             except Exception:  # a loss that cannot be followed may use anything
                 used = output
-    follower.conclude(used)
+    follower.conclude(used, output if how.outputs else ())
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -39,7 +39,7 @@ class StageSet:
         cuts: the calls before which the model is cut.
         rank_of: the rank along the pipeline of every stage.
         paths: the paths of the units, in the order of their calls when the model was cut.
-        trace: ``micro-batch -> its graph``; called once for micro-batches of the same shapes.
+        trace: ``(micro-batch, whether outputs are wanted) -> its graph``; called once for micro-batches of the same shapes.
         draw_seed: returns a seed for the next batch, the same on all stages of a pipeline.
     """
 
@@ -49,7 +49,7 @@ class StageSet:
         cuts: Sequence[int],
         rank_of: Sequence[int],
         paths: Sequence[str],
-        trace: Callable[[Any], CallGraph],
+        trace: Callable[[Any, bool], CallGraph],
         draw_seed: Callable[[], int],
     ) -> None:
         self.stages = tuple(stages)
@@ -58,7 +58,7 @@ class StageSet:
         self.paths = tuple(paths)
         self._trace = trace
         self._draw_seed = draw_seed
-        self._traced: dict[Signature, tuple[CallGraph, tuple[StageRange, ...]]] = {}
+        self._traced: dict[tuple[Signature, bool], tuple[CallGraph, tuple[StageRange, ...]]] = {}
         self._splits: dict[tuple[Signature, int], bool] = {}
 
     def splits_backward(self, micro_batch: Any, stage: int) -> bool:
@@ -69,12 +69,15 @@ class StageSet:
             self._splits[key] = backward_splits(graph, all_ranges[stage])
         return self._splits[key]
 
-    def begin(self, micro_batches: Sequence[Any], loss_of: LossOf) -> list[tuple[StageRange, ...]]:
+    def begin(
+        self, micro_batches: Sequence[Any], loss_of: LossOf, *, outputs: bool = False
+    ) -> list[tuple[StageRange, ...]]:
         """Prepares every stage for one forward pass of each micro-batch.
 
         Args:
             micro_batches: the same on all ranks of the pipeline.
             loss_of: ``(micro-batch, output) -> loss``, 0-d.
+            outputs: whether the last stage is to have all of the model's outputs, or what the loss needs of them.
 
         Returns:
             For every micro-batch all stages of the pipeline, as they are for its shapes.
@@ -82,7 +85,7 @@ class StageSet:
         Raises:
             StepError: if the model calls other units than when it was cut.
         """
-        known = [self._known(micro_batch) for micro_batch in micro_batches]
+        known = [self._known(micro_batch, outputs) for micro_batch in micro_batches]
         draws = any(
             stage.model_training for stage in self.stages
         )  # an evaluation leaves the masks to come alone
@@ -97,11 +100,11 @@ class StageSet:
         for stage in self.stages:
             stage.finish()
 
-    def _known(self, micro_batch: Any) -> tuple[CallGraph, tuple[StageRange, ...]]:
-        key = signature(micro_batch)
+    def _known(self, micro_batch: Any, outputs: bool = False) -> tuple[CallGraph, tuple[StageRange, ...]]:
+        key = (signature(micro_batch), outputs)
         if key not in self._traced:
             with torch.enable_grad():  # also where an evaluation is the first to have such shapes
-                graph = self._trace(micro_batch)
+                graph = self._trace(micro_batch, outputs)
             if graph.paths != self.paths:
                 raise StepError(_other_calls(self.paths, graph.paths))
             self._traced[key] = (graph, ranges(graph, self._cuts))
@@ -195,7 +198,7 @@ class PipelineRunner:
             orders=orders,
             rank_of=self._set.rank_of,
             stages={stage.number: stage for stage in self._set.stages},
-            ranges=self._set.begin(work.micro_batches, share_of),
+            ranges=self._set.begin(work.micro_batches, share_of, outputs=bool(askers)),
             keeping=self._keeping,
             kept=self._kept,
             idle=work.dummies,
