@@ -201,7 +201,7 @@ class MerakTrainer(Trainer):
             strategy if found is None else found.strategy,
             self._loss,
             sample,
-            notes_of(self.args, mpu.get_grid()),
+            notes_of(self.args, mpu.get_grid(), self.model),
             None if found is None else found.outcome,
             optimizer_is_trusted=self.args.zero_allow_untested_optimizer,
         )

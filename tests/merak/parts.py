@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.merak import MerakArguments, MerakTrainer, init
 
-VOCABULARY, TOKENS, IMAGE = 96, 12, 16
+VOCABULARY, TOKENS, IMAGE = 104, 12, 16
 
 _IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -180,7 +180,7 @@ class Run(NamedTuple):
     Attributes:
         logs: of this rank.
         weights: by name, on the first rank.
-        rows: of the report, by method; empty for transformers' Trainer.
+        rows: of the report, by method, and its ``notes``; empty for transformers' Trainer.
         seen: what ``look`` found.
     """
 
@@ -198,9 +198,7 @@ QUICK: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no"}
 """Arguments of runs that need few steps and no evaluation."""
 
 
-def made(
-    usual: type[Trainer], args: TrainingArguments, name: str, change: Change | None = None
-) -> Any:
+def made(usual: type[Trainer], args: TrainingArguments, name: str, change: Change | None = None) -> Any:
     """A trainer of a model, of the usual class unless ``change`` names another."""
     given = {
         "model": None,
@@ -245,7 +243,8 @@ def run_merak(
         trainer = made(MerakTrainer, args, name, change)
         trainer.train()
         seen = None if look is None else look(trainer)
-        rows = {row.name: row.why for row in trainer.result.applied.rows}
+        applied = trainer.result.applied
+        rows = {row.name: row.why for row in applied.rows} | {"notes": " ".join(applied.notes)}
         return Run(logs_of(trainer), export_state_dict(trainer.result), rows, seen)
 
 

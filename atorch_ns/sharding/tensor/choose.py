@@ -64,6 +64,7 @@ def choose_plan(
     device: torch.device | str = "cpu",
     undivided: Undivided = "error",
     vocabulary: bool = True,
+    find_parts: bool = False,
 ) -> ChosenPlan:
     """Chooses the plan to use.
 
@@ -78,6 +79,7 @@ def choose_plan(
         device: where it computes them.
         undivided: whether attention whose heads the degree does not divide is an error or is kept whole.
         vocabulary: whether the embedding of the vocabulary and the head are divided, where the user gives no plan.
+        find_parts: whether the sizes of fused layers are found, where the user's plan fails without them.
 
     Raises:
         InputError: if the user's plan does not fit or computes something else, or nothing can be divided, or heads
@@ -106,6 +108,10 @@ def choose_plan(
     while True:
         regions = regions_in(graph, layout)
         failure, partial = test.plan(layout, regions)
+        if failure is not None and users and find_parts:
+            plan, find_parts = _with_parts(model, plan, find_tensor_plan(model, degree, graph, test)), False
+            layout = plan.resolve(model)
+            continue
         if failure is None or users:
             break
         plan = _without(model, plan, layout, failure, degree)
@@ -161,6 +167,13 @@ def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bo
     inner = replace(layout, layers={path: one for path, one in layout.layers.items() if path not in ends})
     left = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
     return replace(plan_from(model, inner, left=left), where=plan.where)
+
+
+def _with_parts(model: nn.Module, plan: TensorPlan, found: TensorPlan) -> TensorPlan:
+    """The plan with the sizes of fused layers of a found one."""
+    mine, other = plan.resolve(model).layers, found.resolve(model).layers
+    parts = {path: one.parts for path, one in other.items() if one.parts and path in mine}
+    return replace(plan, parts={**parts, **plan.parts})
 
 
 def _degrees_by_size(model: nn.Module, graph: LayerGraph) -> list[int]:
