@@ -50,9 +50,7 @@ MP_MODEL_MAPPING: Final[dict[str, TpLayerLists]] = {
         row_para_list=("output.dense",),
         tp_attr_list=("num_attention_heads", "all_head_size"),
     ),
-    "vit": TpLayerLists(
-        col_para_list=("q_proj", "k_proj", "v_proj", "fc1"), row_para_list=("o_proj", "fc2")
-    ),
+    "vit": TpLayerLists(col_para_list=("q_proj", "k_proj", "v_proj", "fc1"), row_para_list=("o_proj", "fc2")),
 }
 """Merak's own lists, with the names of today's transformers, by ``config.model_type``: examples for lists of one's own. Models of these types need none here, since
 ``tensor_parallel`` finds what it divides, and tests it."""

@@ -87,7 +87,7 @@ NAMES = tuple(_CONFIGS)
 def model(name: str, dropout: bool = False, **fields: Any) -> nn.Module:
     """A small model. Dropout is off where weights are compared: ranks draw other masks than one process."""
     config_name, model_name, sizes = _CONFIGS[name]
-    off = {} if dropout else {key: 0.0 for key in _dropouts(config_name)}
+    off = {} if dropout else dict.fromkeys(_dropouts(config_name), 0.0)
     torch.manual_seed(0)
     found: nn.Module = getattr(transformers, model_name)(
         getattr(transformers, config_name)(**{**sizes, **off, **fields})
