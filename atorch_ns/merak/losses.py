@@ -36,6 +36,9 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
+    def _get_name(self) -> str:
+        return class_of(self._model)
+
 
 class Probe(_StandIn):
     """A model that ends ``compute_loss`` with what it was called with."""
@@ -62,6 +65,12 @@ class Answer(_StandIn):
                 f"{', '.join(self._inputs)}: it must call it once, with the same inputs each time."
             )
         return self._output
+
+
+def class_of(model: Any) -> str:
+    """The name of a model's class, that of the model inside of adapters: by it ``Trainer`` knows whose labels are shifted."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(inner).__name__
 
 
 def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], num_items: Any) -> Sample:

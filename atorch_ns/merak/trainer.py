@@ -27,7 +27,7 @@ from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import Found, search
 from atorch_ns.merak.generation import continued, ends_of, tokens_of
 from atorch_ns.merak.job import divided, options_by_name, with_optimizer
-from atorch_ns.merak.losses import Sample, flat_loss, loss_of, sample_of
+from atorch_ns.merak.losses import Sample, class_of, flat_loss, loss_of, sample_of
 from atorch_ns.merak.models import check_sizes, prepared
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
@@ -208,7 +208,8 @@ class MerakTrainer(Trainer):
         self._divided_model = self.model
         self.accelerator.train_step = self._result.train_step
         job = self._result.job
-        self._distributed = DistributedModel(self._result.train_step, [job.module, *job.parts.stages])
+        roots = [job.module, *job.parts.stages]
+        self._distributed = DistributedModel(self._result.train_step, roots, class_of(self.model))
         if self.is_world_process_zero():
             log.info("%s", self._result.applied)
         return self._result

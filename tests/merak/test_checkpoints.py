@@ -150,7 +150,12 @@ def _from_plain(folder: str) -> tuple[Run, dict[str, torch.Tensor]]:
 def test_finetuning_takes_the_weights_alone(tmp_path: Path) -> None:
     run_ranks(_plain_folder, 1, args=(str(tmp_path / "plain"),), timeout_s=60)
     run, weights = run_ranks(_from_plain, 2, args=(str(tmp_path),), timeout_s=100)[0]
-    assert [entry["step"] for entry in run.logs if "loss" in entry] == [1, 2, 3, 4]  # finetune begins at step 0
+    assert [entry["step"] for entry in run.logs if "loss" in entry] == [
+        1,
+        2,
+        3,
+        4,
+    ]  # finetune begins at step 0
     loaded = run_ranks(loaded_strictly, 1, args=(tmp_path / "plain" / "checkpoint-2",))[0]
     for name, tensor in weights.items():
         torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)  # the rate is 0
@@ -206,7 +211,9 @@ def test_parts_are_left_out_of_checkpoints(tmp_path: Path) -> None:
     without, whole = (tmp_path / "none" / "checkpoint-2", tmp_path / "all" / "checkpoint-2")
     assert any(name.startswith("rng_state") for name in saved_names(whole))
     assert not any(name.startswith("rng_state") for name in saved_names(without))
-    sizes = [sum(path.stat().st_size for path in one.rglob("*") if path.is_file()) for one in (without, whole)]
+    sizes = [
+        sum(path.stat().st_size for path in one.rglob("*") if path.is_file()) for one in (without, whole)
+    ]
     assert sizes[0] < 0.7 * sizes[1]  # AdamW's states are twice the weights
 
 
