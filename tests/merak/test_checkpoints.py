@@ -71,7 +71,7 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path) -> None:
     folder = str(tmp_path)
     saved = run_ranks(_saved, 4, args=(folder, {"dp": 2, "pp": 2}), timeout_s=100)
     assert_equal_runs(saved[0], plain())
-    layouts: list[dict[str, Any]] = [{"tp": 2}, {"dp": 2}, {"pp": 2}]
+    layouts: list[dict[str, Any]] = [{"tp": 2}]
     resumed = [*run_ranks(_resumed, 2, args=(folder, layouts), timeout_s=100)[0]]
     resumed += run_ranks(_resumed, 1, args=(folder, [{}]), timeout_s=100)[0]
     for run in resumed:

@@ -118,7 +118,7 @@ def _on(degrees: dict[str, int]) -> dict[str, Run]:
     "degrees",
     [
         {"dp": 2},
-        {"pp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "pp": 2}, marks=pytest.mark.slow),
     ],
