@@ -136,6 +136,7 @@ def _planned(
         sequence_dim=config.sequence_dim if config.sequence else None,
         undivided=config.undivided,
         vocabulary=config.vocabulary,
+        find_parts=config.plan is None,  # Merak's lists have no place for them
         run_numerics=config.self_test,
         device=job.device,
     )

@@ -121,16 +121,17 @@ class DistributedModel(nn.Module):
     Args:
         train_step: the job's.
         roots: the modules that this rank runs.
-        name: the class of the whole model.
+        name: the class of the undivided model.
     """
 
     def __init__(self, train_step: TrainStep, roots: list[nn.Module], name: str) -> None:
         super().__init__()
         self.roots = nn.ModuleList(roots)
-        self._name = name
         self._train_step = train_step
+        self._name = name
 
     def _get_name(self) -> str:
+        """The class of the undivided model, by which ``Trainer`` knows whose labels are shifted."""
         return self._name
 
     def forward(self, **inputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -71,6 +72,13 @@ def with_optimizer(
     attached = attach_optimizer(result, make, options_of=options_of, **arguments)
     attached.make_report = result.make_report
     return attached
+
+
+def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The arguments that make another optimizer of its class, of its defaults, which may hold more."""
+    known = inspect.signature(type(optimizer)).parameters
+    open_ = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+    return {name: value for name, value in optimizer.defaults.items() if open_ or name in known}
 
 
 def options_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ class _StandIn:
         return getattr(self._model, name)
 
     def _get_name(self) -> str:
-        return model_name(self._model)
+        return class_of(self._model)
 
 
 class Probe(_StandIn):
@@ -68,10 +68,10 @@ class Answer(_StandIn):
         return self._output
 
 
-def model_name(model: Any) -> str:
-    """The class of a model, of that inside of peft's, by which transformers knows whether labels are shifted."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__
+def class_of(model: Any) -> str:
+    """The name of a model's class, that of the model inside of adapters: by it ``Trainer`` knows whose labels are shifted."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(inner).__name__
 
 
 def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], num_items: Any) -> Sample:

@@ -38,26 +38,21 @@ class TpLayerLists:
         return {name: list(value) for name, value in vars(self).items() if value}
 
 
-_BERT: Final = TpLayerLists(
-    col_para_list=("query", "key", "value", "intermediate.dense"),
-    row_para_list=("output.dense",),
-    tp_attr_list=("num_attention_heads", "all_head_size"),
-)
 MP_MODEL_MAPPING: Final[dict[str, TpLayerLists]] = {
     "gpt2": TpLayerLists(
         input_output_mapping=((1, 3, "col"), (1, 1, "row"), (1, 4, "col"), (4, 1, "row")),
-        tp_attr_list=("num_heads", "split_size"),
+        tp_attr_list=("num_heads", "embed_dim", "split_size"),
     ),
-    "t5": TpLayerLists(
-        col_para_list=("Attention.q", "Attention.k", "Attention.v", "DenseReluDense.wi"),
-        row_para_list=("Attention.o", "DenseReluDense.wo"),
-        weight_change_list=(("relative_attention_bias", 1),),
-        tp_attr_list=("n_heads", "inner_dim"),
+    # Attention adds a bias of positions for all heads, whose embedding is not divided by columns.
+    "t5": TpLayerLists(col_para_list=("DenseReluDense.wi",), row_para_list=("DenseReluDense.wo",)),
+    "bert": TpLayerLists(
+        col_para_list=("query", "key", "value", "intermediate.dense"),
+        row_para_list=("output.dense",),
+        tp_attr_list=("num_attention_heads", "all_head_size"),
     ),
-    "bert": _BERT,
-    "vit": _BERT,
+    "vit": TpLayerLists(col_para_list=("q_proj", "k_proj", "v_proj", "fc1"), row_para_list=("o_proj", "fc2")),
 }
-"""Merak's own lists, by ``config.model_type``: examples for lists of one's own. Models of these types need none here, since
+"""Merak's own lists, with the names of today's transformers, by ``config.model_type``: examples for lists of one's own. Models of these types need none here, since
 ``tensor_parallel`` finds what it divides, and tests it."""
 
 _LISTS: Final[dict[str, TpLayerLists]] = {}

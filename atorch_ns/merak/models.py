@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, Final
 
+import torch
 from torch import nn
 
+from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError, MissingPackageError
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.text import did_you_mean
@@ -68,6 +70,17 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
     except (TypeError, ValueError) as error:
         raise InputError(f"lora_config: {error}") from error
     return adapted
+
+
+def structure_of_adapted(model: nn.Module) -> nn.Module | None:
+    """A copy without memory of a model with adapters, whose files peft writes by the paths in it; ``None`` of others."""
+    if not hasattr(model, "peft_config"):
+        return None
+
+    def on_meta(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    return copy_structure(model, on_meta, {})
 
 
 def untie(model: nn.Module) -> None:

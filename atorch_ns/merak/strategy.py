@@ -78,7 +78,7 @@ def tensor(args: MerakArguments, model: nn.Module) -> dict[str, Any]:
     config: dict[str, Any] = {} if lists is None else lists.as_config()
     if args.sequence_parallel:
         config |= {"sequence": True, "sequence_dim": args.sequence_dim}
-    if args.tp_overlapping_level:
+    elif args.tp_overlapping_level:
         config["overlap"] = True
     if lists is None and not args.parallel_vocab:
         config["vocabulary"] = False
@@ -162,7 +162,21 @@ def notes_of(args: MerakArguments, grid: Grid, model: nn.Module, *, recomputes: 
     sizes = {args.zero_allgather_bucket_size, args.zero_reduce_bucket_size}
     if method in ("zero2", "fsdp") and sizes != {_USUAL_BUCKET}:
         notes.append(f"zero_*_bucket_size change nothing: {method} gathers and reduces block by block.")
-    if args.tp_overlapping_level > 1 and grid.get_dim("model") > 1:
+    elif method and args.zero_allgather_bucket_size != _USUAL_BUCKET:
+        notes.append(
+            "zero_allgather_bucket_size changes nothing: ranks hold whole parameters, and zero1 sends each rank's part of the "
+            "updated ones at once."
+        )
+    if args.shard_count is not None and args.split_method != "farthest_min_deps" and grid.get_dim("pipe") > 1:
+        notes.append(f"shard_count changes nothing: it is for farthest_min_deps, not {args.split_method}.")
+    if args.parallel_vocab and grid.get_dim("model") > 1 and model is not None and lists_for(model):
+        notes.append("parallel_vocab changes nothing: the lists of set_tp_layer_lists say what is divided.")
+    if args.tp_overlapping_level and args.sequence_parallel and grid.get_dim("model") > 1:
+        notes.append(
+            f"tp_overlapping_level={args.tp_overlapping_level} changes nothing: it overlaps all-reduces, of which "
+            "sequence_parallel leaves none."
+        )
+    elif args.tp_overlapping_level > 1 and grid.get_dim("model") > 1:
         notes.append(
             f"tp_overlapping_level={args.tp_overlapping_level} is run as 1: higher levels rewrite the blocks of one model."
         )

@@ -26,9 +26,9 @@ from atorch_ns.merak.accelerator import DataAccelerator, DataDraws, DistributedM
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import Found, search
 from atorch_ns.merak.generation import continued, ends_of, tokens_of
-from atorch_ns.merak.job import divided, options_by_name, with_optimizer
-from atorch_ns.merak.losses import Sample, flat_loss, loss_of, model_name, sample_of
-from atorch_ns.merak.models import check_sizes, prepared
+from atorch_ns.merak.job import arguments_of, divided, options_by_name, with_optimizer
+from atorch_ns.merak.losses import Sample, class_of, flat_loss, loss_of, sample_of
+from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
 from atorch_ns.text import with_article
@@ -75,6 +75,7 @@ class MerakTrainer(Trainer):
         self._recomputes = args.activation_checkpointing
         self._result: Result | None = None
         self._divided_model: nn.Module | None = None
+        self._structure: nn.Module | None = None
         self._distributed: DistributedModel | None = None
         self._waiting: list[Sample] = []
         self._begins_with: str | None = None
@@ -218,6 +219,7 @@ class MerakTrainer(Trainer):
             strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules, recomputes=self._recomputes
         )
         strategy = cluster.agree(read, what="reading the arguments")
+        self._structure = structure_of_adapted(self.model)
         self._result = divided(
             self.model,
             strategy if found is None else found.strategy,
@@ -233,7 +235,7 @@ class MerakTrainer(Trainer):
         self._draws = DataDraws() if shared else None
         job = self._result.job
         roots = [job.module, *job.parts.stages]
-        self._distributed = DistributedModel(self._result.train_step, roots, model_name(self.model))
+        self._distributed = DistributedModel(self._result.train_step, roots, class_of(self.model))
         if self.is_world_process_zero():
             log.info("%s", self._result.applied)
         return self._result
@@ -297,7 +299,7 @@ class MerakTrainer(Trainer):
 
     def _optimizer_recipe(self) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
         if self._given_options is not None:
-            return type(self.optimizer), dict(self.optimizer.defaults)
+            return type(self.optimizer), arguments_of(self.optimizer)
         make, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
         )
@@ -420,7 +422,12 @@ class MerakTrainer(Trainer):
             return
         cluster, folder = self._result.job.cluster, output_dir or self.args.output_dir
         whole = checkpoint.export_state_dict(self._result)
-        cluster.on_first(partial(self._save, folder, whole), what="writing the model")
+        # peft looks for adapters where they are in the undivided model, which stages and wrappers hide.
+        present, self.model = self.model, self._structure or self.model
+        try:
+            cluster.on_first(partial(self._save, folder, whole), what="writing the model")
+        finally:
+            self.model = present
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.merak import MerakArguments, MerakTrainer, init
 
-VOCABULARY, TOKENS, IMAGE = 96, 12, 16
+VOCABULARY, TOKENS, IMAGE = 104, 12, 16
 
 _IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -174,55 +174,89 @@ def logs_of(trainer: Trainer) -> list[dict[str, float]]:
     return [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
 
 
+class Run(NamedTuple):
+    """A training.
+
+    Attributes:
+        logs: of this rank.
+        weights: by name, on the first rank.
+        rows: of the report, by method, and its ``notes``; empty for transformers' Trainer.
+        seen: what ``look`` found.
+    """
+
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    rows: dict[str, str]
+    seen: Any = None
+
+
+Change = Callable[[], dict[str, Any]]
+"""Gives arguments of the trainer; ``trainer`` among them is its class."""
+Look = Callable[[Any], Any]
+"""Looks at a trainer after its training."""
+QUICK: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no"}
+"""Arguments of runs that need few steps and no evaluation."""
+
+
+def made(usual: type[Trainer], args: TrainingArguments, name: str, change: Change | None = None) -> Any:
+    """A trainer of a model, of the usual class unless ``change`` names another."""
+    given = {
+        "model": None,
+        "train_dataset": Data(name),
+        "eval_dataset": Data(name, 10),
+        "compute_metrics": accuracy,
+        **({} if change is None else change()),
+    }
+    given["model"] = model(name) if given["model"] is None else given["model"]
+    return given.pop("trainer", usual)(args=args, **given)
+
+
 def run_plain(
-    name: str, accumulation: int = 2, change: Callable[..., Any] | None = None, **fields: Any
-) -> Any:
+    name: str,
+    accumulation: int = 2,
+    change: Change | None = None,
+    look: Look | None = None,
+    **fields: Any,
+) -> Run:
     """transformers' own Trainer in one process: its logs and weights."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(**arguments(folder, gradient_accumulation_steps=accumulation, **fields))
-        given = {} if change is None else change()
-        trainer = given.pop("trainer", Trainer)(
-            model(name),
-            args,
-            train_dataset=Data(name),
-            eval_dataset=Data(name, 10),
-            compute_metrics=accuracy,
-            **given,
-        )
+        trainer = made(Trainer, args, name, change)
         trainer.train()
+        seen = None if look is None else look(trainer)
         weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
-        return logs_of(trainer), weights
+        return Run(logs_of(trainer), weights, {}, seen)
 
 
 def run_merak(
     name: str,
     degrees: dict[str, Any],
     accumulation: int = 2,
-    change: Callable[..., Any] | None = None,
+    change: Change | None = None,
+    look: Look | None = None,
     **fields: Any,
-) -> Any:
+) -> Run:
     """The same on ranks of these degrees: logs of each rank, weights on the first, and the report's rows."""
     init(**degrees)
     with tempfile.TemporaryDirectory() as folder:
         args = MerakArguments(**arguments(folder, gradient_accumulation_steps=accumulation, **fields))
-        given = {} if change is None else change()
-        trainer = given.pop("trainer", MerakTrainer)(
-            model(name),
-            args,
-            train_dataset=Data(name),
-            eval_dataset=Data(name, 10),
-            compute_metrics=accuracy,
-            **given,
-        )
+        trainer = made(MerakTrainer, args, name, change)
         trainer.train()
-        rows = {row.name: row.why for row in trainer.result.applied.rows}
-        return logs_of(trainer), export_state_dict(trainer.result), rows
+        seen = None if look is None else look(trainer)
+        applied = trainer.result.applied
+        rows = {row.name: row.why for row in applied.rows} | {"notes": " ".join(applied.notes)}
+        return Run(logs_of(trainer), export_state_dict(trainer.result), rows, seen)
+
+
+def run_each(run: Callable[..., Run], runs: dict[str, dict[str, Any]]) -> dict[str, Run]:
+    """Several trainings by one launch of ranks."""
+    return {key: run(**given) for key, given in runs.items()}
 
 
 def assert_equal_runs(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     """Compares logs and weights; losses, norms and metrics to ``tolerance``, relative above 1."""
     logs, weights = found[:2]
-    wanted_logs, wanted_weights = wanted
+    wanted_logs, wanted_weights = wanted[:2]
     assert [entry.keys() for entry in logs] == [entry.keys() for entry in wanted_logs]
     for entry, other in zip(logs, wanted_logs, strict=True):
         for key, value in entry.items():

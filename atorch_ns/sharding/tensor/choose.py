@@ -64,6 +64,7 @@ def choose_plan(
     device: torch.device | str = "cpu",
     undivided: Undivided = "error",
     vocabulary: bool = True,
+    find_parts: bool = False,
 ) -> ChosenPlan:
     """Chooses the plan to use.
 
@@ -78,6 +79,7 @@ def choose_plan(
         device: where it computes them.
         undivided: whether attention whose heads the degree does not divide is an error or is kept whole.
         vocabulary: whether the embedding of the vocabulary and the head are divided, where the user gives no plan.
+        find_parts: whether the sizes of fused layers are found, where the user's plan fails without them.
 
     Raises:
         InputError: if the user's plan does not fit or computes something else, or nothing can be divided, or heads
@@ -90,12 +92,7 @@ def choose_plan(
     if plan is not None:
         _check_users(model, plan, degree, graph)
     elif source != "found":
-        plan = _own_plan(model, degree, graph, test, notes)
-        if plan is None and source == "model":
-            raise InputError(
-                f"source='model', and {type(model).__name__} has no plan that can be used"
-                f"{': ' + notes[0] if notes else ''}. Use source='auto' to have one found."
-            )
+        plan = _own_plan(model, degree, graph, test, notes, required=source == "model")
     users = plan is not None and plan.where == "user"
     if plan is None:
         plan = find_tensor_plan(model, degree, graph, test)
@@ -106,6 +103,10 @@ def choose_plan(
     while True:
         regions = regions_in(graph, layout)
         failure, partial = test.plan(layout, regions)
+        if failure is not None and users and find_parts:
+            plan, find_parts = _with_parts(model, plan, find_tensor_plan(model, degree, graph, test)), False
+            layout = plan.resolve(model)
+            continue
         if failure is None or users:
             break
         plan = _without(model, plan, layout, failure, degree)
@@ -124,12 +125,30 @@ def choose_plan(
 
 
 def _own_plan(
-    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, notes: list[str]
+    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, notes: list[str], *, required: bool
 ) -> TensorPlan | None:
-    """The model's own plan, completed by its vocabulary, if it passes the test."""
+    """The model's own plan, completed by its vocabulary, if it passes the test.
+
+    Raises:
+        InputError: if it is required and there is none.
+    """
+    plan, why = _tested_own_plan(model, degree, graph, test)
+    notes += [why] if why else []
+    if plan is None and required:
+        raise InputError(
+            f"source='model', and {type(model).__name__} has no plan that can be used{': ' + why if why else ''}. Use "
+            "source='auto' to have one found."
+        )
+    return plan
+
+
+def _tested_own_plan(
+    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest
+) -> tuple[TensorPlan | None, str]:
+    """The model's own plan, or none and why it is not used."""
     plan = model_plan(model)
     if plan is None:
-        return None
+        return None, ""
     layout = plan.resolve(model)
     unfit = misfits(model, layout, degree)
     # A head or an embedding that does not divide, or is tied to one that the plan leaves whole, can be left out.
@@ -145,10 +164,9 @@ def _own_plan(
         reasons = [] if failure is None else [(failure.path, failure.reason)]
     if reasons:
         path, why = reasons[0]
-        notes.append(f"the model's own plan is not used: {path}: {why}")
-        return None
+        return None, f"the model's own plan is not used: {path}: {why}"
     left = {path: "the model's plan leaves it whole" for path in graph.nodes if path not in layout.layers}
-    return replace(plan_from(model, layout, left=left), where="model")
+    return replace(plan_from(model, layout, left=left), where="model"), ""
 
 
 def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bool) -> TensorPlan:
@@ -161,6 +179,13 @@ def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bo
     inner = replace(layout, layers={path: one for path, one in layout.layers.items() if path not in ends})
     left = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
     return replace(plan_from(model, inner, left=left), where=plan.where)
+
+
+def _with_parts(model: nn.Module, plan: TensorPlan, found: TensorPlan) -> TensorPlan:
+    """The plan with the sizes of fused layers of a found one."""
+    mine, other = plan.resolve(model).layers, found.resolve(model).layers
+    parts = {path: one.parts for path, one in other.items() if one.parts and path in mine}
+    return replace(plan, parts={**parts, **plan.parts})
 
 
 def _degrees_by_size(model: nn.Module, graph: LayerGraph) -> list[int]:
