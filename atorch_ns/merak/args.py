@@ -23,6 +23,7 @@ _CHOICES: Final = {
 }
 _AT_LEAST: Final = {
     "checkpoint_num_layers": 0,
+    "gradient_accumulation_steps": 1,
     "shard_count": 1,
     "seq_length": 1,
     "num_layers": 1,
@@ -50,13 +51,14 @@ _REFUSED: Final = {
     "deepspeed": "use zero_stage, dp, tp and pp",
     "fsdp": "use zero_stage=3",
     "parallelism_config": "use init(dp=…, tp=…, pp=…)",
+    "activation_checkpointing_kwargs": "use activation_checkpoint_ratio and checkpoint_num_layers",
     "fp16_full_eval": "evaluation runs in the precision of training",
     "bf16_full_eval": "evaluation runs in the precision of training",
     "auto_find_batch_size": "the ranks of a pipeline or of divided layers would try different sizes",
 }
 """Fields of TrainingArguments that do not go with a divided model, and what to use or why."""
 
-PRETRAINED_SAVE_STEPS: Final = 500
+USUAL_SAVE_STEPS: Final = 500
 """The default of ``save_steps`` in TrainingArguments."""
 
 
@@ -195,6 +197,10 @@ class MerakArguments(TrainingArguments):
     no_tie_modules: bool = field(
         default=False, metadata={"help": "Train tied weights as weights of their own."}
     )
+    save_strategy: str = field(
+        default="no",
+        metadata={"help": "When checkpoints are saved: no (steps with save), steps, epoch, best."},
+    )
     save_total_limit: int | None = field(
         default=-1, metadata={"help": "Most checkpoints that are kept; -1 for all."}
     )
@@ -215,12 +221,14 @@ class MerakArguments(TrainingArguments):
         self._check()
         if self.save_total_limit is not None and self.save_total_limit < 0:
             self.save_total_limit = None
+        if isinstance(self.custom_split_points, str):
+            self.custom_split_points = [self.custom_split_points]
+        asked = self.save or self.load_best_model_at_end or self.save_steps != USUAL_SAVE_STEPS
+        if asked and self.save_strategy == "no":
+            self.save_strategy = self.eval_strategy if self.load_best_model_at_end else "steps"
         if Cluster.detect().device_type == "cpu":
             self.use_cpu = True  # without it, accelerate sees no other process
         super().__post_init__()  # type: ignore[no-untyped-call]
-        kept = self.load_best_model_at_end or self.save_steps != PRETRAINED_SAVE_STEPS
-        if not (self.save or kept) and self.save_strategy == "steps":
-            self.save_strategy = type(self.save_strategy)("no")
 
     @property
     def recompute_shares(self) -> tuple[float, ...] | float | None:

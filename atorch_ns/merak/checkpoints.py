@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from atorch_ns import checkpoint
 from atorch_ns.checkpoint.contents import capture_rng, restore_rng
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
+from atorch_ns.text import error_text
 
 log = logging.getLogger("atorch_ns")
 
@@ -74,17 +77,24 @@ def last_in(folder: str) -> str | None:
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 
-def named(given: Any, output_dir: str) -> str | None:
-    """The checkpoint that ``resume_from_checkpoint`` means.
+def named(given: Any, output_dir: str) -> tuple[str | None, bool]:
+    """The checkpoint that ``resume_from_checkpoint`` means, and whether a run can go on from it: else it holds weights alone.
 
     Raises:
-        CheckpointError: if it is not there.
+        CheckpointError: if it is not there, or damaged.
     """
     if not given:
-        return None
+        return None, False
     found = last_in(output_dir) if given is True else str(given)
     if found is None or not Path(found).is_dir():
         raise CheckpointError(
             f"resume_from_checkpoint={given!r}: there is no checkpoint {found or f'in {output_dir}'}."
         )
-    return found
+    state = Path(found) / TRAINER_STATE_NAME
+    if not state.is_file():
+        return found, False
+    try:
+        TrainerState.load_from_json(str(state))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{state} is damaged: {error_text(error)}") from error
+    return found, True

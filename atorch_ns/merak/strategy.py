@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from atorch_ns.capture.blocks import repeated_blocks
+from atorch_ns.capture.blocks import repeated_blocks, select_modules
 from atorch_ns.errors import InputError
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.mapping import lists_for
@@ -28,9 +28,13 @@ def strategy_of(
     model: nn.Module,
     leaf_modules: tuple[type[nn.Module] | str, ...] = (),
     *,
-    recomputes: bool = True,
+    recomputes: bool | None = None,
 ) -> Strategy:
-    """The methods that arguments, degrees and lists of layers stand for."""
+    """The methods that arguments, degrees and lists of layers stand for; ``recomputes`` is ``activation_checkpointing``."""
+    for leaf in leaf_modules:
+        name = leaf if isinstance(leaf, str) else leaf.__name__
+        if not select_modules(model, (name,)):
+            raise InputError(f"leaf_modules: {type(model).__name__} has no module of class or path {name!r}.")
     steps: list[Any] = []
     if grid.world_size() > 1:
         steps.append(("parallel_mode", {"axes": [[name, size] for name, size in grid.axes]}))
@@ -45,7 +49,7 @@ def strategy_of(
         raise InputError(
             "neftune_noise_alpha: ranks that divide the model would add noise of their own, each another. Use dp alone."
         )
-    if recomputes and repeated_blocks(model):
+    if (args.activation_checkpointing if recomputes is None else recomputes) and repeated_blocks(model):
         steps += recomputation(args, grid.get_dim("pipe"))
     steps += data(args, grid)
     if args.torch_compile:
@@ -149,10 +153,12 @@ def _sharding(args: MerakArguments, grid: Grid) -> str:
     return {0: "ddp", 1: "zero1" if whole else "zero2", 2: "zero2", 3: "fsdp"}[args.zero_stage]
 
 
-def notes_of(args: MerakArguments, grid: Grid, model: nn.Module, *, recomputes: bool = True) -> list[str]:
+def notes_of(
+    args: MerakArguments, grid: Grid, model: nn.Module | None = None, *, recomputes: bool = True
+) -> list[str]:
     """What the report says about arguments that do less, or something else, than in Merak."""
     notes = args.without_use()
-    if recomputes and not repeated_blocks(model):
+    if recomputes and model is not None and not repeated_blocks(model):
         notes.append("nothing is recomputed: the model repeats no block.")
     method = _sharding(args, grid) if grid.get_dim("data") > 1 else ""
     if args.zero_stage == 1 and method == "zero2":

@@ -19,7 +19,7 @@ from atorch_ns import checkpoint
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.checkpoint.contents import restore_rng
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import InputError
+from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job import Result
 from atorch_ns.merak import checkpoints, mpu
 from atorch_ns.merak.accelerator import DataAccelerator, DataDraws, DistributedModel, SteppedOptimizer
@@ -31,7 +31,8 @@ from atorch_ns.merak.losses import Sample, class_of, flat_loss, loss_of, sample_
 from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
-from atorch_ns.text import with_article
+from atorch_ns.pipeline import get_schedule
+from atorch_ns.text import error_text, with_article
 
 log = logging.getLogger("atorch_ns")
 
@@ -165,11 +166,11 @@ class MerakTrainer(Trainer):
         """
         if self.args.text_generation:
             raise InputError("text_generation is for trainer.generate: leave it out to train.")
-        found = Cluster.detect().on_first(
+        found, goes_on = Cluster.detect().on_first(
             lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir or "."),
             what="looking for the checkpoint",
         )
-        self._begins_with, resumed = (found, None) if self.args.finetune else (None, found)
+        self._begins_with, resumed = (None, found) if goes_on and not self.args.finetune else (found, None)
         self.args.activation_checkpointing = False  # of transformers' own
         try:
             return super().train(resumed, trial, ignore_keys_for_eval)
@@ -355,9 +356,25 @@ class MerakTrainer(Trainer):
         if not self._loss_is_of_the_step(num_items_in_batch):
             factor /= len(samples)
         step = self.result.train_step
-        found = step.micro_gradients(samples, scale_fn=partial(torch.mul, other=factor), outputs=False)
+        dummies = [number >= len(samples) for number in range(self._num_micro_batches(len(samples)))]
+        found = step.micro_gradients(
+            [*samples, *samples[:1] * sum(dummies)],
+            dummies=dummies,
+            scale_fn=partial(torch.mul, other=factor),
+            outputs=False,
+        )
         step.reduce()
         return found.loss * factor
+
+    def _num_micro_batches(self, given: int) -> int:
+        """As many as the schedule takes: the last step of an epoch may have fewer than others."""
+        job = self.result.job
+        ranks = 1 if job.mesh is None else job.mesh.size("pipeline")
+        if ranks == 1:
+            return given
+        plan = job.plan.pipeline
+        problem = get_schedule(plan.schedule).problem(ranks, given, plan.stages_per_rank)
+        return max(given, self.args.gradient_accumulation_steps) if problem else given
 
     def _loss_is_of_the_step(self, num_items: Any) -> bool:
         """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""
@@ -450,7 +467,12 @@ class MerakTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._random is not None:
-            super()._load_rng_state(checkpoint)
+            try:
+                super()._load_rng_state(checkpoint)
+            except Exception as error:  # a file that was cut short may raise anything
+                raise CheckpointError(
+                    f"the random states in {checkpoint} are damaged: {error_text(error)}. Leave them out by no_load_rng=True."
+                ) from error
             restore_rng(self._random, self.result.device, self.result.job.step.randomness)
 
     def _load_best_model(self) -> None:
@@ -475,6 +497,9 @@ class MerakTrainer(Trainer):
         """
         if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
             raise InputError("generate continues texts by causal language models; this one has an encoder.")
+        warmth = self.args.temperature if temperature is None else temperature
+        if warmth < 0:
+            raise InputError(f"generate: temperature is at least 0, and is {warmth}.")
         tokens = tokens_of(prompts, self.processing_class)
         result = self._divide(partial(_tokens_alone, tokens[0]))
         longest = min(
@@ -486,7 +511,7 @@ class MerakTrainer(Trainer):
             partial(_called, self._distributed),
             tokens,
             length=longest,
-            temperature=self.args.temperature if temperature is None else temperature,
+            temperature=warmth,
             ends=ends_of(self.model),
             device=result.device,
             agree=result.job.cluster.from_first,

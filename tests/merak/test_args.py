@@ -431,6 +431,7 @@ def test_a_file_of_arguments_is_read(tmp_path: Path) -> None:
         ({"save": True}, "steps"),
         ({"save_steps": 7}, "steps"),
         ({"save_strategy": "epoch"}, "epoch"),
+        ({"save_strategy": "steps"}, "steps"),
         ({"save": True, "save_strategy": "epoch"}, "epoch"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}, "steps"),
     ],

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import Trainer
 
-from atorch_ns.errors import InputError
+from atorch_ns.checkpoint import export_state_dict
+from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.merak import MerakArguments, MerakTrainer, init
 from atorch_ns.testing.workers import run_ranks
 from tests.merak.parts import Data, assert_equal_runs, model, run_merak, run_plain
@@ -117,6 +120,51 @@ def made() -> Any:
 def test_what_would_be_wrong_is_refused(what: str, words: str, ranks: int) -> None:
     for text in run_ranks(refused, ranks, args=(what,), timeout_s=60):
         assert words in text
+
+
+def resumed(folder: str, what: str) -> str:
+    """What is said of a folder that ``save_pretrained`` has written, of an empty one, and of a damaged checkpoint."""
+    init(pp=2)
+    place = Path(folder) / what
+    if dist.get_rank() == 0:
+        place.mkdir()
+        if what != "empty":
+            model("gpt2").save_pretrained(place)
+        if what == "damaged":
+            (place / "trainer_state.json").write_text('{"global_step": ')
+    dist.barrier()
+    args = MerakArguments(folder, report_to=[], disable_tqdm=True, max_steps=1, learning_rate=0.0)
+    torch.manual_seed(1)
+    other = transformers.GPT2LMHeadModel(model("gpt2").config)
+    trainer = MerakTrainer(other, args, train_dataset=Data("gpt2"))
+    try:
+        trainer.train(resume_from_checkpoint=str(place))
+    except CheckpointError as error:
+        return str(error)
+    weights = export_state_dict(trainer.result)
+    wanted = model("gpt2").state_dict()
+    return (
+        "" if all(torch.equal(weight, wanted[name]) for name, weight in weights.items()) else "other weights"
+    )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("what", "words"), [("pretrained", ""), ("empty", "safetensors"), ("damaged", "is damaged")]
+)
+def test_a_folder_without_a_run_gives_its_weights(what: str, words: str, tmp_path: Path) -> None:
+    for text in run_ranks(resumed, 2, args=(str(tmp_path), what), timeout_s=80):
+        assert words in text
+        assert bool(text) == bool(words)
+
+
+@pytest.mark.timeout(120)
+def test_a_last_step_with_fewer_micro_batches_than_the_schedule_takes_is_filled_up() -> None:
+    """40 samples in steps of 12: the last step of an epoch has two of its six micro-batches."""
+    fields = {"max_steps": 4, "max_grad_norm": 0.5}
+    (plain,) = run_ranks(functools.partial(run_plain, **fields), 1, args=("gpt2", 6), timeout_s=60)
+    merak = functools.partial(run_merak, **fields, train_schedule="dualpipe_v", partition_method="auto")
+    assert_equal_runs(run_ranks(merak, 2, args=("gpt2", {"pp": 2}, 6), timeout_s=60)[0], plain)
 
 
 def train_albert() -> tuple[float, str]:
