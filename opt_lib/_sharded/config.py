@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
@@ -155,6 +155,12 @@ class ShardConfig(MethodConfig):
     def keeps_gathered(self) -> bool:
         """Whether parameters stay gathered between forward and backward, as ZeRO 2 does."""
         return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+    def following(self, plan: Plan) -> Self:
+        """The settings with what a search has decided."""
+        if self.reduce_each_micro_batch is not None or not plan.sharding.reduces_each:
+            return self
+        return self.model_copy(update={"reduce_each_micro_batch": True})
 
     def not_used(self) -> Iterator[str]:
         """Settings of FullyShardedDataParallel without a counterpart in FSDP2, each with what FSDP2 does instead."""
