@@ -65,6 +65,10 @@ class Fsdp(Method[FsdpConfig]):
         if cluster.device_type == "cuda":
             yield FsdpConfig(cpu_offload=True)
 
+    def following(self, config: FsdpConfig, plan: Plan) -> FsdpConfig:
+        """Gradients reduced after every micro-batch, where a search has found that whole ones do not fit."""
+        return config.following(plan)
+
     def apply(self, job: Job, config: FsdpConfig) -> None:
         """Shards the model; collective."""
         if config.sync_batchnorm:

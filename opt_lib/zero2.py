@@ -77,6 +77,10 @@ class Zero2(Method[Zero2Config]):
         """The default config, torch's block by block, on several ranks."""
         return (Zero2Config(),) if cluster.world_size > 1 else ()
 
+    def following(self, config: Zero2Config, plan: Plan) -> Zero2Config:
+        """Gradients reduced after every micro-batch, where a search has found that whole ones do not fit."""
+        return config.following(plan)
+
     def apply(self, job: Job, config: Zero2Config) -> None:
         """Shards through the chosen backend; collective."""
         if config.sync_batchnorm:

@@ -160,6 +160,13 @@ class Cluster:
         """The device of this process, as torch writes it."""
         return f"cuda:{self.local_rank}" if self.device_type == "cuda" else self.device_type
 
+    @property
+    def rank_memory_bytes(self) -> int:
+        """Memory of one rank's device, on CPU its share of the machine's; 0 where unknown."""
+        if self.hardware is not None:
+            return self.hardware.device.memory_bytes
+        return self.device_memory_bytes // (max(1, self.local_world_size) if self.device_type == "cpu" else 1)
+
     @classmethod
     def detect(cls) -> Cluster:
         """Reads the process group if there is one, else the launcher's environment, and the devices here.

@@ -12,7 +12,7 @@ from atorch_ns.estimate.auto_schedule import with_chosen_schedules
 from atorch_ns.estimate.estimate import Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.model_shard import Memo
-from atorch_ns.estimate.table import PlanTable
+from atorch_ns.estimate.table import PlanTable, with_chosen_reductions
 from atorch_ns.estimate.time.predicted_collectives import collectives
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import Profile
@@ -45,6 +45,13 @@ class Prices:
         """[N] seconds per step."""
         return np.asarray(self.time.sum(axis=1))
 
+    def replaced(self, rows: np.ndarray, others: Prices) -> Prices:
+        """These prices with those of the rows of a mask from elsewhere."""
+        columns = {name: getattr(self, name).copy() for name in ("memory", "time", "peak_at")}
+        for name, column in columns.items():
+            column[rows] = getattr(others, name)
+        return replace(self, **columns)
+
     def estimate(self, row: int) -> Estimate:
         """The figures of one plan, without its collectives."""
         return Estimate(
@@ -66,6 +73,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
         raise InputError("an estimate needs the cluster's hardware; see Cluster.with_hardware().")
     memo = Memo()
     table = with_chosen_schedules(table, profile.trace, cluster, workload, memo)
+    table = with_chosen_reductions(table, profile.num_trainable, cluster.rank_memory_bytes)
     memory, peak_at, moments = price_memory(
         table, profile.trace, workload, device_type=cluster.device_type, memo=memo
     )
@@ -81,4 +89,6 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload)
     if plan.pipeline.schedule == "auto" or plan.recomputation.share is not None:
         chosen = with_chosen_schedules(table, profile.trace, cluster, workload, Memo())
         plan = AxisUse.of(chosen.plan(0)).onto(plan)
+    reduces_each = plan.reduces_each(profile.num_trainable, cluster.rank_memory_bytes)
+    plan = plan.changed(sharding={"reduces_each": reduces_each})
     return replace(prices.estimate(0), collectives=collectives(plan, profile.trace, workload))

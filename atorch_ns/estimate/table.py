@@ -64,6 +64,21 @@ class PlanTable:
             tuple(uses),
         )
 
+    def reducing_each(self, rows: np.ndarray | None = None) -> PlanTable:
+        """The table with templates of their own for rows whose gradients are reduced after every micro-batch: those of a
+        mask, or all."""
+        rows = np.ones(len(self), dtype=bool) if rows is None else rows
+        known, template = {plan: index for index, plan in enumerate(self.templates)}, self.template.copy()
+        for index in np.unique(template[rows]).tolist():
+            plan = self.templates[index].changed(sharding={"reduces_each": True})
+            template[rows & (self.template == index)] = known.setdefault(plan, len(known))
+        return replace(self, templates=tuple(known), template=template)
+
+    def take(self, rows: np.ndarray) -> PlanTable:
+        """The table of some rows."""
+        names = ("template", "data", "zero", "micro_batches", "model", "use")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
     def sizes(self, index: int, workload: Workload, memo: Memo) -> tuple[np.ndarray, Sizes]:
         """The rows of a template, and their sizes; the same object for equal ones.
 
@@ -90,6 +105,19 @@ class PlanTable:
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
         return _sharded(plan, plan.shard_axes)
+
+
+def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: float) -> PlanTable:
+    """The table with templates of their own for rows that leave open when gradients are reduced, and for which that is
+    after every micro-batch by :meth:`~atorch_ns.strategy.Plan.reduces_each`."""
+    chosen = np.zeros(len(table), dtype=bool)
+    tensor = table.model[:, MODEL_AXES.index("tensor")]
+    for index, plan in enumerate(table.templates):
+        if plan.sharding.reduces_each is None:
+            for size in np.unique(tensor[table.template == index]).tolist():
+                if replace(plan, axes=(("tensor", size),)).reduces_each(num_trainable, memory_bytes):
+                    chosen |= (table.template == index) & (tensor == size)
+    return table.reducing_each(chosen)
 
 
 def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:

@@ -41,6 +41,7 @@ class OriginalModel:
     Attributes:
         model_class: name of its class.
         num_parameters: parameter elements.
+        num_trainable: those that require gradients.
         parameter_order: the first name of every parameter, in the model's order.
         tied: other names of tied parameters, by the first name.
         groups: the user's parameter groups by name; ``None`` for one group of all that trains.
@@ -48,6 +49,7 @@ class OriginalModel:
 
     model_class: str
     num_parameters: int
+    num_trainable: int
     parameter_order: tuple[str, ...]
     tied: dict[str, list[str]]
     groups: tuple[NamedGroup, ...] | None
@@ -59,6 +61,7 @@ class OriginalModel:
         return cls(
             model_class=type(inputs.model).__name__,
             num_parameters=sum(parameter.numel() for parameter in inputs.model.parameters()),
+            num_trainable=sum(p.numel() for p in inputs.model.parameters() if p.requires_grad),
             parameter_order=tuple(first for first, *_ in names),
             tied={first: others for first, *others in names if others},
             groups=name_groups(inputs),

@@ -214,7 +214,9 @@ class Result(_Fields):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes add to local gradients and communicate nothing.
 
-        For the plain loop: all micro-batches but the last run in it. ``train_step`` does so by itself.
+        For the plain loop: all micro-batches but the last run in it. ``train_step`` does so by itself. Where
+        ``reduce_each_micro_batch`` of fsdp or zero2 is true, it does nothing: each pass adds to gradients that are reduced
+        and sharded.
         """
         return self.job.gradients.skip_sync()
 

@@ -40,7 +40,7 @@ class TrainStep:
 
     A batch is this rank's part of a global batch, as the data loader gives it. It is split into as many
     micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
-    are synchronised with the last one only. The loss is taken to be a mean over the batch. :meth:`micro_steps` takes
+    are synchronised with the last one only, unless ``reduce_each_micro_batch`` says otherwise. The loss is taken to be a mean over the batch. :meth:`micro_steps` takes
     micro-batches of one's own, of any sizes and weights, and gives the outputs too.
 
     A step is the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``, methods of these

@@ -186,8 +186,8 @@ class Method(ABC, Generic[C]):
             applies one refusal to every strategy with equal values. ``None``: a refusal says nothing about others.
 
     The first line of the class's docstring is its summary in tables. A method with further needs implements
-    the protocol of that need as well: :class:`Expands`, :class:`FitsCluster`, :class:`ReplacesModules` or
-    :class:`CarriesState`.
+    the protocol of that need as well: :class:`Expands`, :class:`FitsCluster`, :class:`FollowsPlan`,
+    :class:`ReplacesModules` or :class:`CarriesState`.
     """
 
     name: ClassVar[str]
@@ -302,6 +302,14 @@ def fit_config(method: Method[Any], config: MethodConfig, cluster: Cluster) -> M
         return config
     result: MethodConfig = method.fit(config, cluster)
     return result
+
+
+@runtime_checkable
+class FollowsPlan(Protocol):
+    """A method whose config may leave open what a search decides by predicted memory."""
+
+    def following(self, config: Any, plan: Plan) -> Any:
+        """The config with what ``plan`` has decided written out where ``config`` left it open."""
 
 
 @runtime_checkable

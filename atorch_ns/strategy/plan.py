@@ -100,6 +100,8 @@ class Sharding:
         updates_copy: whether the optimizer updates a copy of its share, although the weights are in its dtype.
         frees_gradients: whether no gradient is alive once the optimizer has stepped.
         follows_compute: whether parameters are gathered in the compute dtype of a method that comes later.
+        reduces_each: whether gradients are reduced and sharded after every micro-batch, not kept whole until the last;
+            ``None`` for :meth:`Plan.reduces_each` to decide.
     """
 
     parameters_over: tuple[str, ...] = ()
@@ -116,6 +118,7 @@ class Sharding:
     updates_copy: bool = False
     frees_gradients: bool = False
     follows_compute: bool = False
+    reduces_each: bool | None = _only_where("shards_model", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +206,10 @@ class ExpertParallelism:
     """
 
     modules: tuple[str, ...] | None = None
+
+
+_WHOLE_GRADIENTS = 0.25
+"""The most that whole gradients may take of a device's memory, where nothing else decides whether they are kept."""
 
 
 class AxisUse(NamedTuple):
@@ -299,6 +306,25 @@ class Plan:
         """Whether a pipeline never splits backward passes: compiled blocks and selective recomputation compute
         the gradients of inputs and weights at once, and only once."""
         return self.compiled or self.recomputation.kind == "selective"
+
+    def reduces_each(self, num_trainable: int, memory_bytes: float) -> bool:
+        """Whether sharded gradients are reduced after every micro-batch; a pipeline reduces them at the end of a step.
+
+        Where the plan leaves it open, they are if whole ones would take more than a quarter of a device's memory. The
+        rest is for what is not known without a trace: activations, gathered parameters and states.
+
+        Args:
+            num_trainable: trainable elements of the whole model.
+            memory_bytes: memory of a device; 0 where unknown, so that they are.
+        """
+        sharding = self.sharding
+        if self.size("pipeline") > 1 or not sharding.gradients_over:
+            return False
+        if sharding.reduces_each is not None:
+            return sharding.reduces_each
+        name = sharding.reduce_dtype or sharding.gather_dtype or self.precision.parameter_dtype
+        itemsize = 2 if name in ("float16", "bfloat16") else 4
+        return num_trainable * itemsize / self.size("tensor") > memory_bytes * _WHOLE_GRADIENTS
 
     @property
     def num_data_ranks(self) -> int:

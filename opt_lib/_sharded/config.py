@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
@@ -95,6 +95,13 @@ class ShardConfig(MethodConfig):
         "model on the meta device.",
     )
     device_id: int | str | None = Field(default=None, description="Not used: the launcher gives the device.")
+    reduce_each_micro_batch: Literal["auto"] | Flag | None = Field(
+        default=None,
+        description="With gradient accumulation: true reduces and shards gradients after every micro-batch (less memory, "
+        "more traffic), false keeps whole ones until the last. null or auto reduces each where whole gradients would "
+        "take more than a quarter of the device's memory, and in a search where they would not fit. A pipeline reduces "
+        "at the end of a step.",
+    )
     sync_batchnorm: SyncBatchNorm = False
     ignored_modules: ModuleSelectors = Field(
         default=(), description="As atorch_ignored_cls: modules by class or name."
@@ -118,6 +125,11 @@ class ShardConfig(MethodConfig):
         if isinstance(value, Mapping):  # CPUOffload(offload_params=...) or CPUOffloadPolicy(pin_memory=...)
             return bool(value.get("offload_params", True))
         return False if value is None else value
+
+    @field_validator("reduce_each_micro_batch", mode="after")
+    @classmethod
+    def _read_automatic(cls, value: bool | str | None) -> bool | None:
+        return None if isinstance(value, str) else value
 
     @field_validator("sharding_strategy", mode="after")
     @classmethod
@@ -143,6 +155,12 @@ class ShardConfig(MethodConfig):
     def keeps_gathered(self) -> bool:
         """Whether parameters stay gathered between forward and backward, as ZeRO 2 does."""
         return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+    def following(self, plan: Plan) -> Self:
+        """The settings with what a search has decided."""
+        if self.reduce_each_micro_batch is not None or not plan.sharding.reduces_each:
+            return self
+        return self.model_copy(update={"reduce_each_micro_batch": True})
 
     def not_used(self) -> Iterator[str]:
         """Settings of FullyShardedDataParallel without a counterpart in FSDP2, each with what FSDP2 does instead."""
@@ -228,6 +246,7 @@ def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan
             "gather_dtype": explicit.param_dtype if explicit else None,
             "reduce_dtype": explicit.reduce_dtype if explicit else None,
             "follows_compute": precision == "auto",
+            "reduces_each": config.reduce_each_micro_batch,
             "layout": "rows",
         },
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -76,7 +77,8 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
             assert isinstance(current, FSDPModule)
             assert isinstance(following, FSDPModule)
             current.set_modules_to_forward_prefetch([following])
-    job.gradients.skip_sync = skip_sync(job.roots)
+    reduces_each = _reduces_each(job)
+    job.gradients.skip_sync = nullcontext if reduces_each else skip_sync(job.roots)
     average_ignored(job, ignored)
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
@@ -84,6 +86,23 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
     note_separate_head(job, method, units)
+    if reduces_each:
+        job.explain(method, "gradients are reduced and sharded after every micro-batch")
+    elif config.reduce_each_micro_batch and job.parts.stages:
+        job.explain(
+            method, "in a pipeline gradients are reduced at the end of a step, not for each micro-batch"
+        )
+
+
+def _reduces_each(job: Job) -> bool:
+    """Whether gradients are reduced after every micro-batch, as all ranks decide together; collective."""
+    assert job.mesh is not None
+    found = job.plan.reduces_each(job.original.num_trainable, job.cluster.rank_memory_bytes)
+    if job.plan.sharding.reduces_each is None and job.num_data_ranks > 1:  # devices may differ
+        least = torch.tensor(float(found), device=job.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MAX, group=job.mesh.data_group)
+        found = bool(least.item())
+    return found
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -4,7 +4,8 @@
 buffer of a forward pass is released when the next unit's parameters have arrived, in the backward pass at once;
 there the next unit is fetched before the present one computes. A unit's gradients are copied into a buffer that
 is reduced, and kept until the next unit reduces. What belongs to no unit, the root, is gathered throughout, and
-its gradients are reduced last.
+its gradients are reduced last. Where micro-batches accumulate, whole gradients wait for the last one, or a rank's part of
+all is kept from the first one on and added to.
 
 On a CPU, gloo gathers into a copy of the buffer, and reduces one.
 
@@ -36,6 +37,7 @@ class UnitBytes:
         root: [R] gathered parameters of the root.
         alone: [R] whether there is one rank, which gathers nothing.
         casts_part: whether a rank's part is cast after the reduction.
+        reduces_each: [R] whether gradients are reduced after every micro-batch.
     """
 
     def __init__(self, kind: PlanGroup) -> None:
@@ -55,6 +57,7 @@ class UnitBytes:
         self.part = [kind.divided(s) * (not kind.offloads) for s in every]
         self.root = self.of_root(self.gathered)
         self.casts_part = plan.sharding.reduce_dtype is not None
+        self.reduces_each = bool(plan.sharding.reduces_each) & (kind.parts.sizes.pipeline == 1)
 
     def of_root(
         self, of: Sequence[np.ndarray] | Sequence[np.ndarray | float], *, after: int = -1
@@ -67,13 +70,15 @@ class UnitBytes:
         return total
 
     def reduced_after(self, s: int, j: Place) -> np.ndarray:
-        """[R] parts of gradients of the units that run forward after a place: these are reduced already."""
+        """[R] parts of gradients of the units that run forward after a place: these are reduced already; of all units
+        and the root, where each micro-batch is reduced and there were earlier ones."""
         total = self._none
         for index in self.units:
             if index >= s:
                 count = self._counts[index] - 1 - j if index == s else self._counts[index]
                 total = total + self.part[index] * count
-        return total
+        everything = self._kind.parts.total(self.part)
+        return np.where(self.reduces_each & self._kind.parts.accumulates, everything, total)
 
     def waiting_upto(self, s: int, j: Place) -> np.ndarray:
         """[R] gradients of earlier micro-batches that have not been reduced: all up to a place, and the root's."""
@@ -81,7 +86,7 @@ class UnitBytes:
         for index in self.units:
             if index <= s:
                 total = total + self.waiting[index] * (self._counts[index] if index < s else j + 1)
-        return np.asarray(total * self._kind.parts.accumulates)
+        return np.asarray(total * (self._kind.parts.accumulates & ~self.reduces_each))
 
     def kept_gathered(self, s: int, j: Place) -> np.ndarray:
         """[R] what stays gathered of the units up to a place, this one included; in a pipeline, which comes back
@@ -134,7 +139,8 @@ def sharded_moments(kind: PlanGroup) -> Iterator[Moment]:
 def _forward(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     acts, gloo = kind.activations, float(kind.is_cpu)
     counts = kind.parts.counts
-    waiting = sizes.waiting_upto(len(counts) - 1, counts[-1] - 1)
+    end = (len(counts) - 1, counts[-1] - 1)
+    waiting = sizes.waiting_upto(*end) + sizes.reduced_after(*end)
     before = np.where(sizes.alone, 0.0, sizes.root)
     for s, j, name, _ in places(kind):
         kept = sizes.kept_gathered(s, j)

@@ -97,18 +97,20 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
     axis = "zero" if plan.sharding.gradients_over == ("zero",) else "data"
     shards = plan.size(plan.sharding.gradients_over)
     replicas = plan.num_data_ranks // shards
+    each = bool(plan.sharding.reduces_each) and plan.size("pipeline") == 1
     for unit in units_of(plan, trace):
         reduced = _padded(
             plan, (p for p in unit.parameters if p.trainable), plan.sharding.reduce_dtype, shards
         )
+        reductions = unit.count * (plan.num_micro_batches if each else 1)
         if shards > 1:
             gathered = _padded(plan, unit.parameters, plan.sharding.gather_dtype, shards)
             calls = unit.count * _gathers(plan, unit)
             found.append(Collective("all_gather", axis, calls, calls * gathered))
             if reduced:
-                found.append(Collective("reduce_scatter", axis, unit.count, unit.count * reduced))
+                found.append(Collective("reduce_scatter", axis, reductions, reductions * reduced))
         if replicas > 1 and reduced:
-            found.append(Collective("all_reduce", "data", unit.count, unit.count * reduced // shards))
+            found.append(Collective("all_reduce", "data", reductions, reductions * reduced // shards))
     return found
 
 

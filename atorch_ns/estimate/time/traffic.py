@@ -98,14 +98,17 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
     is_cut = context.sizes.pipeline > 1
     in_pipeline = 1 if plan.sharding.keeps_gathered else (micro_batches + 1) / 2
     passes_gathered = np.where(is_cut, in_pipeline, micro_batches)
+    each_reduced = bool(plan.sharding.reduces_each) & ~is_cut
+    passes_reduced = np.where(each_reduced, micro_batches, 1)
+    added_share = np.where(each_reduced, 1.0 / context.shard_groups.size, 1.0)
     is_first = True
     for unit in context.units:
         gathered, reduced, added = _unit_seconds(context, unit)
         count = context.count(unit)
-        reduce = reduce + (micro_batches - 1) * count * added
+        reduce = reduce + (micro_batches - 1) * count * added * added_share
         if unit.is_root:
             gather = gather + gathered * np.where(is_cut, 1, micro_batches)
-            reduce = reduce + reduced
+            reduce = reduce + reduced * passes_reduced
             continue
         each = passes.segments[unit.segment]
         # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
@@ -117,7 +120,7 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
             gather = gather + passes_gathered * count * np.maximum(0.0, gathered - behind)
             behind = np.maximum(0.0, behind - gathered)
         exposed = np.maximum(0.0, reduced - behind)
-        reduce = reduce + count * exposed + is_first * (reduced - exposed)
+        reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
         is_first = False
     return gather, reduce
 

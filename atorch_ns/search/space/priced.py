@@ -11,7 +11,7 @@ import numpy as np
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.estimate import Estimate, PlanTable, Prices, Workload, price, template_of
-from atorch_ns.method import Chosen, fold_plan
+from atorch_ns.method import Chosen, FollowsPlan, fold_plan
 from atorch_ns.pipeline import get_schedule
 from atorch_ns.profile import Profile, Trace
 from atorch_ns.search.space.templates import Choices, MeshGroup, Template, Templates, axes_of, steps_of
@@ -57,6 +57,7 @@ class PricedRows:
         splitters: the method that splits the batch, by number of micro-batches.
         option: [N] index into ``options``.
         options: options for the axes that divide the model.
+        reduces_each: [N] whether gradients are reduced after every micro-batch, since whole ones do not fit.
     """
 
     templates: tuple[Template, ...]
@@ -69,6 +70,7 @@ class PricedRows:
     splitters: dict[int, Chosen | None]
     option: np.ndarray
     options: tuple[AxisOption, ...]
+    reduces_each: np.ndarray
 
     def __len__(self) -> int:
         return len(self.template)
@@ -82,6 +84,9 @@ class PricedRows:
         template = self.templates[self.template[row]]
         mesh = template.group.meshes[tuple(self.shapes[row].tolist())]
         chosen = (*self.options[self.option[row]].chosen, *template.chosen)
+        if self.reduces_each[row]:
+            plan = template.plan.changed(sharding={"reduces_each": True})
+            chosen = tuple(_following(item, plan) for item in chosen)
         return steps_of(chosen, mesh, self.splitters[int(self.micro_batches[row])])
 
 
@@ -92,10 +97,12 @@ def price_rows(
     cluster: Cluster,
     workload: Workload,
     max_micro_batches: int,
+    limit_bytes: int = 0,
 ) -> PricedRows:
     """All rows, priced where there are a trace and hardware figures.
 
-    Only rows whose ranks and micro-batches divide the batch are made, which may be none. The number of
+    Where a template leaves it open, gradients are reduced after every micro-batch in rows that take more than
+    ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch are made, which may be none. The number of
     micro-batches goes up to ``max_micro_batches``; one that the user fixed may be larger.
     """
     templates = found.distinct
@@ -104,7 +111,7 @@ def price_rows(
     columns = [rows.of(index, one) for index, one in enumerate(templates)]
     template, shapes, option, counts = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     peak, seconds = np.zeros(len(template)), np.zeros(len(template))
-    prices = None
+    prices, reduces_each = None, np.zeros(len(template), dtype=bool)
     if len(template) and profile.trace is not None and cluster.hardware is not None:
         kinds = _Kinds.of(templates, options, profile.trace)
         table = PlanTable(
@@ -118,9 +125,29 @@ def price_rows(
             kinds.uses,
         )
         prices = price(table, profile, cluster, workload)
+        too_large = _open_reductions(table) & (prices.peak_bytes > limit_bytes)
+        if limit_bytes and too_large.any():
+            again = price(table.take(too_large).reducing_each(), profile, cluster, workload)
+            reduces_each[too_large] = again.peak_bytes < prices.peak_bytes[too_large]
+            prices = prices.replaced(too_large, again)
         peak, seconds = prices.peak_bytes, prices.step_seconds
     splitters = choices.micro_batches
-    return PricedRows(templates, template, shapes, counts, prices, peak, seconds, splitters, option, options)
+    return PricedRows(
+        templates, template, shapes, counts, prices, peak, seconds, splitters, option, options, reduces_each
+    )
+
+
+def _open_reductions(table: PlanTable) -> np.ndarray:
+    """[N] whether gradients may be kept whole until the last micro-batch, or reduced after each."""
+    is_open = np.asarray([plan.sharding.reduces_each is None for plan in table.templates], dtype=bool)
+    is_whole = table.model[:, MODEL_AXES.index("pipeline")] == 1
+    return np.asarray(is_open[table.template] & is_whole & (table.micro_batches > 1))
+
+
+def _following(item: Chosen, plan: Plan) -> Chosen:
+    if not isinstance(item.method, FollowsPlan):
+        return item
+    return replace(item, config=item.method.following(item.config, plan))
 
 
 def batch_divisors(

@@ -133,9 +133,18 @@ class _Explorer:
         context, most = self._context, max(choices.micro_batches)
         settings = context.settings
 
+        is_smallest = settings.objective in ("memory", "batch")  # whatever the time
+        largest = 1 if is_smallest else limit.num_bytes
+
         def priced(max_micro_batches: int) -> PricedRows:
             return price_rows(
-                templates, choices, context.profile, context.cluster, context.workload, max_micro_batches
+                templates,
+                choices,
+                context.profile,
+                context.cluster,
+                context.workload,
+                max_micro_batches,
+                largest,
             )
 
         rows = priced(settings.max_micro_batches)

@@ -98,13 +98,7 @@ def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
     """The memory limit of one rank: as set, or the device's memory less the reserve."""
     if settings.memory_limit_gib is not None:
         return Limits(int(settings.memory_limit_gib * 2**30))
-    if cluster.hardware is not None:
-        memory = cluster.hardware.device.memory_bytes
-    else:
-        memory = cluster.device_memory_bytes
-        if cluster.device_type == "cpu":  # one machine's memory, which its processes share
-            memory //= max(1, cluster.local_world_size)
-    return Limits(int(memory * (1 - settings.memory_reserve)))
+    return Limits(int(cluster.rank_memory_bytes * (1 - settings.memory_reserve)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from atorch_ns.estimate import Workload
 from atorch_ns.estimate.memory.peak import price_memory
-from atorch_ns.estimate.table import PlanTable
+from atorch_ns.estimate.table import PlanTable, with_chosen_reductions
 from atorch_ns.profile import (
     Growth,
     OptimizerSpec,
@@ -37,6 +37,11 @@ STRATEGIES: dict[str, list[list[Any]]] = {
         [("half", "fp16")],
         ["zero2", ("gradient_accumulation", 2)],
         ["ddp", ("gradient_accumulation", 2)],
+        *(
+            [(method, {"reduce_each_micro_batch": each}), ("gradient_accumulation", 2)]
+            for method in ("fsdp", "zero2")
+            for each in (True, False)
+        ),
     ],
     "llama, small": [
         ["ddp", "checkpoint"],
@@ -44,6 +49,8 @@ STRATEGIES: dict[str, list[list[Any]]] = {
         ["zero2", ("half", "bf16")],
         ["fsdp", ("checkpoint", {"every_n": 2})],
         [("fsdp", {"atorch_wrap_cls": "LlamaModel"})],
+        [("fsdp", {"reduce_each_micro_batch": True}), ("gradient_accumulation", 4), ("amp_native", "bf16")],
+        [("fsdp", {"reduce_each_micro_batch": True}), ("gradient_accumulation", 2), "checkpoint"],
     ],
 }
 
@@ -155,6 +162,20 @@ def test_what_saves_memory_saves_memory() -> None:
         assert saved[0] < saved[1] < _peak(plan)
     trace = replace(_trace(), optimizer=OptimizerSpec(name="SGD", state_dtypes=()))
     assert _peak(REPLICATED, trace) == _peak(REPLICATED) - 6 * (2 * 4 * 64 * 64 + 4)
+
+
+def test_reduced_gradients_of_earlier_micro_batches_are_a_share() -> None:
+    """On 8 ranks: of six matrices a block's backward pass adds to, seven eighths are not kept."""
+    peaks = {}
+    for passes in (1, 2):
+        for each in (True, False):
+            plan = replace(SHARDED, num_micro_batches=passes).changed(sharding={"reduces_each": each})
+            peaks[passes, each] = _peak(plan, workload=Workload(global_batch=64 * passes))
+    assert peaks[1, True] == peaks[1, False]
+    assert peaks[2, False] - peaks[2, True] > 4 * 4 * 64 * 64
+    table = PlanTable.of([replace(SHARDED, num_micro_batches=2).changed(sharding={"reduces_each": None})])
+    chosen = [with_chosen_reductions(table, 1000, memory) for memory in (15_999, 16_000)]
+    assert [one.plan(0).sharding.reduces_each for one in chosen] == [True, None]
 
 
 def test_more_ranks_never_need_more() -> None:

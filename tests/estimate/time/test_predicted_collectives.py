@@ -25,6 +25,7 @@ from atorch_ns.testing.parity import accelerate_case
 GLOBAL_BATCH = 8
 _PASSES = ("gradient_accumulation", 2)
 _HYBRID = ("parallel_mode", ([("zero", 2), ("data", 2)], None))
+_EACH = ("fsdp", {"reduce_each_micro_batch": True})
 STRATEGIES: tuple[tuple[Any, ...], ...] = (
     ("ddp",),
     ("zero1",),
@@ -40,8 +41,14 @@ STRATEGIES: tuple[tuple[Any, ...], ...] = (
     ("ddp", _PASSES),
     ("fsdp", _PASSES),
     ("zero2", _PASSES),
+    (_EACH, _PASSES),
 )
-HYBRID: tuple[tuple[Any, ...], ...] = ((_HYBRID, "fsdp"), (_HYBRID, "zero2"), (_HYBRID, "ddp"))
+HYBRID: tuple[tuple[Any, ...], ...] = (
+    (_HYBRID, "fsdp"),
+    (_HYBRID, "zero2"),
+    (_HYBRID, "ddp"),
+    (_HYBRID, _EACH, _PASSES),
+)
 
 
 def _mesh(**sizes: int) -> tuple[str, Any]:

@@ -168,6 +168,9 @@ def test_what_each_method_costs_against_its_neighbour() -> None:
     assert _parts(FSDP.changed(sharding={"gather_dtype": "bfloat16"}), cpu).gather < _parts(FSDP, cpu).gather
     assert _parts(FSDP.changed(sharding={"reduce_dtype": "bfloat16"}), cpu).reduce < _parts(FSDP, cpu).reduce
     assert _parts(replace(FSDP, num_micro_batches=4), cpu).gather > 3 * _parts(FSDP, cpu).gather
+    each = FSDP.changed(num_micro_batches=4, sharding={"reduces_each": True})
+    assert _parts(each, cpu).reduce > 3 * _parts(FSDP, cpu).reduce
+    assert _parts(replace(each, num_micro_batches=1), cpu) == _parts(FSDP, cpu)
     assert _parts(replace(DDP, num_micro_batches=4), cpu).overhead > 2 * _parts(DDP, cpu).overhead
     fused = _parts(replace(DDP, compiled=True, compiler="inductor"), cpu)
     assert fused.overhead < _parts(DDP, cpu).overhead

@@ -440,3 +440,26 @@ def test_what_communicates_in_every_layer_stays_in_a_node() -> None:
             inner = [size for name, size in sizes if name in ("tensor", "sequence")]
             assert all(size <= node for size in inner)
             assert all(name in ("tensor", "sequence") for name, _ in sizes[: len(inner)])
+
+
+def test_gradients_are_reduced_after_each_micro_batch_where_whole_ones_do_not_fit() -> None:
+    wanted: dict[str, Any] = {"included": ["fsdp", ("gradient_accumulation", 4)], "excluded": WHOLE}
+    roomy = free(space(**wanted))
+    assert all("reduce_each_micro_batch" not in str(one.steps) for one in roomy)
+    peak = min(one.predicted_bytes or 0.0 for one in roomy)
+    limit = SearchSettings(memory_limit_gib=0.94 * peak / 2**30, memory_reserve=0.0)
+    tight = explore(profile(), cluster(), WORK, REGISTRY, limit, **wanted)
+    best = free(tight)[0]
+    assert dict(best.steps)["fsdp"]["reduce_each_micro_batch"] is True
+    assert (best.predicted_bytes or 0.0) < peak  # within the estimate's error of the limit
+    plan = resolve(best.strategy, cluster(), REGISTRY).plan
+    again = price(PlanTable.of([plan]), profile(), cluster(), WORK)
+    assert again.peak_bytes[0] == pytest.approx(best.predicted_bytes)
+    assert again.step_seconds[0] == pytest.approx(best.predicted_seconds)
+    kept = {"included": [("fsdp", {"reduce_each_micro_batch": False}), ("gradient_accumulation", 4)]}
+    assert all(
+        one.pruned
+        for one in explore(profile(), cluster(), WORK, REGISTRY, limit, **{**wanted, **kept}).candidates
+    )
+    smallest = free(space(settings={"objective": "memory"}, **wanted))[0]
+    assert dict(smallest.steps)["fsdp"]["reduce_each_micro_batch"] is True
