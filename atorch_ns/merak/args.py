@@ -58,6 +58,9 @@ _REFUSED: Final = {
 }
 """Fields of TrainingArguments that do not go with a divided model, and what to use or why."""
 
+LARGEST_SCALE_POWER: Final = 127
+"""Of fp32, in which losses are scaled."""
+
 USUAL_SAVE_STEPS: Final = 500
 """The default of ``save_steps`` in TrainingArguments."""
 
@@ -223,6 +226,8 @@ class MerakArguments(TrainingArguments):
             self.save_total_limit = None
         if isinstance(self.custom_split_points, str):
             self.custom_split_points = [self.custom_split_points]
+        if self.gradient_checkpointing is False:  # the former name
+            self.activation_checkpointing = False
         asked = self.save or self.load_best_model_at_end or self.save_steps != USUAL_SAVE_STEPS
         if asked and self.save_strategy == "no":
             self.save_strategy = self.eval_strategy if self.load_best_model_at_end else "steps"
@@ -298,6 +303,8 @@ class MerakArguments(TrainingArguments):
             problems.append(
                 f"gradient_predivide_factor={self.gradient_predivide_factor!r}: a positive number"
             )
+        if not 0 <= self.initial_scale_power <= LARGEST_SCALE_POWER:
+            problems.append(f"initial_scale_power={self.initial_scale_power!r}: 0 to {LARGEST_SCALE_POWER}")
         if problems:
             raise InputError("MerakArguments: " + "; ".join(problems) + ".")
 

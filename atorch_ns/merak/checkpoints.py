@@ -72,8 +72,9 @@ def load_weights(result: Result, folder: str) -> None:
 
 
 def last_in(folder: str) -> str | None:
-    """The last checkpoint of a run's folder."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    """The last checkpoint of a run's folder that was written whole: the Trainer's state comes last."""
+    places = [path for path in Path(folder).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    found = [path for path in places if (path / TRAINER_STATE_NAME).is_file()] or places
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 

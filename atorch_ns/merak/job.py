@@ -20,7 +20,7 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport
 from atorch_ns.search import SearchOutcome
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import Strategy, canonical_text
 
 Loss = Callable[[Sample, Any], torch.Tensor]
 
@@ -51,7 +51,10 @@ def divided(
         return resolve(strategy, cluster, load_registry(), profile=Profile.of(model))
 
     with cluster.sharing_failures("MerakTrainer"):
-        result = apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the strategy"))
+        resolved = cluster.agree(checked, what="checking the strategy")
+        text = canonical_text([[step.name, step.config] for step in resolved.strategy])
+        cluster.same_everywhere({"strategy": text, **inputs.digest()})
+        result = apply_strategy(inputs, cluster, resolved)
     for note in notes:
         result.job.explain(MODEL, note)
     result.make_report = partial(_report, result, outcome)

@@ -61,8 +61,8 @@ class Answer(_StandIn):
         """The output."""
         if self._is_taken or inputs.keys() != self._inputs.keys():
             raise InputError(
-                f"compute_loss called the model {'again' if self._is_taken else 'with ' + ', '.join(inputs)}, which was run "
-                f"once, with {', '.join(self._inputs)}: it must call it once, with the same inputs each time."
+                f"compute_loss called the model {'again ' if self._is_taken else ''}with {', '.join(inputs)} where it was "
+                f"run with {', '.join(self._inputs)}: it must call it once, with the same inputs each time."
             )
         self._is_taken = True
         return self._output

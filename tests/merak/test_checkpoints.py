@@ -163,7 +163,7 @@ def test_finetuning_takes_the_weights_alone(tmp_path: Path) -> None:
 
 def _saves(folder: str) -> None:
     for name, fields in {
-        "not": {"save_steps": 500},
+        "not": {"save_strategy": "no", "save_steps": 500},
         "save": {"save": True, "save_steps": 500},
         "both": {"save": True, "save_steps": 3},
     }.items():

@@ -188,7 +188,7 @@ def no_function() -> dict[str, Any]:
     [
         (
             functools.partial(of_class, Twice),
-            "compute_loss called the model with input_ids where it was run with",
+            "compute_loss called the model again with input_ids where it was run with",
         ),
         (functools.partial(of_class, Never), "compute_loss must call the model that it is given"),
         (functools.partial(of_class, ByPlace), "compute_loss must call the model with names"),

@@ -24,7 +24,7 @@ _OWN = {
     "_loss",
     "_prediction_step",
 }
-_OWN |= {"_loss_is_of_the_step", "_train_sample"}
+_OWN |= {"_loss_is_of_the_step", "_train_sample", "_num_micro_batches"}
 
 
 @pytest.mark.parametrize("name", [name for name in _OVERRIDDEN if name not in _OWN])
