@@ -86,6 +86,7 @@ def __getattr__(name: str) -> Any:
         "method",
         "notebook",
         "parallel",
+        "planning",
         "profile",
         "strategy",
         "testing",

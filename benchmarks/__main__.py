@@ -27,6 +27,7 @@ NAMES = (
     "overhead",
     "peers",
     "planning",
+    "published",
     "schedules",
     "search_quality",
     "search_time",

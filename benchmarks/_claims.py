@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks._published.summary import GAIN_LIMIT, MEMORY, NEAR, TIME, Errors, gains, off
+
 __all__ = ["READERS", "Claim", "claims_of"]
 
 Data = Mapping[str, Any]
@@ -440,6 +442,46 @@ def _equal(what: str, outcomes: Sequence[tuple[str, str, str]]) -> Claim:
     )
 
 
+def _published(data: Data) -> Iterator[Claim]:
+    rows = data["rows"]
+    for target in (TIME, MEMORY):
+        errors = Errors.of(rows, target)
+        n, what = len(errors.ratios), f"{target.what} over published {target.what}"
+        share, (name, worst) = errors.num_near / n, errors.worst
+        yield _aim(
+            f"{what}: off in the middle",
+            f"≤ {target.middle:.0%}",
+            f"{errors.middle:.0%}",
+            n,
+            errors.middle <= target.middle,
+        )
+        yield _aim(
+            f"{what}: within {NEAR:.0%}", f"≥ {target.share:.0%}", f"{share:.0%}", n, share >= target.share
+        )
+        yield _aim(
+            f"{what}: the worst of all, {name}",
+            f"≤ {target.worst}× either way",
+            f"{worst:.2f}×",
+            n,
+            off(worst) + 1 <= target.worst,
+        )
+    predicted = [row for row in rows if row.get("predicted_s")]
+    over = sum(not row["within_memory"] for row in predicted)
+    yield _aim("runs that ran, predicted above the device's memory", "0", str(over), len(predicted), not over)
+    found = gains(rows)
+    right = sum(gain.error <= GAIN_LIMIT for gain in found)
+    wrong = sum(gain.wrong_sign for gain in found)
+    yield _aim(
+        "gains of options within a third", f"{len(found)}", str(right), len(found), right == len(found)
+    )
+    yield _aim("gains of options of the wrong sign", "0", str(wrong), len(found), not wrong)
+
+
+def _aim(what: str, asked: str, found: str, n: int, holds: bool) -> Claim:
+    shortfall = "" if holds else f"{what}: {found}; {asked} is aimed at."
+    return Claim(what=what, asked=asked, found=found, n=n, holds=holds, shortfall=shortfall)
+
+
 READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "speed": _speed,
     "peers": _peers,
@@ -453,6 +495,7 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "estimate_peers": _estimate_peers,
     "estimate_time": _estimate_time,
     "planning": _planning,
+    "published": _published,
     "search_quality": _search_quality,
     "search_time": _search_time,
     "cutting": _cutting,

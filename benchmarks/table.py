@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._claims import READERS, Claim, claims_of
+from benchmarks._published.summary import tables
 
 __all__ = ["main", "page", "read"]
 
@@ -45,6 +46,7 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
             *_section("What was asked, and what was found", _asked(claims)),
             *_section("Where it falls short", _short(claims)),
             *_section("Beside others", _beside(results)),
+            *_section("Beside published training runs", _published(results)),
             *_section("When and where", _where(results)),
         ]
     )
@@ -100,6 +102,22 @@ def _beside(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
     yield ""
     yield "*peak MiB* and *set-up s*: ours / the peer's."
+
+
+def _published(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    published = next((data for data in results if data["benchmark"] == "published"), None)
+    if published is None:
+        yield "Not predicted yet: `python -m benchmarks --only published`."
+        return
+    yield (
+        "Training runs that others measured and published, predicted from the model's configuration, a strategy and a "
+        "cluster alone: nothing was run, and no constant was fitted to them. Ratios are predicted over published; *off* "
+        "counts both ways, so that 0.8 and 1.25 are off by 25 %. A run has several options. Memory is predicted as "
+        "allocated; some sources publish what is reserved. Gains are in tokens a second and device. How each run is "
+        "expressed, and each prediction, stands in `benchmarks/results/published.md`."
+    )
+    yield ""
+    yield from tables(published["rows"])
 
 
 def _two(ours: float | None, theirs: float | None, digits: int) -> str:

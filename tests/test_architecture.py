@@ -65,7 +65,7 @@ def test_rooms_have_at_most_twenty_things_in_sight() -> None:
     for folder in {file.parent for file in FILES}:
         seen = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
         in_sight = [path.name for path in seen if not path.name.startswith("_")]
-        assert len(in_sight) <= (20 if folder.parent != ROOT else 33), (
+        assert len(in_sight) <= (20 if folder.parent != ROOT else 34), (
             f"{folder.relative_to(ROOT)}: {sorted(in_sight)}"
         )
 
@@ -96,7 +96,15 @@ def test_the_product_imports_neither_tests_nor_benchmarks() -> None:
 
 def test_private_names_stand_in_the_init_of_a_room_only() -> None:
     """``__all__`` says what a room gives; public modules that give names of others have one too."""
-    own = {"errors.py", "verify.py", "notebook.py", "fp8.py", "module_replace.py", "tensor_parallel.py"}
+    own = {
+        "errors.py",
+        "verify.py",
+        "notebook.py",
+        "planning.py",
+        "fp8.py",
+        "module_replace.py",
+        "tensor_parallel.py",
+    }
     for file in FILES:
         if file.name != "__init__.py" and file.name not in own:
             assert "\n__all__" not in file.read_text(), file

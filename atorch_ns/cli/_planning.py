@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from atorch_ns.errors import InputError, StrategyFileError
-from atorch_ns.text import error_text, with_period
-from atorch_ns.usercode import build_model, check_format, chosen_format, gibibytes, load_object, load_sample
+from atorch_ns.text import with_period
+from atorch_ns.usercode import build_model, gibibytes, load_object, load_sample
 
 if TYPE_CHECKING:
     from torch import nn
 
     from atorch_ns.cluster import Cluster
-    from atorch_ns.engine.offline import InputFormat
+    from atorch_ns.engine.input_format import InputFormat
     from atorch_ns.profile import Profile
     from atorch_ns.report import TrainingReport
     from atorch_ns.search import SearchSettings
@@ -62,11 +62,9 @@ def one_node(world_size: int, device_type: str = "cpu") -> Cluster:
 
 def make_cluster(spec: str | None) -> Cluster:
     """The cluster described, or this machine as one process, with figures for its hardware."""
-    from atorch_ns.cluster import Cluster, cluster_from_spec
+    from atorch_ns.engine.offline import cluster_of
 
-    if spec is not None:
-        return cluster_from_spec(spec)
-    return Cluster.detect().with_hardware()
+    return cluster_of(spec)
 
 
 def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
@@ -83,6 +81,8 @@ def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
             f"{' and '.join(missing)} missing. Give --model pkg.mod:build and --sample pkg.mod:sample, or "
             "--profile with a file that --save-profile wrote."
         )
+    from atorch_ns.engine.input_format import check_format, chosen_format
+
     wanted = check_format(options.input_format)
     assert options.model is not None
     assert options.sample is not None
@@ -123,17 +123,9 @@ def _profile(options: ModelOptions, *, device: str) -> tuple[Profile, float]:
     optimizer = None if no_optimizer else load_object(options.optimizer, option="--optimizer")
     say("profiling one step on fake tensors …")
     began = time.perf_counter()
-    try:
-        profile = profile_offline(
-            model,
-            sample,
-            loss=loss,
-            optimizer=optimizer,
-            input_format=chosen,
-            device=device,
-        )
-    except SystemExit as error:
-        raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
+    profile = profile_offline(
+        model, sample, loss=loss, optimizer=optimizer, input_format=chosen, device=device
+    )
     return profile, time.perf_counter() - began
 
 

@@ -16,7 +16,7 @@ from atorch_ns.cli._planning import read_strategy, say
 from atorch_ns.errors import InputError
 from atorch_ns.system import write_whole
 from atorch_ns.text import error_text, with_article
-from atorch_ns.usercode import build_model, check_format, chosen_format, load_object, load_sample
+from atorch_ns.usercode import build_model, load_object, load_sample
 
 _SEED = 0
 
@@ -29,6 +29,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
+    from atorch_ns.engine.input_format import check_format, chosen_format
     from atorch_ns.engine.offline import AssumedLoss
 
     torch.manual_seed(_SEED)

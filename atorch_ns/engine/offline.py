@@ -10,14 +10,17 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.data import call_model
+from atorch_ns.engine.input_format import InputFormat, check_format, chosen_format
 from atorch_ns.engine.problem import optimizer_maker
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, Workload, estimate
@@ -27,6 +30,7 @@ from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
 from atorch_ns.search.conclude import pareto
 from atorch_ns.strategy import Strategy
+from atorch_ns.text import error_text, with_article, with_period
 
 
 class AssumedLoss:
@@ -44,13 +48,6 @@ class AssumedLoss:
         loss, what = _find(output)
         self.assumed = f"No loss function was given; the loss is taken to be {what}."
         return loss
-
-
-def assumed_format(batch: Any) -> str | None:
-    """The ``model_input_format`` that suits a batch: dictionaries and sequences are unpacked."""
-    if isinstance(batch, Mapping):
-        return "unpack_dict"
-    return "unpack_sequence" if isinstance(batch, (list, tuple)) else None
 
 
 def _find(output: Any) -> tuple[torch.Tensor, str]:
@@ -115,7 +112,26 @@ def nearest_miss(rows: Iterable[Row]) -> str:
     return min(over, default=(0.0, ""))[1]
 
 
-InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first", "unpack_first"]
+def cluster_of(given: Cluster | str | PathLike[str] | None) -> Cluster:
+    """The cluster to plan for, with figures for its hardware.
+
+    Args:
+        given: a cluster; its specification or file, as :func:`cluster_from_spec` reads them; ``None`` for this
+            machine as one process, or the job that this process belongs to.
+
+    Raises:
+        InputError: if it is none of these, or cannot be read.
+    """
+    if given is None:
+        return Cluster.detect().with_hardware()
+    if isinstance(given, Cluster):
+        return given.with_hardware()
+    if not isinstance(given, (str, PathLike)):
+        raise InputError(
+            f"the cluster is {with_article(given)}; give a specification such as '8xH100-80GB, 2 nodes, ib400', "
+            "a file of one, or a Cluster."
+        )
+    return cluster_from_spec(given if isinstance(given, str) else Path(given))
 
 
 class PricedStrategy(NamedTuple):
@@ -155,13 +171,13 @@ def profile_offline(
         sample: one batch.
         loss: ``(batch, output) -> loss``; ``None`` for the loss in the output, else the output's mean.
         optimizer: factory of the optimizer; ``None`` for none.
-        input_format: form in which the batch is passed; ``auto`` unpacks dictionaries and sequences.
+        input_format: form in which the batch is passed; ``auto`` goes by the signature of ``forward``.
         device: type of the device that is planned for.
 
     Raises:
-        InputError: if the model or the loss cannot run on the sample.
+        InputError: if the model or the loss cannot run on the sample, or ends the process.
     """
-    chosen = assumed_format(sample) if input_format == "auto" else input_format
+    chosen, why = chosen_format(check_format(input_format), model, sample)
     passed = None if chosen == "none" else chosen
     assumed = AssumedLoss()
     loss_func = assumed if loss is None else loss
@@ -171,14 +187,17 @@ def profile_offline(
 
     # Fake tensors of a device that torch was built without abort the interpreter.
     traced_on = device if device == "cpu" or torch.cuda.is_available() else "cpu"
-    profile = profile_model(
-        model,
-        sample,
-        forward_loss,
-        make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
-        device=traced_on,
-    )
-    notes = [assumed.assumed] if assumed.assumed else []
+    try:
+        profile = profile_model(
+            model,
+            sample,
+            forward_loss,
+            make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
+            device=traced_on,
+        )
+    except SystemExit as error:
+        raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
+    notes = [with_period(each[:1].upper() + each[1:]) for each in (why, assumed.assumed) if each]
     if traced_on != device:
         notes.append(f"The step was traced with the operators of {traced_on}: this machine has no {device}.")
     if profile.trace is None or not notes:
@@ -196,8 +215,9 @@ def workload_of(profile: Profile, cluster: Cluster, global_batch: int | None) ->
         raise InputError(
             "the profile knows no costs, only the model's structure. Make it anew with a sample."
         )
-    if global_batch is not None and global_batch < 1:
-        raise InputError(f"the global batch must be at least 1; it is {global_batch}.")
+    whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)
+    if global_batch is not None and not (whole and global_batch >= 1):
+        raise InputError(f"the global batch must be at least 1, a whole number; it is {global_batch!r}.")
     batch = global_batch or profile.trace.num_samples * cluster.world_size
     return Workload(global_batch=batch, num_tokens=profile.trace.num_tokens)
 

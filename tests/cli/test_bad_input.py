@@ -159,7 +159,7 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
         "is a list, which holds no",
     ),
     ("estimate", ("--strategy", "ddp", *_MODEL[:2], "--sample", "odd.py:empty"), 2, "is an empty batch"),
-    ("plan", (*_PLANNED, "--input-format", "first"), 2, "does not fit --input-format=first"),
+    ("plan", (*_PLANNED, "--input-format", "first"), 2, "does not fit the input format first"),
     ("plan", (*_PLANNED, "--input-format", "unpack_dict"), 2, "but the data is a Tensor of shape (4, 32)"),
     # outputs, before the work
     ("search", (*_MODEL, "--save", "/proc/s.json"), 2, "--save=/proc/s.json cannot be written"),

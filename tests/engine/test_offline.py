@@ -12,7 +12,6 @@ from torch import nn
 from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.engine.offline import (
     AssumedLoss,
-    assumed_format,
     offline_rows,
     plan_offline,
     price_strategy,
@@ -123,12 +122,6 @@ def test_the_assumed_loss(output: Any, value: float, words: str) -> None:
 def test_an_output_without_floats_needs_a_loss() -> None:
     with pytest.raises(InputError, match="Give a loss function"):
         AssumedLoss()(None, {"ids": torch.zeros(2, dtype=torch.long)})
-
-
-def test_the_assumed_format() -> None:
-    assert assumed_format({"x": 1}) == "unpack_dict"
-    assert assumed_format((1, 2)) == "unpack_sequence"
-    assert assumed_format(torch.zeros(1)) is None
 
 
 def test_reasons_have_numbers() -> None:

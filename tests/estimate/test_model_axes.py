@@ -246,6 +246,32 @@ def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile)
 
 
 @pytest.mark.parametrize(
+    ("schedule", "grows"), [("1F1B", False), ("Interleaved1F1B", False), ("GPipe", True)]
+)
+def test_memory_grows_with_micro_batches_only_as_the_schedule_holds_them(
+    schedule: str, grows: bool, llama: Profile
+) -> None:
+    """Buffers between stages are as many as are in flight, whatever their number; only the batch itself grows."""
+    assert llama.trace is not None
+    plans = [
+        _plan(pipeline=2).changed(num_micro_batches=count, pipeline={"schedule": schedule})
+        for count in (16, 128)
+    ]
+    works = [
+        Workload(global_batch=2 * plan.num_micro_batches, num_tokens=llama.trace.num_tokens) for plan in plans
+    ]
+    few, many = (
+        price(PlanTable.of([plan]), llama, CLUSTER, work).peak_bytes[0]
+        for plan, work in zip(plans, works, strict=True)
+    )
+    inputs = [float(llama.trace.batch_bytes.at(work.global_batch, llama.trace.num_tokens)) for work in works]
+    if grows:
+        assert many > 5 * few
+    else:
+        assert many - few == pytest.approx(inputs[1] - inputs[0])
+
+
+@pytest.mark.parametrize(
     ("config", "pieces"),
     [
         ({"split_method": "uniform"}, [2, 2, 1, 1]),

@@ -20,6 +20,7 @@ _MODULES = (
     "atorch_ns.launch",
     "atorch_ns.method",
     "atorch_ns.notebook",
+    "atorch_ns.planning",
     "atorch_ns.report",
     "atorch_ns.strategy",
     "atorch_ns.testing",

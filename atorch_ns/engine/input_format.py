@@ -1,0 +1,110 @@
+"""Input formats: how a batch is passed to a model, by what its ``forward`` takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from atorch_ns.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+InputFormat = Literal["auto", "none", "unpack_sequence", "unpack_dict", "first", "unpack_first"]
+
+_REMEDY: Final = (
+    "Choose the input format (none passes the batch as it is, first its first item), or let the sample be what "
+    "forward takes; the loss is given the whole batch."
+)
+
+
+def assumed_format(batch: Any) -> str | None:
+    """The ``model_input_format`` that suits a batch: dictionaries and sequences are unpacked."""
+    if isinstance(batch, Mapping):
+        return "unpack_dict"
+    return "unpack_sequence" if isinstance(batch, (list, tuple)) else None
+
+
+def check_format(text: str) -> InputFormat:
+    """The input format of that name.
+
+    Raises:
+        InputError: it is not; all are named.
+    """
+    formats: tuple[InputFormat, ...] = get_args(InputFormat)
+    for known in formats:
+        if text == known:
+            return known
+    raise InputError(f"the input format {text!r} is not one of {', '.join(formats)}.")
+
+
+def chosen_format(given: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
+    """The input format of a batch, ``auto`` resolved by the signature of ``forward``, and a line on it if it is not obvious.
+
+    Dictionaries and sequences are unpacked, a dictionary with the keys that ``forward`` names. Of a sequence that it
+    cannot take, the first item is passed, as of ``(features, labels)`` to a model of features. A dictionary none of
+    whose keys it knows is passed whole.
+
+    Raises:
+        InputError: if ``forward`` can take the batch in none of these ways.
+    """
+    from atorch_ns.data import forward_signature
+
+    if given != "auto":
+        _check_fit(given, sample)
+        return given, ""
+    unpacked = assumed_format(sample)
+    signature = forward_signature(model)
+    if unpacked == "unpack_dict":
+        return _of_dictionary(signature, model, sample)
+    if unpacked != "unpack_sequence":
+        return "none", ""
+    if signature is None or _takes(signature, *sample):
+        return "unpack_sequence", ""
+    what = f"the sample is a sequence of {len(sample)} items, and {_forward(model, signature)}"
+    if len(sample) and _takes(signature, sample[0]):
+        return "first", f"{what}: only the first item is passed to the model (input format first)"
+    raise InputError(f"{what}. {_REMEDY}")
+
+
+def _check_fit(given: InputFormat, sample: Any) -> None:
+    """Checks that a batch can be passed in this format at all, before anything is computed."""
+    from atorch_ns.data import call_model
+
+    try:
+        call_model(lambda *_, **__: None, sample, None if given == "none" else given)
+    except InputError as error:
+        raise InputError(f"the sample does not fit the input format {given}: {error}") from None
+
+
+def _of_dictionary(
+    signature: inspect.Signature | None, model: nn.Module, sample: Mapping[Any, Any]
+) -> tuple[InputFormat, str]:
+    names = all(isinstance(key, str) for key in sample)
+    if signature is None or (names and _takes(signature, **sample)):
+        return "unpack_dict", ""
+    what = f"the sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward(model, signature)}"
+    known = {key: value for key, value in sample.items() if key in signature.parameters}
+    if names and known and _takes(signature, **known):
+        left_out = ", ".join(repr(key) for key in sample if key not in known)
+        return (
+            "unpack_dict",
+            f"{what}: {left_out} {'is' if len(sample) - len(known) == 1 else 'are'} for the loss alone",
+        )
+    if not set(sample) & set(signature.parameters) and _takes(signature, sample):
+        return "none", f"{what}: it is passed whole (input format none)"
+    raise InputError(f"{what}. {_REMEDY}")
+
+
+def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _forward(model: nn.Module, signature: inspect.Signature) -> str:
+    names = ", ".join(signature.parameters) or "nothing"
+    return f"forward of {type(model).__name__} takes {names}"

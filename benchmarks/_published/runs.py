@@ -1,0 +1,260 @@
+"""The rows of ``runs.csv``, and how each is expressed as model, strategy, cluster and batch."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+__all__ = ["Run", "read"]
+
+FILE: Final = Path(__file__).with_name("runs.csv")
+_PRECISIONS: Final[Mapping[str, Sequence[Any]]] = {
+    "bf16_amp": [("amp_native", "bf16")],
+    "bf16_true": [("half", {"dtype": "bf16", "master_weights": False})],
+    "bf16_master": [("half", {"dtype": "bf16", "master_weights": True})],
+    "fp16_master": [("half", "fp16")],
+}
+"""Methods by precision; those of fsdp alone stand in ``_REDUCED``."""
+_REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
+"""dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
+_PRODUCTS: Final = ("aten.mm", "aten.addmm", "aten._scaled_dot_product_flash_attention")
+_KEPT: Final[Mapping[str, Sequence[str]]] = {
+    "ops": _PRODUCTS,
+    "core": ("aten.mm", "aten.addmm", "aten.native_layer_norm", "aten.gelu"),
+}
+"""Operators whose results are kept, by recomputation: ``core`` recomputes scores and softmax."""
+_FLASH: Final = "sdpa_without_masks"
+_DEVICES: Final = {"H100-96GB-HBM2e": ("H100-80GB", "95GiB")}
+"""Devices that are not in the table: the nearest one, and the memory that torch reports."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run.
+
+    Attributes:
+        cells: the row of the file, column by column.
+    """
+
+    cells: Mapping[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return self.cells[column]
+
+    def number(self, column: str) -> int:
+        """A column that is a whole number."""
+        return int(self.cells[column])
+
+    @property
+    def missing(self) -> str:
+        """Why the run cannot be expressed; empty if it can."""
+        return self["missing"]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Published seconds of a step; ``None`` where they are not published."""
+        if self["step_seconds"]:
+            return float(self["step_seconds"])
+        rate = self["tokens_per_s_per_gpu"]
+        return self.tokens_per_device / float(rate) if rate else None
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens of a step for each device."""
+        return self.number("global_batch") * self.number("seq") / self.number("gpus")
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Published peak of memory, in GiB; ``None`` where it is not published."""
+        return float(self["peak_memory_gib"]) if self["peak_memory_gib"] else None
+
+    @property
+    def cluster(self) -> str:
+        """The cluster's specification."""
+        nodes = self.number("nodes")
+        device, memory = _DEVICES.get(self["gpu"], (self["gpu"], ""))
+        parts = [f"{self.number('gpus') // nodes}x{device}", f"{nodes} nodes" if nodes > 1 else ""]
+        return ", ".join(filter(None, [*parts, self["interconnect"], memory]))
+
+    @property
+    def architecture(self) -> tuple[str, ...]:
+        """What the profile depends on: runs of one share it."""
+        columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "attention", "seq")
+        return (self["arch"].removeprefix("hf-"), *(self[column] for column in columns))
+
+    @property
+    def model(self) -> str:
+        """The model in words."""
+        kind = "GPT-2" if self["arch"] == "gpt" else "Llama"
+        return f"{kind}, {self['layers']} blocks, width {self['hidden']}, {self['seq']} tokens"
+
+    def build(self) -> nn.Module:
+        """The model, of transformers, on meta."""
+        from transformers import (
+            AttentionInterface,
+            GPT2Config,
+            GPT2LMHeadModel,
+            LlamaConfig,
+            LlamaForCausalLM,
+        )
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        # "sdpa" makes a mask of T × T where it sees fake tensors, which it leaves to the kernel where it trains.
+        AttentionInterface.register(_FLASH, sdpa_attention_forward)
+        attention = _FLASH if self["attention"] == "flash" else "eager"
+        shared: dict[str, Any] = {
+            "vocab_size": self.number("vocab"),
+            "tie_word_embeddings": self["tied"] == "1",
+            "use_cache": False,
+            "attn_implementation": attention,
+        }
+        with torch.device("meta"):
+            if self["arch"] == "gpt":
+                return GPT2LMHeadModel(
+                    GPT2Config(
+                        n_positions=self.number("seq"),
+                        n_embd=self.number("hidden"),
+                        n_layer=self.number("layers"),
+                        n_head=self.number("heads"),
+                        n_inner=self.number("ffn"),
+                        activation_function="gelu",
+                        resid_pdrop=0.0,
+                        embd_pdrop=0.0,
+                        attn_pdrop=0.0,
+                        bos_token_id=0,
+                        eos_token_id=0,
+                        **shared,
+                    )
+                )
+            return LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=self.number("hidden"),
+                    intermediate_size=self.number("ffn"),
+                    num_hidden_layers=self.number("layers"),
+                    num_attention_heads=self.number("heads"),
+                    num_key_value_heads=self.number("kv_heads"),
+                    max_position_embeddings=self.number("seq"),
+                    **shared,
+                )
+            )
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """One sample on meta: tokens [1, T], which are the labels too."""
+        tokens = torch.zeros(1, self.number("seq"), dtype=torch.long, device="meta")
+        return {"input_ids": tokens, "labels": tokens}
+
+    @property
+    def strategy(self) -> list[Any]:
+        """The methods, in the form of ``load_strategy``."""
+        sizes = {"tensor": "tp", "sequence": "cp", "data": "dp", "pipeline": "pp"}
+        axes = [[name, self.number(column)] for name, column in sizes.items() if self.number(column) > 1]
+        steps: list[Any] = [("parallel_mode", axes)] if axes else []
+        if self.number("tp") > 1:
+            steps.append(("tensor_parallel", {"sequence": self["sp"] == "1"}))
+        if self.number("cp") > 1:
+            steps.append(("sequence_parallel", {"kind": "ring"}))
+        steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
+        if self["kernels"] != "eager":
+            steps.append("compile")
+        if self["fp8"] == "1":
+            steps.append(("fp8", {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}))
+        return steps + self._micro_batches()
+
+    def _sharding(self) -> list[Any]:
+        if self.number("dp") == 1 and self["precision"] not in _REDUCED:
+            return []
+        if self["zero"] == "0":
+            return ["ddp"]
+        if self["zero"] == "1":
+            return ["zero2"] if self.is_divided else ["ddp", "zero1"]
+        config: dict[str, Any] = {}
+        if self["precision"] in _REDUCED:
+            reduced = _REDUCED[self["precision"]]
+            config["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": reduced}
+        if self.number("replicas") > 1:
+            config["sharding_strategy"] = "HYBRID_SHARD"
+        return [("zero2" if self["zero"] == "2" else "fsdp", config or None)]
+
+    def _recomputation(self) -> list[Any]:
+        kind = self["recompute"]
+        if kind == "none":
+            return []
+        if kind in _KEPT:
+            return [("checkpoint", {"save_operators": list(_KEPT[kind])})]
+        return ["checkpoint" if kind == "full" else ("checkpoint", {"every_n": int(kind[len("every") :])})]
+
+    def _micro_batches(self) -> list[Any]:
+        number = self.number("micro_batches")
+        if self.number("pp") == 1:
+            return [("gradient_accumulation", number)] if number > 1 else []
+        config: dict[str, Any] = {"schedule": self["schedule"], "num_micro_batches": number}
+        if self.number("vpp") > 1:
+            config["stages_per_rank"] = self.number("vpp")
+        if self["cut"] == "ends-one-less":
+            config["split_points"] = self._short_ends()
+        return [("pipeline_parallel", config)]
+
+    def _short_ends(self) -> list[str]:
+        """Beginnings of the stages but the first, where the first and the last one have a block less."""
+        stages, blocks = self.number("pp") * self.number("vpp"), self.number("layers")
+        each = (blocks + 2) // stages
+        begins = range(each - 1, blocks + 1, each)
+        return [f"transformer.h.{begin}" if begin < blocks else "transformer.ln_f" for begin in begins][
+            : stages - 1
+        ]
+
+    @cached_property
+    def is_divided(self) -> bool:
+        """Whether the model, or a sample, is divided over ranks."""
+        return max(self.number(column) for column in ("tp", "cp", "pp")) > 1
+
+    @property
+    def substitutes(self) -> list[str]:
+        """What stands for something that no method says, as phrases."""
+        return [text for holds, text in self._substitutes() if holds]
+
+    def _substitutes(self) -> Iterator[tuple[bool, str]]:
+        sharded = self.number("dp") > 1 or self["precision"] in _REDUCED
+        yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
+        yield self["kernels"] == "fused", "compile for hand-fused kernels"
+        yield self["recompute"] == "ops", "all products kept for every second one"
+        yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
+        yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
+        yield self["gpu"] in _DEVICES, f"{' of '.join(_DEVICES.get(self['gpu'], ()))} for {self['gpu']}"
+
+    @property
+    def options(self) -> list[str]:
+        """The options that the run uses, by which errors are grouped."""
+        recomputed = {
+            "none": "no recomputation",
+            "full": "full recomputation",
+            "core": "selective recomputation",
+        }
+        named = {
+            {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
+            "fp8": self["fp8"] == "1",
+            recomputed.get(self["recompute"], "selective recomputation"): True,
+            "states sharded": self["zero"] != "0" and self.number("dp") > 1,
+            "tensor parallel": self.number("tp") > 1,
+            "context parallel": self.number("cp") > 1,
+            "pipeline": self.number("pp") > 1 and self.number("vpp") == 1,
+            "interleaved pipeline": self.number("vpp") > 1,
+            "accumulation": self.number("pp") == 1 and self.number("micro_batches") > 1,
+            "8192 tokens or more": self.number("seq") >= 8192,
+            "plain attention": self["attention"] == "math",
+            "more than 64 devices": self.number("gpus") > 64,
+        }
+        return [name for name, holds in named.items() if holds]
+
+
+def read(path: Path = FILE) -> list[Run]:
+    """All runs, in the order of the file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [Run(cells) for cells in csv.DictReader(file)]

@@ -1,0 +1,104 @@
+"""Published training runs: predicted by ``atorch_ns.planning`` alone, beside what others measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atorch_ns.cluster import cluster_from_spec
+from atorch_ns.errors import AtorchError
+from atorch_ns.planning import estimate, profile
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Strategy
+from benchmarks._published.runs import Run, read
+from benchmarks._results import Column, Findings
+
+__all__ = ["run"]
+
+_TEXT = """
+Training runs that others measured and published (`benchmarks/_published/runs.csv`, each with its source), predicted from
+the model's configuration on the meta device, a strategy and a cluster, by `atorch_ns.planning` alone. No constant of the
+estimate was fitted to them, and nothing was run. Ratios are predicted over published. *GiB published* is what the source
+counts: allocated, reserved or not stated; predictions are of allocated memory. *in memory*: a run that ran is predicted
+within what its device has. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
+the CSV file. Rows without a prediction say why. Tables by source, device and option: [docs/benchmarks.md](../../docs/benchmarks.md).
+"""
+
+_COLUMNS = (
+    Column(title="run", key="run"),
+    Column(title="model", key="model"),
+    Column(title="cluster", key="cluster"),
+    Column(title="batch", key="batch"),
+    Column(title="strategy", key="strategy"),
+    Column(title="s published", key="published_s"),
+    Column(title="s predicted", key="predicted_s"),
+    Column(title="ratio", key="time_ratio", digits=2),
+    Column(title="GiB published", key="published_gib", digits=1),
+    Column(title="GiB predicted", key="predicted_gib", digits=1),
+    Column(title="ratio", key="memory_ratio", digits=2),
+    Column(title="in memory", key="within_memory"),
+    Column(title="stands for", key="substitutes"),
+    Column(title="no prediction", key="missing"),
+)
+
+
+def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
+    """Predicts every run.
+
+    Args:
+        quick: the smallest model's alone.
+        report: told what is being done.
+    """
+    runs = [each for each in read() if not quick or each["source"] == "litgpt"]
+    profiles: dict[tuple[str, ...], Profile] = {}
+    rows: list[Mapping[str, Any]] = []
+    for number, each in enumerate(runs, 1):
+        report(f"published: {number} of {len(runs)}, {each['id']}")
+        rows.append(_row(each, profiles))
+    return Findings(
+        name="published",
+        title="Published training runs",
+        text=_TEXT,
+        columns=_COLUMNS,
+        rows=rows,
+        settings={"runs": len(runs), "profiles": len(profiles)},
+    )
+
+
+def _row(each: Run, profiles: dict[tuple[str, ...], Profile]) -> Mapping[str, Any]:
+    row: dict[str, Any] = {
+        "run": each["id"],
+        "source": each["source"],
+        "address": each["url"],
+        "device": each["gpu"],
+        "options": each.options,
+        "model": each.model,
+        "cluster": each.cluster,
+        "batch": each.number("global_batch"),
+        "published_s": each.step_seconds,
+        "tokens_per_device": each.tokens_per_device,
+        "published_gib": each.peak_gib,
+        "memory_kind": each["memory_kind"],
+        "missing": each.missing,
+    }
+    if each.missing:
+        return row
+    strategy = Strategy.load(each.strategy)
+    row |= {"strategy": str(strategy), "substitutes": "; ".join(each.substitutes)}
+    if each.architecture not in profiles:
+        profiles[each.architecture] = profile(each.build(), each.sample())
+    cluster = cluster_from_spec(each.cluster)
+    try:
+        found = estimate(profiles[each.architecture], strategy, cluster, batch=each.number("global_batch"))
+    except AtorchError as error:
+        return {**row, "missing": " ".join(str(error).split())}
+    peak_gib = found.peak_bytes / 2**30
+    return {
+        **row,
+        "predicted_s": found.step_seconds,
+        "predicted_gib": peak_gib,
+        "peak_at": found.peak_at,
+        "time_ratio": found.step_seconds / each.step_seconds if each.step_seconds else None,
+        "memory_ratio": peak_gib / each.peak_gib if each.peak_gib else None,
+        "within_memory": found.peak_bytes <= cluster.device_memory_bytes,
+    }
