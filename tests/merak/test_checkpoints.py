@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.errors import CheckpointError, RankError
 from atorch_ns.merak import MerakArguments, MerakTrainer, init
+from atorch_ns.merak.checkpoints import last_in
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from tests.merak.parts import Data, Run, accuracy, arguments, assert_equal_runs, logs_of, model, run_plain
 
@@ -293,3 +294,13 @@ def test_a_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(_last, 2, args=(str(tmp_path),), timeout_s=80) == [[1, 2, 3, 4]] * 2
     state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["global_step"] == 3
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(tmp_path: Path) -> None:
+    for step in (2, 10, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert last_in(str(tmp_path)) == str(tmp_path / "checkpoint-12")
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert last_in(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert last_in(str(tmp_path / "checkpoint-2")) is None
