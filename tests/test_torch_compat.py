@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -445,17 +444,6 @@ def test_calls_of_a_compiled_module_are_watched() -> None:
     watch_compiled(module, watch)
     module(torch.ones(1, 2))
     assert seen == [1]
-
-
-def test_a_scaler_skips_steps_of_fused_optimizers_itself() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    scaler = local_grad_scaler("cpu")
-    scaler.scale(parameter.sum() * math.inf).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert torch.equal(parameter, torch.ones(2))
-    assert not optimizer.state
 
 
 def test_a_frame_with_an_open_handler_runs_uncompiled() -> None:

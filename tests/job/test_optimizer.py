@@ -94,3 +94,15 @@ def test_the_rest_is_the_inner_optimizers() -> None:
     masters: Any = MasterWeights([_weight(dtype=torch.bfloat16)])
     with pytest.raises(StepError, match="after fp32 master weights"):
         StepOptimizer(inner, masters=masters).add_param_group({"params": [_weight()]})
+
+
+def test_steps_of_fused_optimizers_are_skipped_without_a_call() -> None:
+    """Which would take flags of a scaler, plain tensors, into one kernel with parameters that may be DTensors."""
+    weight = nn.Parameter(torch.ones(2))
+    inner = torch.optim.AdamW([weight], fused=True)
+    optimizer = StepOptimizer(inner, scaler=LossScaler("cpu", LossScaling()))
+    optimizer.scaler.scaled(weight.sum() * torch.inf).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert optimizer.skipped
+    assert torch.equal(weight, torch.ones(2))
+    assert not inner.state

@@ -139,7 +139,7 @@ class Fails(OwnRule):
 
 def _job(optim_func: Any, **optim_args: Any) -> Any:
     return SimpleNamespace(
-        inputs=SimpleNamespace(optim_func=optim_func, optim_args=optim_args),
+        inputs=SimpleNamespace(optim_func=optim_func, optim_args=optim_args, optimizer_is_trusted=False),
         plan=SimpleNamespace(sharding=SimpleNamespace(layout="parameters")),
         mesh=object(),
         num_data_ranks=2,
@@ -168,6 +168,12 @@ def test_what_couples_parameters_is_refused(optim_func: Any) -> None:
 )
 def test_what_updates_each_parameter_by_itself_passes(optim_func: Any) -> None:
     assert require_separable(_job(optim_func), ONE) == ""
+
+
+def test_an_optimizer_that_the_user_answers_for_is_not_tried() -> None:
+    job = _job(Normalised, lr=0.1)
+    job.inputs.optimizer_is_trusted = True
+    assert require_separable(job, [{"params": []}]) == ""
 
 
 def test_options_of_groups_are_tried() -> None:
