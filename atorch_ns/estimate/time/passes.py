@@ -156,6 +156,11 @@ COMPILED_LAUNCHES = 0.25
 and reductions, three to six into one (its own fusion logs on transformer blocks)."""
 
 
+_EAGER_STREAM = 0.87
+"""Rate at which torch's own kernels stream memory, over that of triads and copies: its layer norm reaches 2.70 TB/s on an
+H100 whose triads reach 3.08 (benchmarks of pauliano22/triton-gpu-kernels, 2025)."""
+
+
 @dataclass(frozen=True)
 class SegmentSeconds:
     """One instance of a segment, in one micro-batch.
@@ -296,9 +301,10 @@ class _Running:
         dtype = autocast or weights
         kind = AttentionKind(self.passes, segment.head_width, segment.is_causal, num_tokens)
         attention, flops = on_rank(self.phase.attention), on_rank(self.phase.flops)
-        num_bytes = on_rank(self.phase.fused if _is_fused(self.context, segment) else self.phase.moved)
-        if device.type != "cpu":
-            num_bytes = num_bytes + on_rank(self.phase.operands)
+        is_gpu, is_fused = device.type != "cpu", _is_fused(self.context, segment)
+        num_bytes = on_rank(self.phase.fused if is_fused else self.phase.moved)
+        if is_gpu:
+            num_bytes = num_bytes / (1.0 if is_fused else _EAGER_STREAM) + on_rank(self.phase.operands)
         narrowed = np.zeros_like(flops)
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
