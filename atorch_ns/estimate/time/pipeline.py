@@ -160,11 +160,8 @@ def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndar
     num_bytes = (num_bytes * context.parts.share(inner, output.divided, output.words))[rows]
     groups = context.groups(("pipeline",))
     inside = groups.within[rows] > 1
-    near = context.hardware.within_node.rate_of("send")
-    far = context.hardware.between_nodes.rate_of("send")
-    each = np.where(
-        inside, near.latency_s + num_bytes / near.bytes_per_s, far.latency_s + num_bytes / far.bytes_per_s
-    )
+    near, far = context.hardware.within_node, context.hardware.between_nodes
+    each = np.where(inside, near.message_seconds("send", num_bytes), far.message_seconds("send", num_bytes))
     all_sent = context.hardware.device.type != "cpu"
     steady = context.micro_batches[rows] * v if all_sent else 0
     return np.asarray(2.0 * (steady + p - 1) * each)
