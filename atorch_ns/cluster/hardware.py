@@ -44,7 +44,7 @@ class Link:
         collectives: rates by collective (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
             ``"all_to_all"``, ``"broadcast"``, ``"send"``) where they are known to differ.
         overlap: share of a collective's time that computation can hide. On a CPU both need the same cores.
-        source: where the figures come from, or "measured".
+        source: where the figures come from, or "measured on …".
     """
 
     name: str
@@ -76,7 +76,7 @@ class Device:
         efficiency: share of the peak that large matrix products reach in training.
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
-        source: where the figures come from, or "measured".
+        source: where the figures come from, or "measured on …".
     """
 
     name: str

@@ -11,6 +11,7 @@ on the line            key in a file                           meaning
 ``60GiB``              ``memory: 60GiB``                       of one device, in place of the table's
 ``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
 ..                     ``to_host: pcie5``                      between a device and its host's memory
+..                     ``measured``                            when and on what ``atorch-ns calibrate`` measured
 =====================  ======================================  =======================================
 """
 
@@ -21,9 +22,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, installed_packages
 from atorch_ns.cluster.devices import DEVICES
@@ -93,6 +94,7 @@ SPEC_KEYS: Final = (
     "to_host",
     "memory",
     "price_per_hour",
+    "measured",
 )
 """The keys of a cluster file."""
 
@@ -174,6 +176,10 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
         raise InputError(
             f"the cluster file {path} holds {with_article(values)}; it should map {', '.join(SPEC_KEYS)}."
         )
+    if isinstance(values.get("devices"), Mapping) and "schema" in values:
+        raise InputError(
+            f"{path} holds factors that report.refit has written, no cluster; it is for search_calibration."
+        )
     refuse_unknown(values, SPEC_KEYS, "", problems)
     return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}
 
@@ -187,11 +193,13 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-_DEVICE_KEYS: Final = (
-    "name", "like", "type", "memory", "memory_bytes_per_s", "flops_per_s", "launch_s", "efficiency",
-    "capability", "price_per_hour", "source",
-)  # fmt: skip
-_LINK_KEYS: Final = ("name", "like", "latency_s", "bytes_per_s", "overlap", "source")
+_DEVICE_KEYS: Final = ("like", "memory", *(one.name for one in fields(Device) if one.name != "memory_bytes"))
+_LINK_KEYS: Final = (
+    "like",
+    "latency_s",
+    "bytes_per_s",
+    *(one.name for one in fields(Link) if one.name != "rate"),
+)
 _MOST_RANKS: Final = 10_000_000
 
 
@@ -299,14 +307,11 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
     start = base or Device(
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
-    numbers = {
-        key: read_number(given[key], f"device.{key}", problems)
-        for key in ("memory_bytes_per_s", "launch_s", "efficiency", "price_per_hour")
-        if key in given
-    }
     return replace(
         start,
-        **numbers,
+        **_read_fields(
+            Device, given, ("name", "type", "flops_per_s", "capability", "source"), "device", problems
+        ),
         name=str(given.get("name", start.name)),
         type=_type(given.get("type", start.type), problems),
         memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
@@ -314,6 +319,37 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         capability=_capability(given.get("capability", start.capability), problems),
         source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
+
+
+def _read_fields(
+    kind: type, given: Mapping[str, Any], others: tuple[str, ...], what: str, problems: list[str]
+) -> dict[str, Any]:
+    """Fields of a dataclass that are given and need no reading of their own, each by its type; ``others`` are left out."""
+    from pydantic import TypeAdapter, ValidationError
+
+    hints, read = get_type_hints(kind), {}
+    for name in (one.name for one in fields(kind) if one.name in given and one.name not in others):
+        before = len(problems)
+        _check_numbers(given[name], f"{what}.{name}", problems)
+        try:
+            read[name] = TypeAdapter(hints[name]).validate_python(given[name])
+        except ValidationError as error:
+            if len(problems) == before:
+                first = error.errors()[0]
+                where = ".".join(map(str, (what, name, *first["loc"])))
+                problems.append(f"{where}={first['input']!r}: {first['msg']}.")
+    return read
+
+
+def _check_numbers(value: Any, what: str, problems: list[str]) -> None:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_numbers(each, f"{what}.{key}", problems)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_numbers(each, what, problems)
+    elif _read(value, float) is not None:
+        read_number(value, what, problems)
 
 
 def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
@@ -360,12 +396,9 @@ def _hardware(
         key: _link(values[key], key, link, per_node, problems) if key in values else link
         for key, link in usual.items()
     }
-    return Hardware(
-        device=device,
-        within_node=links["within_node"],
-        between_nodes=links["between_nodes"],
-        to_host=links["to_host"],
-    )
+    if "measured" in values and nodes == 1 and "between_nodes" not in values:
+        links["between_nodes"] = links["within_node"]
+    return Hardware(**links, device=device, measured="measured" in values)
 
 
 def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
@@ -380,9 +413,14 @@ def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]
         read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
         read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
-    overlap = read_number(wanted.get("overlap", base.overlap), f"{key}.overlap", problems)
-    source = str(wanted.get("source", f"given; else {base.source}"))
-    return Link(name=str(wanted.get("name", base.name)), rate=rate, overlap=overlap, source=source)
+    kept = base.collectives if rate == base.rate else {}
+    return replace(
+        base,
+        **{"collectives": kept, **_read_fields(Link, wanted, ("name", "source"), key, problems)},
+        name=str(wanted.get("name", base.name)),
+        rate=rate,
+        source=str(wanted.get("source", f"given; else {base.source}")),
+    )
 
 
 def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link | None:

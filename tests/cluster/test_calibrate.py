@@ -20,9 +20,10 @@ def test_rates_are_found_again_under_noise(num_ranks: int) -> None:
     alpha, bandwidth = 1e-4, 2e9
     times = {}
     for number, (kind, steps) in enumerate(RING_STEPS.items()):
+        # A send is one message of the whole tensor; of a ring each rank sends parts to the next.
+        messages, parts = (1, 1) if kind == "send" else (steps * (num_ranks - 1), num_ranks)
         for place, size in enumerate((2**12, 2**17, 2**20, 2**23)):
-            messages = steps * (num_ranks - 1)
-            exact = messages * (alpha + size / num_ranks / bandwidth)
+            exact = messages * (alpha + size / parts / bandwidth)
             times[f"{kind}/{size}"] = exact * (1 + 0.05 * math.sin(number + 3 * place))
     rates = fit_rates({**times, "overlap/alone": 1.0}, num_ranks)
     assert set(rates) == set(RING_STEPS)
@@ -71,7 +72,7 @@ def test_two_ranks_measure_the_same_figures() -> None:
     (first, seconds), (second, _) = run_ranks(measure, 2)
     assert first == second
     assert first["measured"]
-    assert first["device"]["source"] == first["within_node"]["source"] == "measured"
+    assert first["device"]["source"] == first["within_node"]["source"] == "measured on 2 × cpu"
     assert first["device"]["efficiency"] == 1
     # Wide enough for any machine under any load; what is checked is units.
     assert 1e9 < first["device"]["flops_per_s"]["float32"] < 1e13
@@ -87,7 +88,7 @@ def test_two_ranks_measure_the_same_figures() -> None:
 def test_one_process_measures_its_device_only() -> None:
     hardware = calibrate(Cluster(), seconds=0.5)
     assert hardware.measured
-    assert hardware.device.source == "measured"
-    assert hardware.within_node.source != "measured"
+    assert hardware.device.source == "measured on 1 × cpu"
+    assert "measured on" not in hardware.within_node.source
     with pytest.raises(InputError, match="positive"):
         calibrate(Cluster(), seconds=0)
