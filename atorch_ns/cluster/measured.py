@@ -50,7 +50,7 @@ def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
         "measured": {
             "machine": machine_name(cluster),
             "at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "torch": cluster.torch,
+            "torch": str(cluster.torch),  # torch has a type of its own for it
             "seconds": dict(found.seconds),
         },
     }

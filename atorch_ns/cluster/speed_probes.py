@@ -24,7 +24,7 @@ _PRODUCTS: Final = {"cpu": ((256, 256, 1024), (384, 384, 384), (128, 512, 2048))
 # Without AVX-512 FP16, products in fp16 are a hundred times slower than others: small ones tell it as well.
 _FAST: Final = {"cpu": ("float32", "bfloat16"), "cuda": _DTYPES}
 _SMALL_PRODUCTS: Final = ((64, 128, 128),)
-_SQUARES: Final = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+_SQUARES: Final = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096, 8192)}
 # (batch, heads, tokens, size of a head)
 _ATTENTION: Final = {"cpu": ((2, 4, 128, 64), (1, 4, 512, 64)),
                      "cuda": ((16, 16, 1024, 128), (4, 16, 4096, 128), (1, 16, 16384, 128))}  # fmt: skip

@@ -98,14 +98,16 @@ def test_a_measurement_of_this_machine_is_read_as_it_was_made(tmp_path: Path) ->
 def test_figures_stand_beside_the_table() -> None:
     rows = {row.figure: row for row in comparisons(_gpus()[1])}
     layers = rows["products of layers, bfloat16"]
-    assert (layers.measured, layers.table) == (6.123e14, pytest.approx(0.75 * 989.5e12))
+    assert layers.measured == 6.123e14
+    assert layers.table == pytest.approx(0.75 * 989.5e12)
     assert rows["product, bfloat16, 512 × 512 × 512"].measured == pytest.approx(2 * 512**3 / 1e-5)
     attention = rows["causal attention forward and backward, bfloat16, 4 × 16 × 4096 × 128"]
     assert attention.measured == pytest.approx(6 * 4 * 16 * 4096**2 * 128 / 1e-3)
     nvlink = LINKS["nvlink4"].link("nvlink4").rate
     ring = rows["all_reduce within a node, 1 MiB"]
-    assert ring.table == pytest.approx(14 * (nvlink.latency_s + 2**17 / nvlink.bytes_per_s))
-    assert ring.share == pytest.approx(ring.table / 1e-4)
+    expected = 14 * (nvlink.latency_s + 2**17 / nvlink.bytes_per_s)
+    assert ring.table == pytest.approx(expected)
+    assert ring.share == pytest.approx(expected / 1e-4)
     assert rows["send within a node, 1 MiB"].table == pytest.approx(
         nvlink.latency_s + 2**20 / nvlink.bytes_per_s
     )
