@@ -181,23 +181,19 @@ def test_a_killed_rank_ends_all_within_seconds_and_leaves_the_file(tmp_path: Pat
         (("--seconds", "nan"), "the time must be positive"),
         (("--nproc", "0"), "at least one process"),
         (("--device", "tpu"), "'tpu' is no type of device"),
-        (("-o", "none/c.yaml"), "the folder none does not exist"),
         (("-o", "c.txt"), "the suffix says how it is written"),
-        (("-o", "strategy.json"), "holds something else than measured speeds"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_measured(
-    run: Run, tmp_path: Path, options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr("atorch_ns.launch.run_local_ranks", refuse)
-    (tmp_path / "strategy.json").write_text('["fsdp"]')
     done = run("calibrate", *options)
     assert done.returncode == 2
     assert said in done.stderr
-    assert (tmp_path / "strategy.json").read_text() == '["fsdp"]'
 
 
 def test_a_gpu_that_is_not_there(
