@@ -102,11 +102,12 @@ def measure(
         times = _measure(probes, rounds, group, together=together, device=cluster.device, say=say)
         sizes = {level: dist.get_world_size(ranks) for level, ranks in levels.items()}
     source = _source(cluster, known.device.name)
+    speed = compute_speed(times, best=cluster.device_type != "cpu")
     links = {level: _measured_link(known, level, times, sizes[level], source) for level in sizes}
     within = links.get("within_node", known.within_node)
     hardware = replace(
         known,
-        device=_measured_device(known.device, compute_speed(times), source),
+        device=_measured_device(known.device, speed, source),
         within_node=within,
         between_nodes=links.get("between_nodes", within if cluster.num_nodes == 1 else known.between_nodes),
         measured=True,
@@ -226,7 +227,7 @@ def _maximum(values: list[float], group: dist.ProcessGroup | None, device: str) 
 
 def _measured_device(known: Device, speed: ComputeSpeed, source: str) -> Device:
     # Dtypes that were not measured keep what the table takes them to reach.
-    reached = {dtype: rate * known.efficiency for dtype, rate in known.flops_per_s.items()}
+    reached = {dtype: known.products_of(dtype) for dtype in known.flops_per_s}
     return replace(
         known,
         flops_per_s={**reached, **speed.flops_per_s},
@@ -234,6 +235,7 @@ def _measured_device(known: Device, speed: ComputeSpeed, source: str) -> Device:
         in_place_bytes_per_s=speed.in_place_bytes_per_s,
         launch_s=speed.launch_s,
         efficiency=1.0,
+        efficiencies={},
         source=source,
     )
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from atorch_ns.cluster.calibrate import Measurement
 from atorch_ns.cluster.cluster import Cluster, cpu_device
 from atorch_ns.cluster.hardware import Device, Hardware, Link
+from atorch_ns.cluster.kernels import AttentionKind
 from atorch_ns.cluster.spec import cluster_from_spec, read_spec
 from atorch_ns.cluster.speed_probes import messages_of, probe_flops
 from atorch_ns.errors import InputError
@@ -196,23 +197,34 @@ def comparisons(found: Measurement) -> Iterator[Comparison]:
 
 def _of_device(device: Device, table: Device | None, seconds: Mapping[str, float]) -> Iterator[Comparison]:
     rates = {} if table is None else {
-        dtype: table.flops_of(dtype) * table.efficiency for dtype in device.flops_per_s
+        dtype: table.products_of(dtype) for dtype in device.flops_per_s
     }  # fmt: skip
     timed = {name.split("/")[1] for name in seconds if name.startswith("product/")}
     for dtype in (name for name in device.flops_per_s if name in timed):
-        yield Comparison(
-            f"products of layers, {dtype}", "FLOP/s", device.flops_per_s[dtype], rates.get(dtype)
-        )
+        yield Comparison(f"products, {dtype}", "FLOP/s", device.flops_per_s[dtype], rates.get(dtype))
     for name, value in seconds.items():
         what, *rest = name.split("/")
         if what in _BY_SIZE:
             size = _BY_SIZE[what].format(dtype=rest[0], shape=rest[1].replace("x", " × "))
-            yield Comparison(size, "FLOP/s", probe_flops(name) / value, rates.get(rest[0]))
+            expected = rates.get(rest[0])
+            if what != "square" and table is not None:
+                expected = _attention_rate(table, what, *rest)
+            yield Comparison(size, "FLOP/s", probe_flops(name) / value, expected)
     bandwidth = None if table is None else table.memory_bytes_per_s
     in_place = None if table is None else table.update_bytes_per_s
     yield Comparison("element-wise operators, new results", "B/s", device.memory_bytes_per_s, bandwidth)
     yield Comparison("element-wise operators, in place", "B/s", device.update_bytes_per_s, in_place)
     yield Comparison("start of an operator", "s", device.launch_s, None if table is None else table.launch_s)
+
+
+def _attention_rate(table: Device, what: str, dtype: str, shape: str) -> float:
+    """FLOP/s of causal attention by the table, of the forward pass or of both."""
+    *_, tokens, width = map(int, shape.split("x"))
+    forward, backward = (
+        table.attention_of(dtype, AttentionKind(passes, width, True, tokens))
+        for passes in ("forward", "backward")
+    )
+    return forward if what == "attention" else 3.5 / (1 / forward + 2.5 / backward)
 
 
 _BY_SIZE: Final[Mapping[str, str]] = {

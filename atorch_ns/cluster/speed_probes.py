@@ -39,7 +39,7 @@ class ComputeSpeed:
     """Measured speed of one device.
 
     Attributes:
-        flops_per_s: FLOP/s by dtype, the median over shapes of products.
+        flops_per_s: FLOP/s of products by dtype.
         memory_bytes_per_s, in_place_bytes_per_s, launch_s: as in :class:`Device`.
     """
 
@@ -54,8 +54,7 @@ def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[
 
     Args:
         device: the device, as torch writes it.
-        by_size: whether square products and causal attention are timed too, by dtype and size. They are shown beside
-            the speed, which is that of the usual layers.
+        by_size: whether square products and causal attention are timed too, by dtype and size.
     """
     kind = device.partition(":")[0]
     probes: dict[str, Callable[[], float]] = {}
@@ -113,19 +112,25 @@ def probe_flops(name: str) -> float:
     """FLOPs of one run of a probe of products or attention, by its name; 0 for others.
 
     A product of m x k by k x n has 2mkn; causal attention of B samples, H heads, T tokens and heads of size D has half of
-    4BHT²D forward, and three times that with the backward pass, without what flash attention computes twice.
+    4BHT²D forward, and 3.5 times that with the backward pass: five products, of which one is computed again.
     """
     what, *rest = name.split("/")
     if what in ("product", "square"):
         return 2.0 * math.prod(map(int, rest[1].split("x")))
     if what.startswith("attention"):
         batch, heads, tokens, size = map(int, rest[1].split("x"))
-        return 2.0 * batch * heads * tokens**2 * size * (3 if what == "attention_training" else 1)
+        return 2.0 * batch * heads * tokens**2 * size * (3.5 if what == "attention_training" else 1)
     return 0.0
 
 
-def compute_speed(times: Mapping[str, float]) -> ComputeSpeed:
-    """The speed that the probes' median seconds amount to."""
+def compute_speed(times: Mapping[str, float], *, best: bool = False) -> ComputeSpeed:
+    """The speed that the probes' median seconds amount to.
+
+    Args:
+        times: seconds by the probe's name.
+        best: whether a product's rate is that of the best shape, as estimates for GPUs need it: they price what other shapes
+            lose as the bytes of their operands. Otherwise it is the median of the usual layers.
+    """
     launch = next(
         seconds / int(name.split("/")[1]) for name, seconds in times.items() if name.startswith("operators/")
     )
@@ -135,13 +140,15 @@ def compute_speed(times: Mapping[str, float]) -> ComputeSpeed:
         what, *rest = name.split("/")
         # A bare operator costs less than one in a module under autograd: about a third.
         net = max(seconds - launch / 3, seconds / 10)
-        if what == "product":
+        if what == "product" or (best and what == "square"):
             rates.setdefault(rest[0], []).append(probe_flops(name) / net)
         elif what in moved:
             moved[what][0] += float(rest[1])
             moved[what][1] += net
     return ComputeSpeed(
-        flops_per_s={dtype: float(np.median(values)) for dtype, values in rates.items()},
+        flops_per_s={
+            dtype: float(max(values) if best else np.median(values)) for dtype, values in rates.items()
+        },
         memory_bytes_per_s=moved["elements"][0] / moved["elements"][1],
         in_place_bytes_per_s=moved["in_place"][0] / moved["in_place"][1],
         launch_s=launch,

@@ -60,7 +60,7 @@ def test_two_ranks_measure_a_cluster_that_is_planned_for(tmp_path: Path, run: Ru
     assert "measuring 2 ranks, each " in err
     assert "round 3: " in err
     assert f"figures written to {path}" in err
-    assert "products of layers, float32" in out
+    assert "products, float32" in out
     assert "all_reduce within a node, 4 MiB" in out
     assert "send within a node, 4 KiB" in out
     assert "overlap with computation within a node" in out

@@ -63,6 +63,19 @@ def test_speed_of_computation_from_times() -> None:
     assert speed.in_place_bytes_per_s == pytest.approx(3e10, rel=0.01)
 
 
+def test_gpus_count_at_the_best_shape() -> None:
+    times = {
+        "product/float32/100x100x100": 2e-5,
+        "square/float32/200x200x200": 2e-5,
+        "square/float32/10x10x10": 1e-5,
+        "elements/add/3000000": 1e-3,
+        "in_place/add/3000000": 1e-4,
+        "operators/10": 3e-9,
+    }
+    assert compute_speed(times).flops_per_s["float32"] == pytest.approx(2e6 / 2e-5, rel=0.02)
+    assert compute_speed(times, best=True).flops_per_s["float32"] == pytest.approx(16e6 / 2e-5, rel=0.02)
+
+
 def test_two_ranks_measure_the_same_figures() -> None:
     def measure() -> tuple[dict[str, Any], float]:
         started = time.perf_counter()
