@@ -40,7 +40,7 @@ class Link:
         overlap: share of a collective's time that computation can hide. On a CPU both need the same cores.
         ramp: bytes that each of a ring's messages has, and the share of the rate that they then reach, in the order of the
             bytes; empty where ``latency_s`` tells what small messages cost.
-        source: where the figures come from, or "measured".
+        source: where the figures come from, or "measured on …".
     """
 
     name: str
@@ -85,7 +85,7 @@ class Device:
         kernels: the device whose rates of fused attention it has (``kernels.csv``); empty for those of products.
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
-        source: where the figures come from, or "measured".
+        source: where the figures come from, or "measured on …".
     """
 
     name: str
