@@ -24,12 +24,8 @@ _PRECISIONS: Final[Mapping[str, Sequence[Any]]] = {
 """Methods by precision; those of fsdp alone stand in ``_REDUCED``."""
 _REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
 """dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
-_PRODUCTS: Final = ("aten.mm", "aten.addmm", "aten._scaled_dot_product_flash_attention")
-_KEPT: Final[Mapping[str, Sequence[str]]] = {
-    "ops": _PRODUCTS,
-    "core": ("aten.mm", "aten.addmm", "aten.native_layer_norm", "aten.gelu"),
-}
-"""Operators whose results are kept, by recomputation: ``core`` recomputes scores and softmax."""
+_KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
+"""Operators whose results are kept, by recomputation."""
 _FLASH: Final = "sdpa_without_masks"
 _DEVICES: Final = {"H100-96GB-HBM2e": ("H100-80GB", "95GiB")}
 """Devices that are not in the table: the nearest one, and the memory that torch reports."""
@@ -187,7 +183,7 @@ class Run:
         if kind == "none":
             return []
         if kind in _KEPT:
-            return [("checkpoint", {"save_operators": list(_KEPT[kind])})]
+            return [("checkpoint", {"save_operators": _KEPT[kind]})]
         return ["checkpoint" if kind == "full" else ("checkpoint", {"every_n": int(kind[len("every") :])})]
 
     def _micro_batches(self) -> list[Any]:
@@ -224,7 +220,6 @@ class Run:
         sharded = self.number("dp") > 1 or self["precision"] in _REDUCED
         yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
-        yield self["recompute"] == "ops", "all products kept for every second one"
         yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
         yield self["gpu"] in _DEVICES, f"{' of '.join(_DEVICES.get(self['gpu'], ()))} for {self['gpu']}"

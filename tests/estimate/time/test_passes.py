@@ -12,6 +12,7 @@ from atorch_ns.estimate import PlanTable, Workload
 from atorch_ns.estimate.time.passes import low_bit_share
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import (
+    ForwardResult,
     Growth,
     OperatorCost,
     OptimizerSpec,
@@ -116,3 +117,42 @@ def test_a_device_without_the_rate_gains_nothing() -> None:
         for plan in (PLAN, PLAN.changed(precision={"narrow": None}))
     )
     assert with_it > without
+
+
+def _result(name: str, number: int, tflop: float, gigabytes: float = 0.0) -> ForwardResult:
+    return ForwardResult(
+        name=name,
+        number=number,
+        flops=Growth(per_sample=tflop * TFLOP),
+        moved=Growth(per_sample=gigabytes * GB),
+        size=Growth(),
+    )
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    cost = replace(
+        _cost(3.0, 1.0),
+        results=(
+            _result("aten.mm", 0, 0.25),
+            _result("aten.mm", 1, 0.5),
+            _result("aten._scaled_dot_product_flash_attention", 0, 0.25),
+            _result("aten.mm", 2, 0.25),
+            _result("aten.gelu", 0, 0.0, 0.5),
+        ),
+    )
+    block = replace(BLOCK, costs=dict.fromkeys(BLOCK.costs, cost))
+    trace = Trace(segments=(block,), num_samples=4, optimizer=OptimizerSpec(name="AdamW"))
+    assert CLUSTER.hardware is not None
+    device = CLUSTER.hardware.device
+
+    def recompute(saved: Any) -> float:
+        plan = Plan().changed(recomputation={"kind": "selective", "saved_operators": saved})
+        return float(price_time(PlanTable.of([plan]), trace, CLUSTER, Workload(global_batch=1))[0][1])
+
+    flops = TFLOP / (device.flops_of("float32") * device.efficiency)
+    moved = GB / device.memory_bytes_per_s
+    whole = (3.0 + 1.0) / 3 * flops + moved
+    assert recompute(()) == pytest.approx(whole)
+    assert recompute("every_second_product") == pytest.approx(whole - 0.75 * flops)
+    assert recompute("all_but_attention") == pytest.approx(whole - flops - 0.5 * moved)
+    assert recompute(("aten.mm.default",)) == pytest.approx(whole - flops)
