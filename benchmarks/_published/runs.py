@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,7 +168,7 @@ class Run:
         if self["zero"] == "0":
             return ["ddp"]
         if self["zero"] == "1":
-            return ["zero2"] if self.is_divided else ["ddp", "zero1"]
+            return ["ddp", "zero1"]
         config: dict[str, Any] = {}
         if self["precision"] in _REDUCED:
             reduced = _REDUCED[self["precision"]]
@@ -206,19 +205,12 @@ class Run:
             : stages - 1
         ]
 
-    @cached_property
-    def is_divided(self) -> bool:
-        """Whether the model, or a sample, is divided over ranks."""
-        return max(self.number(column) for column in ("tp", "cp", "pp")) > 1
-
     @property
     def substitutes(self) -> list[str]:
         """What stands for something that no method says, as phrases."""
         return [text for holds, text in self._substitutes() if holds]
 
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
-        sharded = self.number("dp") > 1 or self["precision"] in _REDUCED
-        yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
         yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
