@@ -224,7 +224,8 @@ class Sizes:
     @cached_property
     def pipelined(self) -> np.ndarray:
         """[R] index into :attr:`pipelines`."""
-        found = [self.pipelines.index(use.pipeline) for use in self.uses]
+        places = {pipeline: place for place, pipeline in enumerate(self.pipelines)}
+        found = [places[use.pipeline] for use in self.uses]
         return np.asarray(np.asarray(found, dtype=np.int64)[self.use])
 
     def _where(self, holds: Callable[[AxisUse], bool]) -> np.ndarray:
