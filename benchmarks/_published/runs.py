@@ -167,7 +167,7 @@ class Run:
         if self["zero"] == "0":
             return ["ddp"]
         if self["zero"] == "1":
-            return ["ddp", "zero1"]
+            return ["zero2"] if self["precision"].endswith("_master") else ["ddp", "zero1"]
         config: dict[str, Any] = {}
         if self["precision"] in _REDUCED:
             reduced = _REDUCED[self["precision"]]
@@ -210,6 +210,8 @@ class Run:
         return [text for holds, text in self._substitutes() if holds]
 
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
+        with_masters = self["precision"].endswith("_master") and self.number("dp") > 1
+        yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
         yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
