@@ -30,7 +30,6 @@ _KEPT: Final[Mapping[str, Sequence[str]]] = {
     "core": ("aten.mm", "aten.addmm", "aten.native_layer_norm", "aten.gelu"),
 }
 """Operators whose results are kept, by recomputation: ``core`` recomputes scores and softmax."""
-_FLASH: Final = "sdpa_without_masks"
 _DEVICES: Final = {"H100-96GB-HBM2e": ("H100-80GB", "95GiB")}
 """Devices that are not in the table: the nearest one, and the memory that torch reports."""
 
@@ -97,18 +96,9 @@ class Run:
 
     def build(self) -> nn.Module:
         """The model, of transformers, on meta."""
-        from transformers import (
-            AttentionInterface,
-            GPT2Config,
-            GPT2LMHeadModel,
-            LlamaConfig,
-            LlamaForCausalLM,
-        )
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-        # "sdpa" makes a mask of T × T where it sees fake tensors, which it leaves to the kernel where it trains.
-        AttentionInterface.register(_FLASH, sdpa_attention_forward)
-        attention = _FLASH if self["attention"] == "flash" else "eager"
+        attention = "sdpa" if self["attention"] == "flash" else "eager"
         shared: dict[str, Any] = {
             "vocab_size": self.number("vocab"),
             "tie_word_embeddings": self["tied"] == "1",
