@@ -36,6 +36,10 @@ CASTS_PER_OPERAND = 1.7
 """Bytes that a product's casts move for each byte that it reads and writes in 16 bits: of the three tensors of a
 product two are operands, each read once for its largest value and once to be rounded, and written in half the bytes."""
 
+TE_CASTS_PER_OPERAND = 0.44
+"""The same for Transformer Engine: its norms and activations write their results in fp8, and of weights and gradients each
+is read once and written twice, its transpose too."""
+
 TE_COPIES = 0.5
 """Two bytes an element, of fp32 weights: Transformer Engine keeps each weight and its transpose in fp8 from the forward
 to the backward pass. torchao keeps what the model kept."""
@@ -91,7 +95,7 @@ class Fp8(Method[Fp8Config]):
             include=config.include,
             exclude=exclude,
             multiple=DIM_MULTIPLE,
-            casts_per_operand=CASTS_PER_OPERAND,
+            casts_per_operand=TE_CASTS_PER_OPERAND if config.backend == "te" else CASTS_PER_OPERAND,
         )
         extras = tuple(extra for extra in plan.extras if extra.method != self.name)
         if config.backend == "te":

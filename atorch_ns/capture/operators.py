@@ -102,14 +102,40 @@ def moved_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating point operations of a matrix product, a convolution or attention; 0 for other operators.
 
-    A multiply and an add are two operations, and attention is counted without its mask, by the formulas of
-    ``torch.utils.flop_counter`` and, for kernels that it lacks, of this module.
+    A multiply and an add are two operations, by the formulas of ``torch.utils.flop_counter`` and, for kernels that it
+    lacks, of this module. Of fused attention with a causal mask only the pairs that the mask leaves are counted:
+    kernels skip the others, in blocks.
     """
     own = _OWN.get(func._overloadpacket)
     if own is not None:
-        return own(*args)
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        flops = own(*args)
+    else:
+        formula = flop_registry.get(func._overloadpacket)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if flops and is_causal(func, args, kwargs):
+        query, key = (args[position_of(func, name)] for name in ("query", "key"))
+        flops = _below_diagonal(flops, query.shape[-2], key.shape[-2])
+    return flops
+
+
+@functools.cache
+def position_of(func: Any, name: str) -> int:
+    """The place of an argument of an operator; -1 where it has none of that name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index(name) if name in names else -1
+
+
+def is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call is fused attention in which no token sees a later one."""
+    place = position_of(func, "is_causal")
+    return bool(kwargs.get("is_causal", args[place] if 0 <= place < len(args) else False))
+
+
+def _below_diagonal(flops: int, num_queries: int, num_keys: int) -> int:
+    """The part of all pairs' operations in which the key is not after the query."""
+    square = min(num_queries, num_keys)
+    pairs = square * (square + 1) // 2 + (num_queries - square) * num_keys
+    return flops // (num_queries * num_keys) * pairs
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:

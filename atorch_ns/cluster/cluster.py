@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from atorch_ns.cluster import agreement
 from atorch_ns.cluster.devices import DEVICES, device_named
-from atorch_ns.cluster.hardware import LINKS, Device, Figure, Hardware, Link, Rate
+from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.cluster.kernels import Figure
 from atorch_ns.errors import BackendError, InputError
 
 if TYPE_CHECKING:

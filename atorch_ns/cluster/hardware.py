@@ -7,17 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-
-class Figure(NamedTuple):
-    """A figure of a data sheet.
-
-    Attributes:
-        value: the figure, in the unit of the field that holds it.
-        source: the title of the data sheet, or what was assumed and why.
-    """
-
-    value: float
-    source: str
+from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,9 @@ class Device:
             ``"float8"``.
         launch_s: seconds that the host needs for one operator, with the module, the autograd node and the
             views around it.
-        efficiency: share of the peak that large matrix products reach in training.
+        efficiency: share of the peak that the best matrix products reach.
+        efficiencies: the same by dtype, where it differs.
+        kernels: the device whose rates of fused attention it has (``kernels.csv``); empty for those of products.
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
         source: where the figures come from, or "measured".
@@ -86,6 +78,8 @@ class Device:
     flops_per_s: Mapping[str, float]
     launch_s: float
     efficiency: float = 1.0
+    efficiencies: Mapping[str, float] = field(default_factory=dict)
+    kernels: str = ""
     capability: tuple[int, int] | None = None
     price_per_hour: float = 0.0
     in_place_bytes_per_s: float = 0.0
@@ -99,6 +93,14 @@ class Device:
     def flops_of(self, dtype: str) -> float:
         """Peak for a dtype, that of float32 where the device has no figure for it."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+    def products_of(self, dtype: str) -> float:
+        """FLOP/s of the best matrix products in a dtype."""
+        return self.flops_of(dtype) * self.efficiencies.get(dtype, self.efficiency)
+
+    def attention_of(self, dtype: str, kind: AttentionKind) -> float:
+        """FLOP/s of fused attention: the share of the rate of products that it has by the table, where it is there."""
+        return self.products_of(dtype) * attention_share(self.kernels, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,9 @@ _NCCL_BANDWIDTH: Final = (
     "NCCL src/graph/topo.h: bandwidth of one NVLink in rings, times the links of a device"
 )
 _NCCL_LATENCY: Final = "NCCL src/graph/tuning.cc: hardware latency of one step of a ring, Simple protocol"
+_NCCL_OVERLAP: Final = 0.78
+"""Share of a collective's time that computation hides: NCCL's 24 blocks keep 24 of an H100's 132 multiprocessors from
+products meanwhile, which take 24/108 longer (NVIDIA developer forum, topic 337991, measures that and more)."""
 _PCIE: Final = (
     "PCI-SIG PCI Express base specification, x16, one direction; less a fifth for packets and copies"
 )
@@ -166,28 +171,38 @@ class LinkSheet(NamedTuple):
 
 def _nvlink(num_links: int, gb_per_s: float) -> LinkSheet:
     return LinkSheet(
-        "within", Figure(3.4e-6, _NCCL_LATENCY), Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH)
+        "within",
+        Figure(3.4e-6, _NCCL_LATENCY),
+        Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH),
+        overlap=_NCCL_OVERLAP,
     )
 
 
 def _pcie(gb_per_s: float) -> LinkSheet:
-    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), Figure(0.8 * gb_per_s * 1e9, _PCIE))
+    rate = Figure(0.8 * gb_per_s * 1e9, _PCIE)
+    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), rate, overlap=_NCCL_OVERLAP)
 
 
 def _infiniband(gbit_per_s: float, *aliases: str) -> LinkSheet:
     rate = Figure(0.92 * gbit_per_s / 8 * 1e9, _IB)
-    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, aliases=aliases)
+    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, overlap=_NCCL_OVERLAP, aliases=aliases)
 
 
 def _ethernet(gbit_per_s: float) -> LinkSheet:
     return LinkSheet(
-        "between", Figure(40e-6, _TCP), Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH), shared=True, overlap=0.8
+        "between",
+        Figure(40e-6, _TCP),
+        Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH),
+        shared=True,
+        overlap=_NCCL_OVERLAP,
     )
 
 
 def _efa(gbit_per_s: float, *aliases: str) -> LinkSheet:
     rate = Figure(0.8 * gbit_per_s / 8 * 1e9, _EFA)
-    return LinkSheet("between", Figure(25e-6, _EFA), rate, shared=True, aliases=aliases)
+    return LinkSheet(
+        "between", Figure(25e-6, _EFA), rate, shared=True, overlap=_NCCL_OVERLAP, aliases=aliases
+    )
 
 
 LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
@@ -200,6 +215,7 @@ LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
             "within",
             Figure(5.7e-6, "assumed: as a step over PCI Express"),
             Figure(0.7 * 200e9, "AMD Instinct MI250X data sheet: Infinity Fabric of a die, 0.7 of it"),
+            overlap=_NCCL_OVERLAP,
         ),
         "xgmi3": LinkSheet(
             "within",
@@ -207,6 +223,7 @@ LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
             Figure(
                 0.7 * 448e9, "AMD Instinct MI300X data sheet: 7 Infinity Fabric links of 64 GB/s, 0.7 of it"
             ),
+            overlap=_NCCL_OVERLAP,
         ),
         "pcie3": _pcie(15.75),
         "pcie4": _pcie(31.5),

@@ -9,6 +9,7 @@ on the line            key in a file                           meaning
 ``nvlink4``            ``within_node: nvlink4``                between devices of a node
 ``ib400``              ``between_nodes: ib400``                between nodes
 ``60GiB``              ``memory: 60GiB``                       of one device, in place of the table's
+``500W``               ``power: 500``                          limit of one device below what its board takes, watts
 ``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
 ..                     ``to_host: pcie5``                      between a device and its host's memory
 =====================  ======================================  =======================================
@@ -92,6 +93,7 @@ SPEC_KEYS: Final = (
     "between_nodes",
     "to_host",
     "memory",
+    "power",
     "price_per_hour",
 )
 """The keys of a cluster file."""
@@ -100,6 +102,7 @@ _NUMBER = r"(?P<count>[+-]?\d[\d_]*(\.\d+)?)"
 _COUNTED = re.compile(rf"^{_NUMBER}\s*[xX*×]\s*(?P<device>\S.*)$")
 _NODES = re.compile(rf"^{_NUMBER}\s*nodes?$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+(\.\d+)?\s*[kmgt]i?b$", re.IGNORECASE)
+_POWER = re.compile(r"^(?P<watts>\d+(\.\d+)?)\s*W$", re.IGNORECASE)
 _PRICE = re.compile(r"^\$\s*(?P<price>\d+(\.\d+)?)\s*(/\s*h(our)?)?$", re.IGNORECASE)
 _SUFFIXES: Final = (".json", ".yaml", ".yml")
 
@@ -138,6 +141,8 @@ def _read_part(part: str) -> tuple[str, Any] | None:
         return "devices", part
     if _MEMORY.match(part):
         return "memory", part
+    if found := _POWER.match(part):
+        return "power", found["watts"]
     if found := _PRICE.match(part):
         return "price_per_hour", found["price"]
     sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
@@ -155,7 +160,7 @@ def _names(device: str) -> tuple[str, ...]:
 def _unknown_part(part: str) -> str:
     known = [*DEVICES, "cpu", *LINKS]
     return (
-        f"{part!r} is no device, link, number of nodes, memory or price.{did_you_mean(part, known)} "
+        f"{part!r} is no device, link, number of nodes, memory, power or price.{did_you_mean(part, known)} "
         "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
     )
 
@@ -214,6 +219,8 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
     if device is not None:
         price = read_number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
         device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
+        if "power" in values:
+            device = _limited(device, read_number(values["power"], "power", problems), problems)
     hardware = None if device is None else _hardware(device, values, per_node, nodes, problems)
     if not problems and per_node * nodes > _MOST_RANKS:
         problems.append(f"{per_node} x {nodes} devices are more than any cluster has; check the counts.")
@@ -284,6 +291,21 @@ def _known_device(name: str, per_node: int, problems: list[str]) -> Device | Non
     return None
 
 
+def _limited(device: Device, watts: float, problems: list[str]) -> Device:
+    """The device with a limit of its power: the clock goes with the cube root of the power, since the voltage goes with
+    the clock. A board of 350 W with the chip of one of 700 W has 0.76 of its FLOP/s by their data sheets; this is 0.79."""
+    sheet = DEVICES.get(device.name)
+    most = sheet.power_w if sheet else None
+    if most is None or not 0 < watts <= most.value:
+        known = (
+            f"of up to {most.value:g} W" if most else "for devices of the table that have their power there"
+        )
+        problems.append(f"power={watts:g}: limits are {known}; for others give flops_per_s and efficiency.")
+        return device
+    share = (watts / most.value) ** (1 / 3)
+    return replace(device, flops_per_s={dtype: rate * share for dtype, rate in device.flops_per_s.items()})
+
+
 def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
     """A device described by its figures, on top of a known one where ``like`` names it."""
     refuse_unknown(given, _DEVICE_KEYS, "device", problems)
@@ -299,11 +321,13 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
     start = base or Device(
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
-    numbers = {
+    numbers: dict[str, Any] = {
         key: read_number(given[key], f"device.{key}", problems)
         for key in ("memory_bytes_per_s", "launch_s", "efficiency", "price_per_hour")
         if key in given
     }
+    if "efficiency" in numbers:
+        numbers["efficiencies"] = {}
     return replace(
         start,
         **numbers,

@@ -30,8 +30,8 @@ _KEPT: Final[Mapping[str, Sequence[str]]] = {
     "core": ("aten.mm", "aten.addmm", "aten.native_layer_norm", "aten.gelu"),
 }
 """Operators whose results are kept, by recomputation: ``core`` recomputes scores and softmax."""
-_DEVICES: Final = {"H100-96GB-HBM2e": ("H100-80GB", "95GiB")}
-"""Devices that are not in the table: the nearest one, and the memory that torch reports."""
+_POWER: Final = {"H100-96GB-HBM2e": "500W"}
+"""Limits of power, by device."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ class Run:
     def cluster(self) -> str:
         """The cluster's specification."""
         nodes = self.number("nodes")
-        device, memory = _DEVICES.get(self["gpu"], (self["gpu"], ""))
-        parts = [f"{self.number('gpus') // nodes}x{device}", f"{nodes} nodes" if nodes > 1 else ""]
-        return ", ".join(filter(None, [*parts, self["interconnect"], memory]))
+        parts = [f"{self.number('gpus') // nodes}x{self['gpu']}", f"{nodes} nodes" if nodes > 1 else ""]
+        return ", ".join(filter(None, [*parts, self["interconnect"], _POWER.get(self["gpu"])]))
 
     @property
     def architecture(self) -> tuple[str, ...]:
@@ -217,7 +216,6 @@ class Run:
         yield self["recompute"] == "ops", "all products kept for every second one"
         yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
-        yield self["gpu"] in _DEVICES, f"{' of '.join(_DEVICES.get(self['gpu'], ()))} for {self['gpu']}"
 
     @property
     def options(self) -> list[str]:

@@ -85,8 +85,9 @@ def test_flops_are_those_of_torchs_counter(name: str) -> None:
     trace = _trace(model, batch, forward_loss)
     with FlopCounterMode(display=False) as counter:
         forward_loss(model, batch).backward()
-    # torch has no formula for attention on the CPU: [B, H, T, E], two products forward, five backward.
-    attention = 4 * 7 * 2 * (4 * 16 * 16 * 32) if name == "tied_llama" else 0
+    # torch has no formula for attention on the CPU: [B, H, T, E], two products forward, five backward; of T × T pairs
+    # a causal mask leaves T (T + 1) / 2.
+    attention = 4 * 7 * 2 * (4 * 16 * 17 // 2 * 32) if name == "tied_llama" else 0
     assert _total_flops(trace, 4) == counter.get_total_flops() + attention
 
 
@@ -102,6 +103,30 @@ def test_linear_block_by_hand() -> None:
     assert {operator.name for operator in cost.operators} >= {"aten.addmm", "aten.mm", "aten.relu"}
     assert block.parameters[0].shape == (8, 8)
     assert trace.batch_bytes.at(6) == 6 * 8 * 4
+
+
+class Chain(nn.Module):
+    """Two element-wise operators between two products."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).relu() * 2.0).sum()
+
+
+def test_a_fused_kernel_reads_what_it_does_not_make_and_writes_what_others_read() -> None:
+    trace = profile_model(
+        Chain(), torch.randn(4, 8), lambda model, batch: model(batch), precisions=["float32"]
+    ).trace
+    assert trace is not None
+    forward, tensor = trace.segments[0].costs["float32"].forward, 4 * 8 * 4
+    # relu and the product with 2 read and write one each, the sum reads one; fused, the second reads nothing. relu's
+    # result stays: the backward pass reads it.
+    assert forward.moved.at(4) == 5 * tensor + 4
+    assert forward.fused.at(4) == 4 * tensor + 4
+    assert forward.operands.at(4) == 2 * (2 * tensor + 8 * 8 * 4)
 
 
 def test_autocast_copies_are_counted_apart() -> None:

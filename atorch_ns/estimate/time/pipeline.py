@@ -148,11 +148,16 @@ def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whol
 
 
 def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
-    """[R] seconds of sends that nothing hides: those of the first and the last micro-batch."""
-    p = len(stages.numbers)
+    """[R] seconds of sends that nothing hides: those of the first and the last micro-batch; and on GPUs all of a rank.
+
+    There the sends and receives of two ranks run in the order in which they are started, each when both have come to it,
+    and with passes in alternation what is received was sent last.
+    """
+    p, v = stages.numbers.shape
     inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
     output = cost_of(context.plan, context.trace.segments[inner]).output
-    num_bytes = np.asarray(output.at(context.num_samples[rows], context.num_tokens), dtype=float)
+    num_bytes = np.asarray(output.at(context.num_samples, context.num_tokens), dtype=float)
+    num_bytes = (num_bytes * context.parts.share(inner, output.divided, output.words))[rows]
     groups = context.groups(("pipeline",))
     inside = groups.within[rows] > 1
     near = context.hardware.within_node.rate_of("send")
@@ -160,4 +165,6 @@ def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndar
     each = np.where(
         inside, near.latency_s + num_bytes / near.bytes_per_s, far.latency_s + num_bytes / far.bytes_per_s
     )
-    return np.asarray(2.0 * (p - 1) * each)
+    all_sent = context.hardware.device.type != "cpu"
+    steady = context.micro_batches[rows] * v if all_sent else 0
+    return np.asarray(2.0 * (steady + p - 1) * each)

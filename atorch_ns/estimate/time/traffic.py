@@ -81,10 +81,10 @@ def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
     seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
     last = seconds / max(1, count)
     backward = context.parts.total([each.backward for each in passes.segments])
-    hidden = context.hardware.within_node.overlap * np.asarray(backward)
+    exposed = seconds - context.hardware.within_node.overlap * np.minimum(seconds, backward)
     # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
     moved = num_bytes * (2 + 3 * (context.micro_batches - 1))
-    return np.asarray(np.maximum(last, seconds - hidden) + moved / device.update_bytes_per_s)
+    return np.asarray(np.maximum(last, exposed) + moved / device.update_bytes_per_s)
 
 
 def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
@@ -113,13 +113,13 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
         each = passes.segments[unit.segment]
         # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
         # has none, and in the backward pass the last reduction has none.
-        ahead = np.maximum(0.0, gathered - overlap * each.forward)
+        ahead = gathered - overlap * np.minimum(gathered, each.forward)
         gather = gather + passes_gathered * (count * ahead + is_first * (gathered - ahead))
-        behind = overlap * (each.backward + each.recompute)
+        behind = each.backward + each.recompute
         if not plan.sharding.keeps_gathered:
-            gather = gather + passes_gathered * count * np.maximum(0.0, gathered - behind)
+            gather = gather + passes_gathered * count * (gathered - overlap * np.minimum(gathered, behind))
             behind = np.maximum(0.0, behind - gathered)
-        exposed = np.maximum(0.0, reduced - behind)
+        exposed = reduced - overlap * np.minimum(reduced, behind)
         reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
         is_first = False
     return gather, reduce

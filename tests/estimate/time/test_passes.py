@@ -88,8 +88,15 @@ PLAN = Plan().changed(precision={"compute_dtype": "bfloat16", "narrow": NARROW})
 def test_the_share_of_products_is_that_of_the_layers(segment: Segment, narrow: Any, share: float) -> None:
     found = low_bit_share(PLAN.changed(precision={"narrow": narrow}), segment, 4, 1)
     assert found.flops == pytest.approx(share)
-    # 1 GB of operands, moved twice, for 4 TFLOP of which products are 3.
-    assert found.bytes_per_flop == pytest.approx(2 * GB * share / 0.75 / (4 * TFLOP))
+    # 1 GB of operands, moved twice, of which products read a third less, for 4 TFLOP of which products are 3.
+    assert found.bytes_per_flop == pytest.approx((2 - 1 / 3) * GB * share / 0.75 / (4 * TFLOP))
+
+
+def test_a_compiler_finds_the_largest_value_where_a_tensor_is_made() -> None:
+    eager, compiled = (
+        low_bit_share(replace(PLAN, compiler=name), BLOCK, 4, 1) for name in (None, "inductor")
+    )
+    assert compiled.bytes_per_flop / eager.bytes_per_flop == pytest.approx((1.2 - 1 / 3) / (2 - 1 / 3))
 
 
 def _compute_seconds(plan: Plan) -> float:
@@ -102,9 +109,9 @@ def test_products_take_the_time_of_their_rate_and_of_their_casts() -> None:
     assert CLUSTER.hardware is not None
     device = CLUSTER.hardware.device
     wide = _compute_seconds(PLAN.changed(precision={"narrow": None}))
-    peak, narrow = (device.flops_per_s[key] * device.efficiency for key in ("bfloat16", "float8"))
+    peak, narrow = (device.products_of(key) for key in ("bfloat16", "float8"))
     saved = 3 * TFLOP * (1 / peak - 1 / narrow)
-    casts = 2 * GB / device.memory_bytes_per_s
+    casts = (2 - 1 / 3) * GB / device.memory_bytes_per_s
     assert _compute_seconds(PLAN) == pytest.approx(wide - saved + casts, rel=1e-6)
 
 
@@ -116,3 +123,41 @@ def test_a_device_without_the_rate_gains_nothing() -> None:
         for plan in (PLAN, PLAN.changed(precision={"narrow": None}))
     )
     assert with_it > without
+
+
+def _phase_seconds(device: str, **phase: Growth) -> float:
+    """Of one pass forward of a segment with causal attention in heads of 128."""
+    growths = {"flops": Growth(), "moved": Growth(), **phase}
+    forward = PhaseCost(num_operators=1, peak=Growth(), **growths)
+    backward = PhaseCost(flops=Growth(), moved=Growth(), num_operators=1, peak=Growth())
+    cost = SegmentCost(forward=forward, backward=backward, saved=Growth(), output=Growth())
+    segment = replace(BLOCK, costs={"bfloat16": cost}, heads=(8, 8), head_width=128, is_causal=True)
+    trace = Trace(segments=(segment,), num_samples=1, num_tokens=4096, optimizer=OptimizerSpec(name="AdamW"))
+    plan, cluster = (
+        Plan().changed(precision={"parameter_dtype": "bfloat16"}),
+        cluster_from_spec(f"1x{device}"),
+    )
+    (row,) = price_time(PlanTable.of([plan]), trace, cluster, Workload(global_batch=1, num_tokens=4096))
+    return float(row[0])
+
+
+def test_attention_has_the_rate_of_its_kernel() -> None:
+    flops = Growth(per_sample=TFLOP)
+    assert _phase_seconds("H100", flops=flops, attention=flops) == pytest.approx(1 / 319), (
+        "FlashAttention-2, 4096 tokens"
+    )
+    assert _phase_seconds("H100", flops=flops) == pytest.approx(1 / 794.5)
+    assert _phase_seconds("A100", flops=flops, attention=flops) == pytest.approx(370 / 319 / 230)
+    assert _phase_seconds("L4", flops=flops, attention=flops) == _phase_seconds("L4", flops=flops)
+
+
+@pytest.mark.parametrize(
+    ("device", "side", "measured"), [("B200", 8192, 1610), ("B200", 4096, 1532), ("H100", 8192, 720)]
+)
+def test_products_take_the_time_of_operations_and_operands(device: str, side: int, measured: float) -> None:
+    """TFLOP/s of cuBLAS: pyptx's table of B200, and SemiAnalysis (December 2024) for H100."""
+    flops = 2 * side**3
+    seconds = _phase_seconds(
+        device, flops=Growth(per_sample=flops), operands=Growth(per_sample=3 * 2 * side**2)
+    )
+    assert flops / seconds / TFLOP == pytest.approx(measured, rel=0.07)
