@@ -19,8 +19,8 @@ _TEXT = """
 Training runs that others measured and published (`benchmarks/_published/runs.csv`, each with its source), predicted from
 the model's configuration on the meta device, a strategy and a cluster, by `atorch_ns.planning` alone. No constant of the
 estimate was fitted to them, and nothing was run. Ratios are predicted over published. *GiB published* is what the source
-counts: allocated, reserved or not stated; predictions are of allocated memory. *in memory*: a run that ran is predicted
-within what its device has. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
+counts, and so are predictions: reserved by torch where it says so, else allocated. *in memory*: a run that ran is predicted
+within what its device has: tensors, and what lies outside of torch. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
 the CSV file. Rows without a prediction say why. Tables by source, device and option: [docs/benchmarks.md](../../docs/benchmarks.md).
 """
 
@@ -92,13 +92,15 @@ def _row(each: Run, profiles: dict[tuple[str, ...], Profile]) -> Mapping[str, An
         found = estimate(profiles[each.architecture], strategy, cluster, batch=each.number("global_batch"))
     except AtorchError as error:
         return {**row, "missing": " ".join(str(error).split())}
-    peak_gib = found.peak_bytes / 2**30
+    counted = found.reserved_bytes if each["memory_kind"].startswith("reserved") else found.allocated_bytes
+    gib = counted / 2**30
     return {
         **row,
         "predicted_s": found.step_seconds,
-        "predicted_gib": peak_gib,
+        "predicted_gib": gib,
+        "device_gib": found.least_bytes / 2**30,
         "peak_at": found.peak_at,
         "time_ratio": found.step_seconds / each.step_seconds if each.step_seconds else None,
-        "memory_ratio": peak_gib / each.peak_gib if each.peak_gib else None,
-        "within_memory": found.peak_bytes <= cluster.device_memory_bytes,
+        "memory_ratio": gib / each.peak_gib if each.peak_gib else None,
+        "within_memory": found.least_bytes <= cluster.device_memory_bytes,
     }

@@ -25,7 +25,6 @@ _REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
 """dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
 _KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
 """Operators whose results are kept, by recomputation."""
-_FLASH: Final = "sdpa_without_masks"
 _POWER: Final = {"H100-96GB-HBM2e": "500W"}
 """Limits of power, by device."""
 
@@ -91,18 +90,9 @@ class Run:
 
     def build(self) -> nn.Module:
         """The model, of transformers, on meta."""
-        from transformers import (
-            AttentionInterface,
-            GPT2Config,
-            GPT2LMHeadModel,
-            LlamaConfig,
-            LlamaForCausalLM,
-        )
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-        # "sdpa" makes a mask of T × T where it sees fake tensors, which it leaves to the kernel where it trains.
-        AttentionInterface.register(_FLASH, sdpa_attention_forward)
-        attention = _FLASH if self["attention"] == "flash" else "eager"
+        attention = "sdpa" if self["attention"] == "flash" else "eager"
         shared: dict[str, Any] = {
             "vocab_size": self.number("vocab"),
             "tie_word_embeddings": self["tied"] == "1",

@@ -186,7 +186,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     over = [row for row in predicted if not row["within_memory"]]
     yield (
         f"Predicted above the device's memory, though they ran ({len(over)}), in GiB: "
-        + (", ".join(f"{row['run']} {row['predicted_gib']:.0f}" for row in over) or "none")
+        + (", ".join(f"{row['run']} {row['device_gib']:.0f}" for row in over) or "none")
         + "."
     )
     yield ""

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.profile import Trace, profile_model
 from tests.profile.subjects import Stack, case_inputs, square
@@ -298,3 +300,52 @@ def test_kernels_of_this_cpu_say_nothing_of_the_workspaces_on_another_device(
     assert cpu.segments != cuda.segments
     monkeypatch.setattr("atorch_ns.profile.record.recorder.workspace_bytes", lambda *_: ())
     assert _trace(model, batch).segments == cuda.segments
+
+
+class _Squares(TorchDispatchMode):
+    """Collects operators whose results are of every pair of ``num_tokens`` tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.square = (num_tokens, num_tokens)
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(tensor.shape[-2:] == self.square for tensor in tensors_of(result)):
+            self.found.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "padding", "has_mask"),
+    [(4096, None, False), (32768, None, False), (32768, 0, False), (4096, 1, True)],
+)
+def test_masks_of_all_pairs_are_those_that_training_builds(
+    num_tokens: int, padding: int | None, has_mask: bool
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=num_tokens,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if padding is not None:
+        mask = torch.ones(1, num_tokens, dtype=torch.long)
+        mask[:, num_tokens - padding :] = 0
+        batch["attention_mask"] = mask
+    with _Squares(num_tokens) as squares:
+        trace = _trace(model, batch, lambda model, batch: model(**batch).loss)
+    assert bool(squares.found) is has_mask
+    peak = trace.segments[0].costs["float32"].forward.peak.at(1, num_tokens)
+    assert (peak >= num_tokens**2) is has_mask

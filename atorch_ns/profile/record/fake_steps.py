@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.nests import map_tensors, resized, resized_shape
-from atorch_ns.capture.real_values import RealValues, fake_like, may_be_real
+from atorch_ns.capture.real_values import RealValues, fake_like, largest_real, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.profile.record.steps import Precision, RecordedStep, Subject, record_step
 from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
@@ -46,7 +46,7 @@ class FakeSteps:
             model = copy_structure(self._subject.model, partial(self._tensor, precision), self._containers)
             if sizes not in self._batches:
                 self._batches[sizes] = map_tensors(partial(self._resized, sizes), self._subject.batch)
-            with RealValues():
+            with RealValues(largest_real(math.prod(sizes))):
                 yield model, self._batches[sizes]
 
     def _tensor(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,8 @@ class FakeSteps:
     def _resized(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the batch of B and T."""
         shape = resized_shape(tuple(tensor.shape), self._subject.sizes, sizes)
-        if not may_be_real(tensor, math.prod(shape), self._device):
+        largest = largest_real(math.prod(sizes))
+        if not may_be_real(tensor, math.prod(shape), self._device, largest=largest):
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
         with outside_fake_mode():
             return resized(tensor.detach().to(self._device), shape)

@@ -208,12 +208,22 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
         return "The memory of the device is unknown, so nothing is said about whether it fits."
     over = estimate.peak_bytes - limit_bytes
     peak, limit = bytes_text(estimate.peak_bytes), bytes_text(limit_bytes)
+    said = "predicted"
+    if estimate.allocated_bytes < estimate.peak_bytes:
+        allocated, reserved = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
+        said = f"{said}; tensors need {allocated}, for which torch reserves {reserved}"
+    held = f"{peak} of {limit} a rank ({said})"
     if over <= 0:
-        return f"It fits: {peak} of {limit} a rank (predicted), {bytes_text(-over)} free."
+        return f"It fits: {held}, {bytes_text(-over)} free."
+    if estimate.least_bytes <= limit_bytes:
+        return (
+            f"It fits only if torch's allocator gives back what it keeps, which costs time: {held}, "
+            f"{bytes_text(over)} too much."
+        )
     parts = estimate.memory._asdict()
     largest = max(parts, key=lambda part: parts[part])
     return (
-        f"It does not fit: {peak} of {limit} a rank (predicted), {bytes_text(over)} too much. The largest part "
+        f"It does not fit: {held}, {bytes_text(over)} too much. The largest part "
         f"is {largest} with {bytes_text(parts[largest])}; the worst moment is the {estimate.peak_at}."
     )
 
