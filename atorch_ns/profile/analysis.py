@@ -277,6 +277,8 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
         for mark in recording.reads[event]:
             readers[mark].add(region)
     there: set[tuple[int, int]] = set()  # marks that a region has in registers
+    stored: set[tuple[int, int]] = set()  # and that it has written
+    written: set[int] = set()  # what is read before that has no values
     found = []
     for event in range(len(recording.kinds)):
         if event not in regions:
@@ -284,12 +286,14 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
             continue
         region, mask = regions[event], []
         for mark in recording.reads[event]:
-            mask.append((mark, region) not in there)
+            mask.append((mark, region) not in there and (mark < 0 or mark in written))
             there.add((mark, region))
         for mark in recording.writes[event]:
-            is_read = readers.get(mark)
-            mask.append(is_read is None or is_read != {region})
+            is_first = (mark, region) not in stored
+            mask.append(is_first and readers.get(mark) != {region})
+            stored.add((mark, region))
             there.add((mark, region))
+            written.add(mark)
         found.append(tuple(mask))
     return found
 

@@ -38,6 +38,7 @@ from atorch_ns.torch_compat.distributed import (
 )
 from atorch_ns.torch_compat.dtensor_rules import dtensor_rules
 from atorch_ns.torch_compat.fake import (
+    DropoutOfGpus,
     count_operators,
     exporting_fake_mode,
     fake_tensor_mode,
@@ -66,6 +67,7 @@ from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn
 
 __all__ = [
     "CpuMemoryRecord",
+    "DropoutOfGpus",
     "FlashAttention",
     "TorchDispatchMode",
     "after_backward",

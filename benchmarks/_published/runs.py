@@ -79,7 +79,18 @@ class Run:
     @property
     def architecture(self) -> tuple[str, ...]:
         """What the profile depends on: runs of one share it."""
-        columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "attention", "seq")
+        columns = (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "vocab",
+            "tied",
+            "attention",
+            "dropout",
+            "seq",
+        )
         return (self["arch"].removeprefix("hf-"), *(self[column] for column in columns))
 
     @property
@@ -92,6 +103,7 @@ class Run:
         """The model, of transformers, on meta."""
         from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+        dropout = float(self["dropout"] or 0)
         attention = "sdpa" if self["attention"] == "flash" else "eager"
         shared: dict[str, Any] = {
             "vocab_size": self.number("vocab"),
@@ -109,9 +121,9 @@ class Run:
                         n_head=self.number("heads"),
                         n_inner=self.number("ffn"),
                         activation_function="gelu",
-                        resid_pdrop=0.0,
-                        embd_pdrop=0.0,
-                        attn_pdrop=0.0,
+                        resid_pdrop=dropout,
+                        embd_pdrop=dropout,
+                        attn_pdrop=dropout,
                         bos_token_id=0,
                         eos_token_id=0,
                         **shared,

@@ -129,6 +129,37 @@ def test_a_fused_kernel_reads_what_it_does_not_make_and_writes_what_others_read(
     assert forward.operands.at(4) == 2 * (2 * tensor + 8 * 8 * 4)
 
 
+class Dropped(nn.Module):
+    """Dropout alone, and in fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.dropout = nn.Parameter(torch.ones(16)), nn.Dropout(0.1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        heads = self.dropout(inputs * self.scale).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True).sum()
+
+
+def test_dropout_of_gpus_keeps_bytes_and_none_in_attention() -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        trace = profile_model(
+            Dropped(),
+            torch.randn(4, 64, 16),
+            lambda model, batch: model(batch),
+            precisions=["float32"],
+            device=device,
+        ).trace
+        assert trace is not None
+        found[device] = {each.name: each for each in trace.segments[0].costs["float32"].operators}
+    assert found["cuda"]["aten.native_dropout"].moved.at(4) == 4 * 64 * 16 * (4 + 4 + 1)
+    assert "aten.native_dropout" not in found["cpu"]
+    fused = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert fused in found["cuda"]
+    assert fused not in found["cpu"], "the CPU's kernel has no dropout"
+
+
 def test_autocast_copies_are_counted_apart() -> None:
     trace = _trace(Stack(), torch.randn(4, 8), precisions=["float32", "float32/bfloat16", "bfloat16"])
     block = trace.segments[-2]
