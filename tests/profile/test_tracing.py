@@ -16,7 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import InputError
+from atorch_ns.estimate import MemoryParts, PlanTable, Workload
+from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.profile import Trace, profile_model
+from atorch_ns.strategy import Plan, Recomputation
 from tests.profile.subjects import Stack, case_inputs, square
 
 
@@ -380,3 +383,27 @@ def test_masks_of_all_pairs_are_those_that_training_builds(
     assert bool(squares.found) is has_mask
     peak = trace.segments[0].costs["float32"].forward.peak.at(1, num_tokens)
     assert (peak >= num_tokens**2) is has_mask
+
+
+def test_results_that_only_the_output_is_made_of_are_not_read_again() -> None:
+    model, batch, forward_loss = case_inputs("hf_llama", 2)
+    trace = _trace(model, batch, forward_loss)
+    (block,) = {segment.block_class: segment for segment in trace.segments if segment.is_block}.values()
+    products = [one for one in block.costs["float32"].results if one.name == "aten.mm"]
+    *others, down = ((one.size.at(2), one.read_again.at(2)) for one in products)
+    assert down[0] > down[1] == 0
+    assert all(size == again > 0 for size, again in others)
+
+
+def test_compiled_blocks_keep_what_the_backward_pass_reads() -> None:
+    model, batch, forward_loss = case_inputs("hf_llama", 2)
+    trace = _trace(model, batch, forward_loss)
+    again = Recomputation(kind="selective", saved_operators=("aten.mm",))
+    plans = [Plan(recomputation=again), Plan(recomputation=again, compiled=True, compiler="aot_eager")]
+    memory, *_ = price_memory(
+        PlanTable.of(plans), trace, Workload(global_batch=2, num_tokens=trace.num_tokens)
+    )
+    blocks = [segment for segment in trace.segments if segment.is_block]
+    dropped = blocks[0].costs["float32"].results[-1].size.at(2)
+    activations = memory[:, MemoryParts._fields.index("activations")]
+    assert activations[0] - activations[1] >= dropped
