@@ -48,6 +48,8 @@ class NarrowProducts:
         multiple: the number of which both dims of a layer's weight are multiples.
         casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
             writes.
+        share: of a layer's products, forward and backward, that are in fewer bits.
+        rate: of these products, over that of the device's best ones in this dtype.
     """
 
     dtype: str
@@ -55,6 +57,8 @@ class NarrowProducts:
     exclude: tuple[str, ...] = ()
     multiple: int = 16
     casts_per_operand: float = 0.0
+    share: float = 1.0
+    rate: float = 1.0
 
 
 def _only_where(condition: str, default: Any) -> Any:

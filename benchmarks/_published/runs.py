@@ -162,8 +162,9 @@ class Run:
         steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
         if self["kernels"] != "eager":
             steps.append("compile")
-        if self["fp8"] == "1":
-            steps.append(("fp8", {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}))
+        if self["fp8"] != "0":
+            config = {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}
+            steps.append(("fp8", config | ({"recipe": "rowwise"} if self["fp8"] == "rowwise" else {})))
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
@@ -224,7 +225,7 @@ class Run:
         yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
         yield self["recompute"] == "ops", "all products kept for every second one"
-        yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
+        yield self["fp8"] != "0" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
 
     @property
@@ -237,7 +238,7 @@ class Run:
         }
         named = {
             {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
-            "fp8": self["fp8"] == "1",
+            "fp8": self["fp8"] != "0",
             recomputed.get(self["recompute"], "selective recomputation"): True,
             "states sharded": self["zero"] != "0" and self.number("dp") > 1,
             "tensor parallel": self.number("tp") > 1,

@@ -47,7 +47,7 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
     operators = cost_of(plan, segment).operators
     products = [each for each in operators if each.name.removesuffix(".default") in _PRODUCTS]
     total = _sum((each.flops for each in operators), num_samples, num_tokens)
-    share = _eligible(plan.precision.narrow, segment)
+    share = plan.precision.narrow.share * _eligible(plan.precision.narrow, segment)
     if not total or not share:
         return LowBitShare()
     flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
@@ -303,11 +303,11 @@ class _Running:
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
             num_bytes = num_bytes + flops * narrow.bytes_per_flop
-        faster = low_bit.dtype if low_bit is not None and low_bit.dtype in device.flops_per_s else dtype
+        faster = device.products_of(dtype)
+        if low_bit is not None and low_bit.dtype in device.flops_per_s:
+            faster = low_bit.rate * device.products_of(low_bit.dtype)
         seconds = (flops - attention - narrowed) / device.products_of(dtype)
-        seconds = (
-            seconds + attention / device.attention_of(dtype, kind) + narrowed / device.products_of(faster)
-        )
+        seconds = seconds + attention / device.attention_of(dtype, kind) + narrowed / faster
         return np.asarray(seconds + num_bytes / device.memory_bytes_per_s)
 
 

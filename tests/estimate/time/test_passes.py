@@ -22,6 +22,7 @@ from atorch_ns.profile import (
     Trace,
 )
 from atorch_ns.strategy import NarrowProducts, Plan
+from opt_lib.fp8 import Fp8, Fp8Config
 
 TFLOP, GB = 1e12, 1e9
 NARROW = NarrowProducts(dtype="float8", exclude=("lm_head",), casts_per_operand=2.0)
@@ -113,6 +114,29 @@ def test_products_take_the_time_of_their_rate_and_of_their_casts() -> None:
     saved = 3 * TFLOP * (1 / peak - 1 / narrow)
     casts = (2 - 1 / 3) * GB / device.memory_bytes_per_s
     assert _compute_seconds(PLAN) == pytest.approx(wide - saved + casts, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share", "rate", "casts"),
+    [
+        ("tensorwise", 1.0, 1.0, 1.7),
+        # The row-wise kernel computes the forward product alone; results of the others are scaled after.
+        ("rowwise", 1.0, 3 / (1 / 0.95 + 2), 1.7 + 2.0 * 2 / 3),
+        ("rowwise_with_gw_hp", 2 / 3, 2 / (1 / 0.95 + 1), 1.7 + 2.0 / 2),
+    ],
+)
+def test_a_scale_for_each_row_has_costs_of_its_own(
+    recipe: str, share: float, rate: float, casts: float
+) -> None:
+    plan = Fp8().plan(Plan(), Fp8Config(recipe=recipe))  # type: ignore[arg-type]
+    found = _compute_seconds(PLAN.changed(precision={"narrow": plan.precision.narrow}))
+    assert CLUSTER.hardware is not None
+    device = CLUSTER.hardware.device
+    wide = _compute_seconds(PLAN.changed(precision={"narrow": None}))
+    peak, narrow = (device.products_of(key) for key in ("bfloat16", "float8"))
+    saved = share * 3 * TFLOP * (1 / peak - 1 / (rate * narrow))
+    moved = share * (casts - 1 / 3) * GB / device.memory_bytes_per_s
+    assert found == pytest.approx(wide - saved + moved, rel=1e-6)
 
 
 def test_a_device_without_the_rate_gains_nothing() -> None:
