@@ -125,7 +125,7 @@ class Fp8(Method[Fp8Config]):
             include=config.include,
             exclude=exclude,
             multiple=DIM_MULTIPLE,
-            **of_te if config.backend == "te" else _RECIPES[config.recipe],  # type: ignore[arg-type]
+            **of_te if config.backend == "te" else _RECIPES[config.recipe],
         )
         extras = tuple(extra for extra in plan.extras if extra.method != self.name)
         if config.backend == "te":

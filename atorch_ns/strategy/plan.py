@@ -159,10 +159,12 @@ class TensorParallelism:
         sequence: whether the residual stream is divided along its tokens between the layers that this axis divides
             (Megatron's sequence parallelism).
         parallel_loss: whether logits stay divided over the vocabulary, and the loss is computed on the parts.
+        asynchronous: whether the exchanges of a divided stream go on while the products beside them are computed.
     """
 
     sequence: bool = False
     parallel_loss: bool = False
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
