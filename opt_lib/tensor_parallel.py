@@ -143,10 +143,14 @@ class TensorParallel(Method[TensorParallelConfig]):
 def _exchanged(chosen: ChosenPlan, *, in_fp8: bool) -> str:
     """Which layers exchange asynchronously."""
     assert chosen.stream is not None
-    if not chosen.stream.tight:
-        return "no exchange is asynchronous: code before column-parallel layers reads the gathered sequence"
-    exceptions = "; those of layers in fp8 are waited for" if in_fp8 else ""
-    return f"gathers and scattered sums go on while layers multiply{exceptions}"
+    joined = [spec for spec in chosen.regions if spec.one_input and chosen.stream.tight]
+    rest = "; those of layers in fp8 are waited for" if in_fp8 else ""
+    if len(joined) < len(chosen.regions):
+        rest += "; the others read more than the input of the module around them"
+    return (
+        f"gathers and scattered sums go on while layers multiply, in {len(joined)} of {len(chosen.regions)} groups of "
+        f"layers{rest}"
+    )
 
 
 def _ends(chain: Sequence[str]) -> str:

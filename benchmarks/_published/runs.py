@@ -156,7 +156,8 @@ class Run:
         axes = [[name, self.number(column)] for name, column in sizes.items() if self.number(column) > 1]
         steps: list[Any] = [("parallel_mode", axes)] if axes else []
         if self.number("tp") > 1:
-            steps.append(("tensor_parallel", {"sequence": self["sp"] == "1"}))
+            sequence, asynchronous = self["sp"] != "0", self["sp"] == "async"
+            steps.append(("tensor_parallel", {"sequence": sequence, "asynchronous": asynchronous}))
         if self.number("cp") > 1:
             steps.append(("sequence_parallel", {"kind": "ring"}))
         steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
@@ -242,6 +243,7 @@ class Run:
             recomputed.get(self["recompute"], "selective recomputation"): True,
             "states sharded": self["zero"] != "0" and self.number("dp") > 1,
             "tensor parallel": self.number("tp") > 1,
+            "asynchronous tensor parallel": self["sp"] == "async",
             "context parallel": self.number("cp") > 1,
             "pipeline": self.number("pp") > 1 and self.number("vpp") == 1,
             "interleaved pipeline": self.number("vpp") > 1,

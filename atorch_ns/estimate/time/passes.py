@@ -73,11 +73,12 @@ def _eligible(narrow: NarrowProducts, segment: Segment) -> float:
     """Share of the elements of a segment's matrices that belong to such layers."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2]
     total = sum(each.num_elements for each in matrices)
-    chosen = sum(each.num_elements for each in matrices if _is_chosen(narrow, segment, each))
+    chosen = sum(each.num_elements for each in matrices if is_chosen(narrow, segment, each))
     return chosen / total if total else 0.0
 
 
-def _is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+def is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+    """Whether a matrix of a segment belongs to a layer that computes in fewer bits."""
     path = f"{segment.paths[0]}.{matrix.name}" if segment.paths else matrix.name
     name = path.rpartition(".")[0]
     if any(size % narrow.multiple for size in matrix.shape) or any(part in name for part in narrow.exclude):

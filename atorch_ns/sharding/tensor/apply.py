@@ -155,6 +155,7 @@ def _regions(
             and group.traced
             and stream is not None
             and stream.tight
+            and spec.one_input
             and all(can_trace(kind_of(modules[path])) for path in spec.layers),
         )
         if region.random:
