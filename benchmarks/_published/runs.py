@@ -153,14 +153,16 @@ class Run:
         axes = [[name, self.number(column)] for name, column in sizes.items() if self.number(column) > 1]
         steps: list[Any] = [("parallel_mode", axes)] if axes else []
         if self.number("tp") > 1:
-            steps.append(("tensor_parallel", {"sequence": self["sp"] == "1"}))
+            sequence, asynchronous = self["sp"] != "0", self["sp"] == "async"
+            steps.append(("tensor_parallel", {"sequence": sequence, "asynchronous": asynchronous}))
         if self.number("cp") > 1:
             steps.append(("sequence_parallel", {"kind": "ring"}))
         steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
         if self["kernels"] != "eager":
             steps.append("compile")
-        if self["fp8"] == "1":
-            steps.append(("fp8", {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}))
+        if self["fp8"] != "0":
+            config = {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}
+            steps.append(("fp8", config | ({"recipe": "rowwise"} if self["fp8"] == "rowwise" else {})))
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
@@ -215,7 +217,7 @@ class Run:
         with_masters = self["precision"].endswith("_master") and self.number("dp") > 1
         yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
-        yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
+        yield self["fp8"] != "0" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
 
     @property
@@ -228,10 +230,11 @@ class Run:
         }
         named = {
             {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
-            "fp8": self["fp8"] == "1",
+            "fp8": self["fp8"] != "0",
             recomputed.get(self["recompute"], "selective recomputation"): True,
             "states sharded": self["zero"] != "0" and self.number("dp") > 1,
             "tensor parallel": self.number("tp") > 1,
+            "asynchronous tensor parallel": self["sp"] == "async",
             "context parallel": self.number("cp") > 1,
             "pipeline": self.number("pp") > 1 and self.number("vpp") == 1,
             "interleaved pipeline": self.number("vpp") > 1,
