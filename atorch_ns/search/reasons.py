@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from atorch_ns.estimate import Estimate
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.ranking import RankedCandidate, tied_with_best
 from atorch_ns.search.space.candidate import Candidate, Fate, largest_part
 from atorch_ns.search.trial import Entry
-from atorch_ns.text import bytes_text, counted, factor_text, seconds_text
+from atorch_ns.text import bytes_text, counted, factor_text, interval_text, seconds_text
 
 UNEXPLAINED = "its predicted and measured memory does not explain"
 """Words about a trial that ran out of memory far below the limit."""
@@ -193,7 +194,7 @@ class Reasons:
     def _chosen_unmeasured(self, one: Candidate) -> str:
         predicted = ""
         if one.estimate is not None:
-            predicted = f"; predicted {seconds_text(one.estimate.step_seconds)}"
+            predicted = f"; predicted {_predicted(one.estimate)}"
         what = "it is the baseline" if one.is_baseline else "it is predicted to be the best that fits"
         ended = f" ({self._stop_reason})" if self._stop_reason else ""
         return f"the search was ended before anything was measured{ended}, and {what}{predicted}"
@@ -223,7 +224,7 @@ class Reasons:
         if self._objective.kind == "batch" and candidate.largest_batch:
             return f"predicted to hold {candidate.largest_batch} samples; {note}"
         if self._winner is None or not self._objective.counts_time:
-            return f"predicted {seconds_text(candidate.estimate.step_seconds)}; {note}"
+            return f"predicted {_predicted(candidate.estimate)}; {note}"
         posterior = self._knowledge.posterior
         seconds = math.exp(posterior.mean[index])
         against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {seconds_text(self._winner.value)}"
@@ -238,6 +239,10 @@ class Reasons:
             return bytes_text(one.value)
         trial = f"a trial of {self._batch} samples" if self._batch else "a trial"
         return f"a batch of {1 / one.value:.0f} samples, predicted from {trial}"
+
+
+def _predicted(estimate: Estimate) -> str:
+    return interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
 
 
 def time_against(ratio: float) -> str:
