@@ -57,15 +57,11 @@ def estimate_as_json(priced: PricedStrategy) -> dict[str, Any]:
     return {
         "schema": 1,
         "strategy": json.loads(priced.strategy.to_bytes()),
-        "memory_bytes": {
-            **figures.memory._asdict(),
-            "peak": figures.peak_bytes,
-            "peak_interval": figures.peak_bytes_interval,
-        },
-        "time_seconds": {
-            **figures.time._asdict(),
-            "step": figures.step_seconds,
-            "step_interval": figures.step_seconds_interval,
+        "memory_bytes": {**figures.memory._asdict(), "peak": figures.peak_bytes},
+        "time_seconds": {**figures.time._asdict(), "step": figures.step_seconds},
+        "intervals": {
+            "peak_bytes": figures.peak_bytes_interval,
+            "step_seconds": figures.step_seconds_interval,
         },
         "peak_at": figures.peak_at,
         "collectives": [vars(collective) for collective in figures.collectives],

@@ -249,6 +249,7 @@ class CandidateWriter:
             pruned=pruned,
             setup_seconds=_setup_seconds(resolved, self._context.cluster),
             refusal_keys=refusal_keys(resolved),
+            axes=resolved.plan.axes,
         )
 
     def _implied(self, resolved: Resolved) -> list[str]:
