@@ -41,6 +41,8 @@ _FREE_NAMES = frozenset(
     ]
 )
 
+WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm")
+"""Products of activations with weights, as of linear layers and experts; products of two activations are batched ones."""
 
 _GETTERS = (
     "_base",
@@ -92,6 +94,46 @@ def is_free(func: Any) -> bool:
     returned = func._schema.returns
     aliases = [value.alias_info for value in returned]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+_MAXIMA = ("aten.max", "aten.amax")
+_BESIDE_ATTENTION = (
+    *(
+        *WEIGHT_PRODUCTS,
+        "aten.convolution",
+        "aten.native_layer_norm",
+        "aten._fused_rms_norm",
+        "aten.native_group_norm",
+    ),
+    *("aten.gelu", "aten.silu", "aten.relu", "aten.tanh", "aten.sigmoid"),
+)
+
+
+def is_saved(saved: tuple[str, ...] | str, operator: str, number: int) -> bool:
+    """Whether selective recomputation keeps what a call of an operator gives.
+
+    ``every_second_product`` is torchtitan's per-operator recomputation: of the products with weights in a block the first, the
+    third and so on, fused attention, functional collectives, and maxima, from which fp8 has its scales.
+    ``all_but_attention`` is the selective recomputation of Korthikanti et al. 2022, section 5: products with weights,
+    normalisations and activation functions, so that scores, softmax, dropout, the weighted sum and element-wise operators
+    are computed again.
+
+    Args:
+        saved: the rule, or names of operators, with or without their overload.
+        operator: the name, as ``aten.mm``.
+        number: how many products with weights ran before it in the block.
+    """
+    if saved == "every_second_product":
+        if operator in WEIGHT_PRODUCTS:
+            return number % 2 == 0
+        return operator in _MAXIMA or operator.startswith(
+            ("_c10d_functional.", "aten._scaled_dot_product", "flex_attention")
+        )
+    if saved == "all_but_attention":
+        return (
+            operator in _BESIDE_ATTENTION or operator in _MAXIMA or operator.startswith("_c10d_functional.")
+        )
+    return operator in {".".join(name.removeprefix("torch.ops.").split(".")[:2]) for name in saved}
 
 
 def moved_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

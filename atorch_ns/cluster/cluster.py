@@ -246,7 +246,7 @@ class Cluster:
         if name is None:
             raise InputError(
                 f"the table of devices has no {self.device_name!r}. Describe it in a cluster file and give that, or "
-                f"let calibrate() measure it. Known: {', '.join(DEVICES)}."
+                f"measure it: atorch-ns calibrate. Known: {', '.join(DEVICES)}."
             )
         sheet = DEVICES[name]
         device = replace(sheet.device(name), memory_bytes=self.device_memory_bytes)

@@ -12,6 +12,7 @@ on the line            key in a file                           meaning
 ``500W``               ``power: 500``                          limit of one device below what its board takes, watts
 ``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
 ..                     ``to_host: pcie5``                      between a device and its host's memory
+..                     ``measured``                            when and on what ``atorch-ns calibrate`` measured
 =====================  ======================================  =======================================
 """
 
@@ -22,9 +23,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, installed_packages
 from atorch_ns.cluster.devices import DEVICES
@@ -57,7 +58,7 @@ def read_count(value: Any, what: str, problems: list[str]) -> int:
 def read_number(value: Any, what: str, problems: list[str]) -> float:
     """A number that is not negative, and above 0 where 0 would stop the estimate; 1 where there is a problem."""
     number = _read(value, float)
-    least_is_positive = what.endswith(("bytes_per_s", "efficiency")) or "flops_per_s" in what
+    least_is_positive = what.endswith("bytes_per_s") or "flops_per_s" in what or "efficienc" in what
     if number is None or not math.isfinite(number) or number < 0 or (least_is_positive and number == 0):
         problems.append(f"{what}={value!r}: give a positive number.")
         return 1.0
@@ -95,6 +96,7 @@ SPEC_KEYS: Final = (
     "memory",
     "power",
     "price_per_hour",
+    "measured",
 )
 """The keys of a cluster file."""
 
@@ -179,6 +181,10 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
         raise InputError(
             f"the cluster file {path} holds {with_article(values)}; it should map {', '.join(SPEC_KEYS)}."
         )
+    if isinstance(values.get("devices"), Mapping) and "schema" in values:
+        raise InputError(
+            f"{path} holds factors that report.refit has written, no cluster; it is for search_calibration."
+        )
     refuse_unknown(values, SPEC_KEYS, "", problems)
     return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}
 
@@ -192,11 +198,13 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-_DEVICE_KEYS: Final = (
-    "name", "like", "type", "memory", "memory_bytes_per_s", "flops_per_s", "launch_s", "efficiency",
-    "capability", "price_per_hour", "source",
-)  # fmt: skip
-_LINK_KEYS: Final = ("name", "like", "latency_s", "bytes_per_s", "overlap", "source")
+_DEVICE_KEYS: Final = ("like", "memory", *(one.name for one in fields(Device) if one.name != "memory_bytes"))
+_LINK_KEYS: Final = (
+    "like",
+    "latency_s",
+    "bytes_per_s",
+    *(one.name for one in fields(Link) if one.name != "rate"),
+)
 _MOST_RANKS: Final = 10_000_000
 
 
@@ -321,16 +329,13 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
     start = base or Device(
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
-    numbers: dict[str, Any] = {
-        key: read_number(given[key], f"device.{key}", problems)
-        for key in ("memory_bytes_per_s", "launch_s", "efficiency", "price_per_hour")
-        if key in given
-    }
-    if "efficiency" in numbers:
-        numbers["efficiencies"] = {}
+    others = ("name", "type", "flops_per_s", "capability", "source")
+    read = _read_fields(Device, given, others, "device", problems)
+    if "efficiency" in read:
+        read = {"efficiencies": {}, **read}
     return replace(
         start,
-        **numbers,
+        **read,
         name=str(given.get("name", start.name)),
         type=_type(given.get("type", start.type), problems),
         memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
@@ -338,6 +343,37 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         capability=_capability(given.get("capability", start.capability), problems),
         source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
+
+
+def _read_fields(
+    kind: type, given: Mapping[str, Any], others: tuple[str, ...], what: str, problems: list[str]
+) -> dict[str, Any]:
+    """Fields of a dataclass that are given and need no reading of their own, each by its type; ``others`` are left out."""
+    from pydantic import TypeAdapter, ValidationError
+
+    hints, read = get_type_hints(kind), {}
+    for name in (one.name for one in fields(kind) if one.name in given and one.name not in others):
+        before = len(problems)
+        _check_numbers(given[name], f"{what}.{name}", problems)
+        try:
+            read[name] = TypeAdapter(hints[name]).validate_python(given[name])
+        except ValidationError as error:
+            if len(problems) == before:
+                first = error.errors()[0]
+                where = ".".join(map(str, (what, name, *first["loc"])))
+                problems.append(f"{where}={first['input']!r}: {first['msg']}.")
+    return read
+
+
+def _check_numbers(value: Any, what: str, problems: list[str]) -> None:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_numbers(each, f"{what}.{key}", problems)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_numbers(each, what, problems)
+    elif _read(value, float) is not None:
+        read_number(value, what, problems)
 
 
 def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
@@ -384,12 +420,9 @@ def _hardware(
         key: _link(values[key], key, link, per_node, problems) if key in values else link
         for key, link in usual.items()
     }
-    return Hardware(
-        device=device,
-        within_node=links["within_node"],
-        between_nodes=links["between_nodes"],
-        to_host=links["to_host"],
-    )
+    if "measured" in values and nodes == 1 and "between_nodes" not in values:
+        links["between_nodes"] = links["within_node"]
+    return Hardware(**links, device=device, measured="measured" in values)
 
 
 def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
@@ -404,9 +437,19 @@ def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]
         read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
         read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
-    overlap = read_number(wanted.get("overlap", base.overlap), f"{key}.overlap", problems)
-    source = str(wanted.get("source", f"given; else {base.source}"))
-    return Link(name=str(wanted.get("name", base.name)), rate=rate, overlap=overlap, source=source)
+    kept = {name: getattr(base, name) for name in ("collectives", "ramp")} if rate == base.rate else {}
+    return replace(
+        base,
+        **{
+            "collectives": {},
+            "ramp": (),
+            **kept,
+            **_read_fields(Link, wanted, ("name", "source"), key, problems),
+        },
+        name=str(wanted.get("name", base.name)),
+        rate=rate,
+        source=str(wanted.get("source", f"given; else {base.source}")),
+    )
 
 
 def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link | None:

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from atorch_ns.capture.operators import WEIGHT_PRODUCTS
 from atorch_ns.profile.record.recorder import Attention, Event, Recording, backward_of, forward_of
 from atorch_ns.profile.record.steps import RecordedStep
 from atorch_ns.profile.record.tensor_division import Division
-from atorch_ns.profile.trace import Growth, OperatorCost, PhaseCost, SegmentCost, growth, values_at
+from atorch_ns.profile.trace import (
+    ForwardResult,
+    Growth,
+    OperatorCost,
+    PhaseCost,
+    SegmentCost,
+    growth,
+    values_at,
+)
 
 _ATTENTION = "scaled_dot_product"
 _SOFTMAX = "aten._softmax"
@@ -165,6 +174,7 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
                 kept=_growth(forward.net + backward.net, measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
                 operators=_operators(measured, np.concatenate([forward.events, backward.events])),
+                results=_results(measured, forward.events),
             )
         )
     return costs
@@ -389,3 +399,39 @@ def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ..
         return float(cost.flops.at(*measured.at)) / 100 + float(cost.moved.at(*measured.at)), cost.count
 
     return tuple(sorted(costs, key=dearness, reverse=True))
+
+
+def _results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...]:
+    """What a forward pass makes: products with weights one by one, other operators by name."""
+    recording, division = measured.recording, measured.division
+    made = {recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE}
+    calls: dict[tuple[str, int], list[int]] = {}
+    storages: dict[tuple[str, int], list[int]] = {}
+    number = 0
+    for event in events:
+        if recording.kinds[event] != Event.OPERATOR:
+            continue
+        name = recording.labels[event]
+        key = (name, number if name in WEIGHT_PRODUCTS else 0)
+        number += name in WEIGHT_PRODUCTS
+        calls.setdefault(key, []).append(int(event))
+        storages.setdefault(key, []).extend(
+            made.pop(one) for one in recording.writes[event] if one in made and one not in recording.casts
+        )
+    found = []
+    for (name, before), indices in calls.items():
+        sizes = measured.sizes[storages[name, before]]
+        inside = [recording.keys[index] in division.storages for index in storages[name, before]]
+        flops = measured.sizes[indices]
+        found.append(
+            ForwardResult(
+                name=name,
+                number=before,
+                flops=growth(flops.sum(axis=0)),
+                moved=growth(measured.moved[indices][~flops.any(axis=1)].sum(axis=0)),
+                size=growth(
+                    sizes.sum(axis=0), sizes[np.asarray(inside, dtype=bool)].sum(axis=0), measured.at
+                ),
+            )
+        )
+    return tuple(found)

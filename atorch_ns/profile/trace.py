@@ -172,6 +172,26 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardResult:
+    """What selective recomputation may keep of a forward pass: the result of one product with weights, or of all calls of
+    another operator.
+
+    Attributes:
+        name: the operator's name, such as ``aten.mm``.
+        number: products with weights that ran before it in the segment.
+        flops: floating point operations.
+        moved: bytes read and written by operators without floating point operations.
+        size: bytes of what it makes.
+    """
+
+    name: str
+    number: int
+    flops: Growth
+    moved: Growth
+    size: Growth
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseCost:
     """The forward or the backward pass of one segment.
 
@@ -224,6 +244,7 @@ class SegmentCost:
         cast_parameters: bytes of the copies of parameters in the compute dtype, which autocast makes and
             keeps until its context ends.
         operators: kinds of operators, most expensive first.
+        results: what its forward pass makes, by operator.
     """
 
     forward: PhaseCost
@@ -234,6 +255,7 @@ class SegmentCost:
     incoming: Growth = Growth()
     cast_parameters: int = 0
     operators: tuple[OperatorCost, ...] = ()
+    results: tuple[ForwardResult, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,8 @@ class Recomputation:
         by_stage: how the share of the first stage gives those of the others.
         chunk: neighbouring blocks that are recomputed as one.
         selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
-        saved_operators: operators whose results are kept.
+        saved_operators: operators whose results are kept: names, or a rule of
+            :func:`~atorch_ns.capture.operators.is_saved`.
         offload_activations: whether what recomputation begins from stays in host memory.
     """
 
@@ -143,7 +144,9 @@ class Recomputation:
     by_stage: Literal["same", "level", "merak"] = _only_where("recomputes", "same")
     chunk: int = _only_where("recomputes", 1)
     selectors: tuple[str, ...] | None = _only_where("recomputes", None)
-    saved_operators: tuple[str, ...] = _only_where("recomputes", ())
+    saved_operators: tuple[str, ...] | Literal["every_second_product", "all_but_attention"] = _only_where(
+        "recomputes", ()
+    )
     offload_activations: bool = False
 
 

@@ -34,6 +34,7 @@ from atorch_ns.torch_compat.distributed import (
     reduced_parameters,
     replicate,
     unreached_parameters,
+    zero_redundancy_of_parts,
 )
 from atorch_ns.torch_compat.dtensor_rules import dtensor_rules
 from atorch_ns.torch_compat.fake import (
@@ -116,4 +117,5 @@ __all__ = [
     "unwrap_checkpoint",
     "watch_compiled",
     "without_transforms",
+    "zero_redundancy_of_parts",
 ]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -30,6 +31,28 @@ def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]
 
     empty = {parameter for parameter in module.parameters() if parameter.numel() == 0}
     implementation(module, mesh=mesh, ignored_params=ignored | empty)
+
+
+def zero_redundancy_of_parts() -> type[Any]:
+    """``ZeroRedundancyOptimizer`` where parameters may be DTensors, of each of which the group's ranks hold the same part
+    (``_broadcast_params_from_rank``); of several dtypes, too (``_verify_same_dense_param_type``)."""
+    # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class OfParts(ZeroRedundancyOptimizer):
+        def _verify_same_dense_param_type(self) -> None: ...
+
+        def _broadcast_params_from_rank(self, rank: int) -> list[dist.Work]:
+            handles = []
+            for group in self._partition_parameters()[rank]:  # type: ignore[attr-defined]
+                for parameter in group["params"]:
+                    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    handles.append(
+                        dist.broadcast(part.detach(), group=self.process_group, group_src=rank, async_op=True)
+                    )
+            return handles
+
+    return OfParts
 
 
 def group_timeout(device: torch.device) -> timedelta | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +23,8 @@ _PRECISIONS: Final[Mapping[str, Sequence[Any]]] = {
 """Methods by precision; those of fsdp alone stand in ``_REDUCED``."""
 _REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
 """dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
-_PRODUCTS: Final = ("aten.mm", "aten.addmm", "aten._scaled_dot_product_flash_attention")
-_KEPT: Final[Mapping[str, Sequence[str]]] = {
-    "ops": _PRODUCTS,
-    "core": ("aten.mm", "aten.addmm", "aten.native_layer_norm", "aten.gelu"),
-}
-"""Operators whose results are kept, by recomputation: ``core`` recomputes scores and softmax."""
+_KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
+"""Operators whose results are kept, by recomputation."""
 _FLASH: Final = "sdpa_without_masks"
 _POWER: Final = {"H100-96GB-HBM2e": "500W"}
 """Limits of power, by device."""
@@ -172,7 +167,7 @@ class Run:
         if self["zero"] == "0":
             return ["ddp"]
         if self["zero"] == "1":
-            return ["zero2"] if self.is_divided else ["ddp", "zero1"]
+            return ["zero2"] if self["precision"].endswith("_master") else ["ddp", "zero1"]
         config: dict[str, Any] = {}
         if self["precision"] in _REDUCED:
             reduced = _REDUCED[self["precision"]]
@@ -186,7 +181,7 @@ class Run:
         if kind == "none":
             return []
         if kind in _KEPT:
-            return [("checkpoint", {"save_operators": list(_KEPT[kind])})]
+            return [("checkpoint", {"save_operators": _KEPT[kind]})]
         return ["checkpoint" if kind == "full" else ("checkpoint", {"every_n": int(kind[len("every") :])})]
 
     def _micro_batches(self) -> list[Any]:
@@ -209,21 +204,15 @@ class Run:
             : stages - 1
         ]
 
-    @cached_property
-    def is_divided(self) -> bool:
-        """Whether the model, or a sample, is divided over ranks."""
-        return max(self.number(column) for column in ("tp", "cp", "pp")) > 1
-
     @property
     def substitutes(self) -> list[str]:
         """What stands for something that no method says, as phrases."""
         return [text for holds, text in self._substitutes() if holds]
 
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
-        sharded = self.number("dp") > 1 or self["precision"] in _REDUCED
-        yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
+        with_masters = self["precision"].endswith("_master") and self.number("dp") > 1
+        yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
-        yield self["recompute"] == "ops", "all products kept for every second one"
         yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
 

@@ -135,6 +135,27 @@ def test_two_ranks_hold_what_was_predicted(name: str) -> None:
     _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::3], 2)
 
 
+@pytest.mark.timeout(120)
+def test_owners_hold_the_states_that_were_predicted() -> None:
+    strategies = [
+        [_mesh(tensor=2, data=2), "zero1"],
+        [_mesh(tensor=2, data=2), "zero1", ("half", "fp16")],
+        [_mesh(data=2, pipeline=2), "zero1", PASSES],
+    ]
+    _case("tied_llama").build()
+    ranks = run_ranks(_measured, 4, args=("tied_llama", strategies), timeout_s=100)
+    profile = _profile("tied_llama")
+    assert profile.trace is not None
+    work = Workload(global_batch=BATCH, num_tokens=profile.trace.num_tokens)
+    for index, strategy in enumerate(strategies):
+        seen = [rank[index] for rank in ranks]
+        table = PlanTable.of([plan_of(strategy, profile, num_ranks=4)])
+        memory, *_ = price_memory(table, profile.trace, work)
+        # Of a stage that is not at its peak, a step counter or two more.
+        assert memory[0][2] == pytest.approx(max(one.states.optimizer for one in seen), rel=0.01), strategy
+        assert abs(memory[0].sum() / max(one.peak_bytes for one in seen) - 1) <= WORST_LIMIT, strategy
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_four_ranks_hold_what_was_predicted() -> None:

@@ -89,13 +89,17 @@ class PricingContext:
         """[R] ranks that states are divided over; 1 where ``over`` names no axis."""
         if not over:
             return np.ones(len(self.sizes), dtype=np.int64)
-        zero = self.sizes.zero
-        return np.where(zero > 1, zero, self.sizes.data * self.sizes.expert)
+        return np.where(self.sizes.zero > 1, self.sizes.zero, self.size(self._sharding_axes))
 
     @cached_property
     def shard_groups(self) -> Groups:
         """The ranks that states are divided over: along ``zero`` where there is one, else all that see other data."""
-        return self._chosen(self.groups(("zero",)), self.groups(("data", "expert")))
+        return self._chosen(self.groups(("zero",)), self.groups(self._sharding_axes))
+
+    @property
+    def _sharding_axes(self) -> tuple[str, ...]:
+        """The axes without ``zero``: whole parameters are given to the ranks that have the same experts."""
+        return ("data",) if self.plan.sharding.layout == "parameters" else ("data", "expert")
 
     @cached_property
     def replica_groups(self) -> Groups:

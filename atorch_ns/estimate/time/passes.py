@@ -9,19 +9,21 @@ between machines: all are Python.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from atorch_ns.cluster import AttentionKind
-from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_share
+from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_results
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.profile import Growth, OperatorCost, ParameterSpec, PhaseCost, Segment, precision_key
+from atorch_ns.profile import Growth, ParameterSpec, PhaseCost, Segment, precision_key
 from atorch_ns.strategy import NarrowProducts, Plan
 
 _PRODUCTS = ("aten.mm", "aten.addmm")
 """Operators of linear layers; products of activations are batched ones."""
+_ATTENTION = "scaled_dot_product"
+"""What names of fused attention hold."""
 
 
 class LowBitShare(NamedTuple):
@@ -99,6 +101,8 @@ _BROADCAST: Final = 2.0
 """Operators per updated parameter that is broadcast."""
 _RECOMPUTED: Final = 40.0
 """Operators per recomputed block: saved-tensor hooks, random states, the error checks of the second pass."""
+_DISPATCHED: Final = 2.0
+"""Operators per operator of a selectively recomputed block: both of its forward passes ask a policy in Python."""
 _GUARDED: Final = 16.0
 """Operators per compiled block, forward and backward: guards and the calls around the graph."""
 _UPDATE: Final = (0.5, 1.2, 4.0)
@@ -154,6 +158,11 @@ def update_operators(
 COMPILED_LAUNCHES = 0.25
 """Share of operators that a compiled block still launches: TorchInductor fuses chains of element-wise operators
 and reductions, three to six into one (its own fusion logs on transformer blocks)."""
+
+
+_EAGER_STREAM = 0.87
+"""Rate at which torch's own kernels stream memory, over that of triads and copies: its layer norm reaches 2.70 TB/s on an
+H100 whose triads reach 3.08 (benchmarks of pauliano22/triton-gpu-kernels, 2025)."""
 
 
 @dataclass(frozen=True)
@@ -219,18 +228,42 @@ def _segment_seconds(context: PricingContext, segment: Segment, again: float) ->
     plan, cost = context.plan, cost_of(context.plan, segment)
     forward = phase_seconds(context, segment, cost.forward, "forward")
     backward = phase_seconds(context, segment, cost.backward, "backward")
-    kept = 0.0
-    if again and plan.recomputation.kind == "selective":
-        kept = saved_share(plan, cost, _flops_of_a_sample)
+    kept = _kept_share(context, segment) if again else 0.0
     launched = COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0
+    asked = _DISPATCHED if plan.recomputation.kind == "selective" and not plan.compiled else 0.0
     guards = _GUARDED if plan.compiled and segment.is_block else 0.0
     return SegmentSeconds(
         forward=forward,
         backward=backward,
         recompute=forward * again * (1 - kept),
         operators=(cost.forward.num_operators + cost.backward.num_operators) * launched + guards,
-        more_operators=again * (cost.forward.num_operators * launched + _RECOMPUTED),
+        more_operators=again * (cost.forward.num_operators * (launched + asked) + _RECOMPUTED),
     )
+
+
+def _kept_share(context: PricingContext, segment: Segment) -> np.ndarray | float:
+    """[R] share of a forward pass's seconds that selective recomputation does not spend again."""
+    forward = cost_of(context.plan, segment).forward
+    saved = saved_results(context.plan, cost_of(context.plan, segment))
+    if not saved:
+        return 0.0
+    flops, moved = (sum((getattr(each, name) for each in saved), Growth()) for name in ("flops", "moved"))
+    attention = sum((each.flops for each in saved if _ATTENTION in each.name), Growth())
+    at = context.trace.num_samples, context.trace.num_tokens
+    products = forward.flops.at(*at) - forward.attention.at(*at)
+    kept = replace(
+        forward,
+        flops=flops,
+        attention=attention,
+        operands=forward.operands * ((flops.at(*at) - attention.at(*at)) / (products or 1.0)),
+        moved=moved,
+        fused=forward.fused * (moved.at(*at) / (forward.moved.at(*at) or 1.0)),
+    )
+    spent, saved_seconds = (
+        _Running(context, segment, phase, "forward").seconds(context.num_samples, context.num_tokens)
+        for phase in (forward, kept)
+    )
+    return np.asarray(np.minimum(1.0, saved_seconds / spent))
 
 
 def _is_fused(context: PricingContext, segment: Segment) -> bool:
@@ -296,9 +329,10 @@ class _Running:
         dtype = autocast or weights
         kind = AttentionKind(self.passes, segment.head_width, segment.is_causal, num_tokens)
         attention, flops = on_rank(self.phase.attention), on_rank(self.phase.flops)
-        num_bytes = on_rank(self.phase.fused if _is_fused(self.context, segment) else self.phase.moved)
-        if device.type != "cpu":
-            num_bytes = num_bytes + on_rank(self.phase.operands)
+        is_gpu, is_fused = device.type != "cpu", _is_fused(self.context, segment)
+        num_bytes = on_rank(self.phase.fused if is_fused else self.phase.moved)
+        if is_gpu:
+            num_bytes = num_bytes / (1.0 if is_fused else _EAGER_STREAM) + on_rank(self.phase.operands)
         narrowed = np.zeros_like(flops)
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
@@ -341,7 +375,3 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
         num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
         each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
     return np.asarray((1.0 if found is None else found) * context.micro_batches * context.parts.total(each))
-
-
-def _flops_of_a_sample(cost: OperatorCost) -> float:
-    return cost.flops.per_sample + cost.flops.per_token + cost.flops.constant

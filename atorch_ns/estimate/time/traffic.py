@@ -151,9 +151,12 @@ def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
     plan = context.plan
     if not plan.sharding.optimizer_over:
         return np.zeros(len(context.micro_batches))
-    parameters = [p for unit in context.units for p in unit.parameters * unit.count if p.trainable]
-    num_bytes = float(gathered_bytes(plan, parameters))
-    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, len(parameters))
+    num_bytes = number = np.zeros(len(context.micro_batches))
+    for unit in context.units:
+        parameters, count = [p for p in unit.parameters if p.trainable], context.count(unit)
+        num_bytes = num_bytes + count * context.share_of(unit) * gathered_bytes(plan, parameters)
+        number = number + count * len(parameters)
+    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, number)
 
 
 _OPERATORS = 4.0

@@ -7,6 +7,7 @@ from functools import partial
 from io import StringIO
 from typing import NamedTuple, TypeVar
 
+from atorch_ns.cluster.measured import Comparison
 from atorch_ns.estimate import Collective, Estimate
 from atorch_ns.report.info.accuracy import AccuracyInfo
 from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow, used_parts
@@ -300,6 +301,23 @@ def operators_table(info: OperatorsInfo) -> Table:
         "mostly in": lambda line: line.mostly_in,
     }
     return _table(info.lines, columns, {"operator", "mostly in"})
+
+
+def comparisons_table(found: Iterable[Comparison]) -> Table:
+    """Measured speeds beside the table's, and the measured speed as a share of the table's."""
+
+    def shown(value: float | None, unit: str) -> str:
+        if unit == "s":
+            return seconds_text(value)
+        return count_text(value, unit) if unit else percent_text(value)
+
+    columns: _Columns[Comparison] = {
+        "figure": lambda one: one.figure,
+        "measured": lambda one: shown(one.measured, one.unit),
+        "table": lambda one: shown(one.table, one.unit),
+        "of the table": lambda one: percent_text(one.share),
+    }
+    return _table(found, columns, {"figure"})
 
 
 def _table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:

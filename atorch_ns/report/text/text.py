@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from atorch_ns.cluster.measured import Comparison
 from atorch_ns.estimate import Estimate
 from atorch_ns.job import Report
 from atorch_ns.report.info.accuracy import QUANTITIES, ActualInfo, accuracy_info
@@ -26,6 +27,7 @@ from atorch_ns.report.text.tables import (
     as_text,
     candidates_table,
     collectives_table,
+    comparisons_table,
     history_table,
     memory_table,
     operators_table,
@@ -258,6 +260,11 @@ def estimates_text(before: Estimate, after: Estimate, *, width: int = TEXT_WIDTH
                 rows.append((of, part, text(first), text(second), change))
     columns = ("of", "part", "before (predicted)", "after (predicted)", "change")
     return as_text(Table(columns, tuple(rows), frozenset({0, 1})), width=width)
+
+
+def comparisons_text(found: Iterable[Comparison], *, width: int = TEXT_WIDTH) -> str:
+    """Measured speeds of a cluster beside the table's."""
+    return as_text(comparisons_table(found), width=width)
 
 
 def operators_text(info: OperatorsInfo, *, width: int = TEXT_WIDTH) -> str:

@@ -51,6 +51,8 @@ STRATEGIES: dict[str, list[list[Any]]] = {
         [("fsdp", {"atorch_wrap_cls": "LlamaModel"})],
         [("fsdp", {"reduce_each_micro_batch": True}), ("gradient_accumulation", 4), ("amp_native", "bf16")],
         [("fsdp", {"reduce_each_micro_batch": True}), ("gradient_accumulation", 2), "checkpoint"],
+        ["ddp", ("checkpoint", {"save_operators": "every_second_product"})],
+        ["fsdp", ("checkpoint", {"save_operators": "all_but_attention"}), ("amp_native", "bf16")],
     ],
 }
 

@@ -12,6 +12,7 @@ from atorch_ns.estimate import PlanTable, Workload
 from atorch_ns.estimate.time.passes import low_bit_share
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import (
+    ForwardResult,
     Growth,
     OperatorCost,
     OptimizerSpec,
@@ -161,3 +162,43 @@ def test_products_take_the_time_of_operations_and_operands(device: str, side: in
         device, flops=Growth(per_sample=flops), operands=Growth(per_sample=3 * 2 * side**2)
     )
     assert flops / seconds / TFLOP == pytest.approx(measured, rel=0.07)
+
+
+def _result(name: str, number: int, tflop: float, gigabytes: float = 0.0) -> ForwardResult:
+    return ForwardResult(
+        name=name,
+        number=number,
+        flops=Growth(per_sample=tflop * TFLOP),
+        moved=Growth(per_sample=gigabytes * GB),
+        size=Growth(),
+    )
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    cost = replace(
+        _cost(3.0, 1.0),
+        results=(
+            _result("aten.mm", 0, 0.25),
+            _result("aten.mm", 1, 0.5),
+            _result("aten._scaled_dot_product_flash_attention", 0, 0.25),
+            _result("aten.mm", 2, 0.25),
+            _result("aten.gelu", 0, 0.0, 0.5),
+        ),
+    )
+    cost = replace(cost, forward=replace(cost.forward, attention=Growth(per_sample=0.25 * TFLOP)))
+    block = replace(BLOCK, costs=dict.fromkeys(BLOCK.costs, cost), head_width=128)
+    trace = Trace(segments=(block,), num_samples=4, optimizer=OptimizerSpec(name="AdamW"))
+    assert CLUSTER.hardware is not None
+    device = CLUSTER.hardware.device
+
+    def recompute(saved: Any) -> float:
+        plan = Plan().changed(recomputation={"kind": "selective", "saved_operators": saved})
+        return float(price_time(PlanTable.of([plan]), trace, CLUSTER, Workload(global_batch=1))[0][1])
+
+    flops, moved = TFLOP / device.products_of("float32"), GB / device.memory_bytes_per_s / 0.87
+    slower = 794.5 / 309  # of fused attention, of 512 tokens and fewer
+    whole = (4.0 / 3 - 0.25 + 0.25 * slower) * flops + moved
+    assert recompute(()) == pytest.approx(whole)
+    assert recompute("every_second_product") == pytest.approx(whole - (0.5 + 0.25 * slower) * flops)
+    assert recompute("all_but_attention") == pytest.approx(whole - flops - 0.5 * moved)
+    assert recompute(("aten.mm.default",)) == pytest.approx(whole - flops)
