@@ -488,6 +488,15 @@ def _aim(what: str, asked: str, found: str, n: int, holds: bool) -> Claim:
     return Claim(what=what, asked=asked, found=found, n=n, holds=holds, shortfall=shortfall)
 
 
+def _expert_plans(data: Data) -> Iterator[Claim]:
+    rows = [row for row in data["rows"] if row.get("gain")]
+    faster = sum(row["believed"].startswith("theirs") for row in rows)
+    what = (
+        "setups of experts whose own plan is predicted faster than the chosen one, as far as that is believed"
+    )
+    yield Claim(what=what, found=str(faster), n=len(rows))
+
+
 READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "speed": _speed,
     "peers": _peers,
@@ -502,6 +511,7 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "estimate_time": _estimate_time,
     "planning": _planning,
     "published": _published,
+    "expert_plans": _expert_plans,
     "search_quality": _search_quality,
     "search_time": _search_time,
     "cutting": _cutting,

@@ -6,14 +6,17 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from atorch_ns.estimate import Intervals
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.residual_model import DRIFT
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, TrialOutcome
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.text import bytes_text, compared_text, interval_text, percent_text, seconds_text
+
+Steps = Sequence[tuple[str, Any]]
 
 SAME_WITHIN = 0.03
 """A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
@@ -155,7 +158,7 @@ def prefer(
     """The choice by predictions alone, as far as they are believed; where time does not count, the first.
 
     A plan whose interval of memory ends above the limit is not preferred to one that fits for sure, unless the intervals
-    of their steps lie wholly apart. Of plans whose gain over each other is not believed the simplest is taken: the
+    of their steps lie wholly apart. Of plans that are slower by no more than :func:`unsure_gain` the simplest is taken: the
     fewest axes that divide the model, no pipeline, the fewest methods.
 
     Args:
@@ -176,16 +179,28 @@ def prefer(
         usable = sure
     assert best.estimate is not None
     known, shortest = best.estimate.intervals, best.estimate.step_seconds
-    near = [one for one in usable if (one.predicted_seconds or math.inf) <= shortest * known.gain]
+    margins = {one.key: unsure_gain(one.steps, best.steps, known) for one in usable}
+    near = [one for one in usable if (one.predicted_seconds or math.inf) <= shortest * margins[one.key]]
     names = frozenset(plain)
     simplest = min(near, key=lambda one: _predicted_complexity(one, names))
     if simplest is not best:
         reasons.append(
-            f"simpler than {best.label}, which is predicted {_against(best, simplest)}: gains up to "
-            f"{percent_text(known.gain - 1)} are not believed, as one in five was further than that from what was "
-            f"measured in {known.num_pairs} pairs"
+            f"simpler than {best.label}, which is predicted {_against(best, simplest)}: between plans so different a "
+            f"gain up to {percent_text(margins[simplest.key] - 1)} is not believed, by {known.num_pairs} pairs of runs"
         )
     return Preferred(simplest, "; ".join(reasons))
+
+
+def unsure_gain(one: Steps, other: Steps, known: Intervals) -> float:
+    """The factor up to which a predicted gain of one strategy over another on the same cluster is not believed.
+
+    ``known.gain`` is that of strategies which differ in one method or config. Errors of several are taken to be
+    independent, so that they grow with the square root of the differences.
+    """
+    mine, others = dict(one), dict(other)
+    changed = sum(name in others and config != others[name] for name, config in mine.items())
+    number = changed + max(len(mine.keys() - others.keys()), len(others.keys() - mine.keys()))
+    return math.pow(known.gain, math.sqrt(number))
 
 
 def fits_surely(one: Candidate, limit_bytes: int) -> bool:

@@ -10,7 +10,15 @@ import pytest
 
 from atorch_ns.estimate import Intervals
 from atorch_ns.search.objective import Objective, SearchSettings
-from atorch_ns.search.ranking import RankedCandidate, choose, drift, prefer, rank_candidates, tied_with_best
+from atorch_ns.search.ranking import (
+    RankedCandidate,
+    choose,
+    drift,
+    prefer,
+    rank_candidates,
+    tied_with_best,
+    unsure_gain,
+)
 from atorch_ns.search.residual_model import DRIFT
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, TrialOutcome
@@ -89,17 +97,29 @@ def predicted(
 def test_gains_that_are_not_believed_do_not_pay_for_axes() -> None:
     cut = predicted("a", "ddp", "cut", seconds=1.0, axes=(("data", 2), ("pipeline", 4)))
     divided = predicted("b", "ddp", "split", seconds=1.01, axes=(("data", 2), ("tensor", 4)))
-    plain = predicted("c", "ddp", "compile", "amp", seconds=1.06, axes=(("data", 8),))
-    slow = predicted("d", "ddp", seconds=1.08, axes=(("data", 8),))
-    found = prefer([cut, divided, plain, slow], TIME, 0)
+    plain = predicted("c", "ddp", "compile", "amp", seconds=1.09, axes=(("data", 8),))
+    found = prefer([cut, divided, plain], TIME, 0)
     assert found.candidate is plain
-    assert "simpler than ddp + cut, which is predicted 1.06× as fast (1.00 s against 1.06 s)" in found.reason
-    assert "gains up to 7.0% are not believed" in found.reason
-    assert "26 pairs" in found.reason
-    assert prefer([cut, divided, slow], TIME, 0).candidate is divided
-    assert prefer([plain, slow], TIME, 0).candidate is slow  # fewer methods
-    assert prefer([cut, slow], TIME, 0) == (cut, "")
+    assert "simpler than ddp + cut, which is predicted 1.09× as fast (1.00 s against 1.09 s)" in found.reason
+    assert "a gain up to 10% is not believed, by 26 pairs of runs" in found.reason
+    assert prefer([cut, divided], TIME, 0).candidate is divided
     assert prefer([cut, plain], Objective(SearchSettings(objective="memory")), 0).candidate is cut
+    slow = predicted("d", "ddp", "compile", "amp", seconds=1.11, axes=(("data", 8),))
+    assert prefer([cut, slow], TIME, 0) == (cut, "")
+    fewer = predicted("e", "ddp", "amp", seconds=1.15, axes=(("data", 8),))
+    assert prefer([plain, fewer], TIME, 0).candidate is fewer
+
+
+def test_the_more_two_plans_differ_the_larger_a_gain_must_be() -> None:
+    known = Intervals(gain=1.1)
+    steps = [("mesh", [1]), ("ddp", None), ("amp", "bf16")]
+    assert unsure_gain(steps, steps, known) == 1.0
+    assert unsure_gain(steps, [("mesh", [2]), *steps[1:]], known) == pytest.approx(1.1)
+    assert unsure_gain(steps, [steps[0], ("fsdp", None), steps[2]], known) == pytest.approx(
+        1.1
+    )  # one for one
+    others = [("mesh", [2]), ("fsdp", None), ("cut", None), ("half", None), ("compile", None)]
+    assert unsure_gain(steps, others, known) == pytest.approx(1.1 ** math.sqrt(5))
 
 
 def test_methods_of_the_plain_strategy_do_not_count() -> None:
