@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from atorch_ns.estimate.intervals import UNKNOWN, Intervals, Range
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -107,12 +109,14 @@ class Estimate:
         time: seconds per step.
         peak_at: the worst moment, in words: ``"backward of model.layers.0"``.
         collectives: what each step communicates.
+        intervals: how sure it is, as factors.
     """
 
     memory: MemoryParts
     time: TimeParts
     peak_at: str = ""
     collectives: tuple[Collective, ...] = ()
+    intervals: Intervals = UNKNOWN
 
     @property
     def allocated_bytes(self) -> float:
@@ -139,3 +143,15 @@ class Estimate:
     def step_seconds(self) -> float:
         """Seconds of one step."""
         return self.time.total
+
+    @property
+    def peak_bytes_interval(self) -> Range:
+        """Bytes between which eight of ten runs of this class lie."""
+        low, high = self.intervals.memory
+        return low * self.peak_bytes, high * self.peak_bytes
+
+    @property
+    def step_seconds_interval(self) -> Range:
+        """Seconds between which eight of ten runs of this class lie."""
+        low, high = self.intervals.time
+        return low * self.step_seconds, high * self.step_seconds

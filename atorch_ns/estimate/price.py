@@ -10,6 +10,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.estimate.auto_schedule import with_chosen_schedules
 from atorch_ns.estimate.estimate import Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate.intervals import Intervals, intervals_of
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.table import PlanTable, with_chosen_reductions
@@ -28,12 +29,14 @@ class Prices:
         time: [N, 9] seconds, columns as :class:`TimeParts`.
         peak_at: [N] index into ``moments``.
         moments: names of the moments of a step.
+        intervals: how sure the figures are, as factors.
     """
 
     memory: np.ndarray
     time: np.ndarray
     peak_at: np.ndarray
     moments: tuple[str, ...]
+    intervals: Intervals
 
     @property
     def peak_bytes(self) -> np.ndarray:
@@ -58,6 +61,7 @@ class Prices:
             memory=MemoryParts(*map(float, self.memory[row])),
             time=TimeParts(*map(float, self.time[row])),
             peak_at=self.moments[int(self.peak_at[row])],
+            intervals=self.intervals,
         )
 
 
@@ -83,7 +87,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
         memo=memo,
     )
     time = price_time(table, profile.trace, cluster, workload, memo=memo)
-    return Prices(memory, time, peak_at, moments)
+    return Prices(memory, time, peak_at, moments, intervals_of(cluster.hardware))
 
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload) -> Estimate:

@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["GAIN_LIMIT", "MEMORY", "NEAR", "TIME", "Errors", "Gain", "Target", "gains", "off", "tables"]
+__all__ = [
+    "GAIN_LIMIT",
+    "MEMORY",
+    "NEAR",
+    "TIME",
+    "Errors",
+    "Gain",
+    "Target",
+    "gains",
+    "line",
+    "off",
+    "tables",
+]
 
 Row = Mapping[str, Any]
 
@@ -165,7 +177,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         ("device", _groups(predicted, lambda row: [row["device"]])),
         ("option", _groups(predicted, lambda row: row["options"])),
     ):
-        yield from _line(
+        yield from line(
             title,
             "runs",
             "time: median ratio",
@@ -176,18 +188,18 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
             "off in the middle",
             "within 20 %",
             "worst",
-            "over the device's memory",
+            "over the device's memory for sure",
         )
-        yield from _line(*["---"] * 11)
+        yield from line(*["---"] * 11)
         for name, group in {**groups, "**all**": predicted}.items():
             over = sum(not row["within_memory"] for row in group)
-            yield from _line(name, len(group), *_cells(group, TIME), *_cells(group, MEMORY), over or "")
+            yield from line(name, len(group), *_cells(group, TIME), *_cells(group, MEMORY), over or "")
         yield ""
     yield from _gain_table(rows)
     over = [row for row in predicted if not row["within_memory"]]
     yield (
-        f"Predicted above the device's memory, though they ran ({len(over)}), in GiB: "
-        + (", ".join(f"{row['run']} {row['device_gib']:.0f}" for row in over) or "none")
+        f"Predicted above the device's memory for sure, by the lower end of the interval, though they ran ({len(over)}), in GiB: "
+        + (", ".join(f"{row['run']} {row['needed_gib']:.0f}" for row in over) or "none")
         + "."
     )
     yield ""
@@ -219,11 +231,11 @@ def _cells(rows: Iterable[Row], target: Target) -> list[str]:
 
 
 def _gain_table(rows: Sequence[Row]) -> Iterator[str]:
-    yield from _line("option", "without", "with", "gain published", "predicted", "error of the gain")
-    yield from _line(*["---"] * 6)
+    yield from line("option", "without", "with", "gain published", "predicted", "error of the gain")
+    yield from line(*["---"] * 6)
     for gain in gains(rows):
         words = "wrong sign" if gain.wrong_sign else f"{gain.error:.0%}"
-        yield from _line(
+        yield from line(
             gain.option,
             gain.without,
             gain.with_it,
@@ -234,5 +246,6 @@ def _gain_table(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
 
 
-def _line(*cells: object) -> Iterator[str]:
+def line(*cells: object) -> Iterator[str]:
+    """A row of a table."""
     yield f"| {' | '.join(map(str, cells))} |"

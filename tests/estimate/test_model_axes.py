@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atorch_ns.cluster import cluster_from_spec
+from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.memory.shards import Parameters
@@ -32,6 +32,7 @@ from benchmarks._storages import measure_peak
 from benchmarks.estimate_memory import WORST_LIMIT, plan_of
 from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 from opt_lib.pipeline_parallel import PipelineParallel
+from tests.estimate.clusters import started_at_once
 
 BATCH = 8
 STATES = ("parameters", "gradients", "optimizer")
@@ -173,12 +174,13 @@ def _plan(**sizes: int) -> Plan:
 
 
 CLUSTER = cluster_from_spec("8xH100-80GB, 2 nodes, ib400")
+AT_ONCE = started_at_once(CLUSTER)
 
 
-def _times(profile: Profile, plan: Plan, batch: int = 64) -> TimeParts:
+def _times(profile: Profile, plan: Plan, batch: int = 64, cluster: Cluster = CLUSTER) -> TimeParts:
     assert profile.trace is not None
     work = Workload(global_batch=batch, num_tokens=profile.trace.num_tokens)
-    return price(PlanTable.of([plan]), profile, CLUSTER, work).estimate(0).time
+    return price(PlanTable.of([plan]), profile, cluster, work).estimate(0).time
 
 
 def test_what_a_tensor_axis_divides(llama: Profile) -> None:
@@ -244,7 +246,7 @@ def test_the_bubble_is_that_of_a_simulation(name: str, llama: Profile) -> None:
     info = get_schedule(name)
     v = info.usual_stages
     timeline = simulate(info.orders(2, 8, v), StageCosts.equal(2 * v))
-    found = _times(llama, plan)
+    found = _times(llama, plan, cluster=AT_ONCE)
     share = found.bubble / (found.bubble + found.compute)
     assert stages.counts.sum() == 6
     assert share == pytest.approx(timeline.bubble_share, abs=0.06)
@@ -252,9 +254,18 @@ def test_the_bubble_is_that_of_a_simulation(name: str, llama: Profile) -> None:
 
 def test_more_micro_batches_make_the_bubble_smaller(llama: Profile) -> None:
     bubbles = [
-        _times(llama, replace(_plan(pipeline=4), num_micro_batches=count)).bubble for count in (4, 8, 16)
+        _times(llama, replace(_plan(pipeline=4), num_micro_batches=count), cluster=AT_ONCE).bubble
+        for count in (4, 8, 16)
     ]
     assert bubbles[0] > bubbles[1] > bubbles[2] > 0
+
+
+def test_a_pipeline_of_small_stages_is_as_slow_as_the_hosts_that_start_them(llama: Profile) -> None:
+    """A stage in two passes is started as often as a model in one; what the others' hosts take is bubble."""
+    whole, two = _times(llama, _plan(data=2)), replace(_plan(data=2, pipeline=2), num_micro_batches=2)
+    cut = _times(llama, two)
+    assert cut.compute + cut.overhead > 0.8 * (whole.compute + whole.overhead)
+    assert cut.bubble > 10 * _times(llama, two, cluster=AT_ONCE).bubble
 
 
 def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile) -> None:

@@ -39,6 +39,7 @@ def as_pipeline(
 ) -> tuple[PricingContext, Waiting]:
     """The context of each pipeline's slowest rank, and what it waits for.
 
+    A rank takes what its device takes, or its host, which starts the operators of every pass, where that is longer.
     While the slowest rank works without a pause, all others are hidden behind it. Before and after, each of the
     others takes one micro-batch once, forward and backward: the bubble. Schedules with several stages on a rank,
     or with the backward pass in two parts, leave a share of it.
@@ -46,21 +47,18 @@ def as_pipeline(
     none = np.zeros(len(context.sizes))
     if not (context.sizes.pipeline > 1).any():
         return context, Waiting(none, none, none)
-    launch = context.hardware.device.launch_s if context.hardware.device.type == "cpu" else 0.0
-    seconds = np.stack(
-        [
-            np.broadcast_to(
-                one.forward + one.backward + other.seconds + launch * (one.operators + other.operators),
-                none.shape,
-            )
-            for one, other in zip(segments, exchanges, strict=True)
-        ]
-    )  # [S, R]
-    recompute = np.stack(
-        [np.broadcast_to(one.recompute + launch * one.more_operators, none.shape) for one in segments]
-    )
+    launch = context.hardware.device.launch_s
+    of_pass = [
+        one.forward + one.backward + other.seconds for one, other in zip(segments, exchanges, strict=True)
+    ]
+    in_pass = [
+        launch * (one.operators + other.operators) for one, other in zip(segments, exchanges, strict=True)
+    ]
+    seconds, started = _rows(of_pass, none), _rows(in_pass, none)  # [S, R]
+    recompute = _rows([one.recompute for one in segments], none)
+    restarted = _rows([launch * one.more_operators for one in segments], none)
     by_share = context.plan.recomputation.share is not None
-    backward = np.stack([np.broadcast_to(one.backward, none.shape) for one in segments])
+    backward = _rows([one.backward for one in segments], none)
     again = _recomputed(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
     recomputed = np.full(len(none), np.nan)
@@ -72,8 +70,11 @@ def as_pipeline(
         rows = np.flatnonzero((sizes.pipeline == num_ranks) & (sizes.pipelined == place))
         stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, context.memo)
         shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
-        of_rank = stages.on_rank @ seconds[:, rows]  # [p, R']
-        of_rank = of_rank + shares[:, None] * (stages.on_rank @ recompute[:, rows])
+        of_rank, host = (  # [p, R']
+            stages.on_rank @ first[:, rows] + shares[:, None] * (stages.on_rank @ more[:, rows])
+            for first, more in ((seconds, recompute), (started, restarted))
+        )
+        of_rank = of_rank + host if context.hardware.device.type == "cpu" else np.maximum(of_rank, host)
         slowest = of_rank.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
         recomputed[rows] = shares[slowest]
@@ -88,6 +89,11 @@ def as_pipeline(
         counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
     )
     return replace(context, parts=staged), waiting
+
+
+def _rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
+    """[S, R] a value of each segment, for all plans or for each."""
+    return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
 
 _SECOND_WALK = sum(part[0] for part in split_backward([1.0])) - 1.0

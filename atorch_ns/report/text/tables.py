@@ -26,6 +26,7 @@ from atorch_ns.text import (
     bytes_text,
     compared_text,
     count_text,
+    interval_text,
     measured_text,
     number_text,
     percent_text,
@@ -144,7 +145,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
         return bytes_text(line.memory.value) if line.memory.source == "measured" else UNKNOWN
 
     def predicted_peak(line: CandidateLine) -> str:
-        whole = bytes_text(line.predicted_bytes)
+        whole = interval_text(line.predicted_bytes, line.bytes_interval, bytes_text)
         if line.allocated_bytes == line.predicted_bytes:
             return whole
         return f"{whole} ({bytes_text(line.allocated_bytes)} allocated)"
@@ -152,7 +153,9 @@ def candidates_table(info: CandidatesInfo) -> Table:
     columns: _Columns[CandidateLine] = {
         "#": lambda line: str(line.number),
         "strategy": label,
-        "step predicted": lambda line: seconds_text(line.predicted_seconds),
+        "step predicted": lambda line: interval_text(
+            line.predicted_seconds, line.seconds_interval, seconds_text
+        ),
         "step measured": lambda line: _measured_seconds(line.time.value, line.time.spread, line.time.num),
         "against the baseline": lambda line: "" if line.is_baseline else compared_text(line.speedup),
         "peak predicted": predicted_peak,
@@ -279,16 +282,16 @@ def timeline_table(info: TimelineInfo) -> Table:
 def parts_table(estimate: Estimate) -> Table:
     """Memory and time in parts, each with its share; parts of nothing left out."""
     rows = []
-    for of, parts, whole, total, text in (
-        ("memory", estimate.memory, "peak", estimate.peak_bytes, bytes_text),
-        ("time", estimate.time, "step", estimate.step_seconds, seconds_text),
+    for of, parts, whole, total, interval, text in (
+        ("memory", estimate.memory, "peak", estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text),
+        ("time", estimate.time, "step", estimate.step_seconds, estimate.step_seconds_interval, seconds_text),
     ):
         used = [(part, value) for part, value in parts._asdict().items() if value]
         rows += [(of, part, text(value), percent_text(value / total)) for part, value in used]
         if of == "memory" and estimate.allocated_bytes < total:
             rows.append((of, "allocated", text(estimate.allocated_bytes), ""))
             rows.append((of, "reserved", text(estimate.reserved_bytes), ""))
-        rows.append((of, whole, text(total), ""))
+        rows.append((of, whole, interval_text(total, interval, text), ""))
     return Table(("of", "part", "predicted", "share"), tuple(rows), frozenset({0, 1}))
 
 

@@ -28,7 +28,7 @@ from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.text import bytes_text
+from atorch_ns.text import bytes_text, interval_text
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Limits:
 
     def refusal(self, estimate: Estimate) -> str:
         """The message for an estimate that does not fit."""
-        needed, limit = bytes_text(estimate.peak_bytes), bytes_text(self.num_bytes)
-        return f"needs {needed} of {limit} (predicted; {largest_part(estimate)})"
+        needed = interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)
+        return f"needs {needed} of {bytes_text(self.num_bytes)} (predicted; {largest_part(estimate)})"
 
 
 def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
@@ -255,6 +255,7 @@ class CandidateWriter:
             pruned=pruned,
             setup_seconds=_setup_seconds(resolved, self._context.cluster),
             refusal_keys=refusal_keys(resolved),
+            axes=resolved.plan.axes,
         )
 
     def _implied(self, resolved: Resolved) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from atorch_ns.estimate import Intervals
 from atorch_ns.report import estimate_text, estimates_text, search_text
 from atorch_ns.report.text.text import fits_text, report_text
 from tests.report.outcomes import MIB, estimated, searched
@@ -66,3 +67,19 @@ def test_a_search_that_measured_nothing_has_no_trials_and_no_accuracy() -> None:
     assert "Trials in their order" not in text
     assert "Predicted against measured" not in text
     assert "and measured" not in text
+
+
+def test_predictions_are_shown_with_their_intervals() -> None:
+    sure = Intervals(time=(0.9, 1.25), memory=(0.95, 1.1))
+    text = estimate_text(replace(estimated(20, 400), intervals=sure), 420 * MIB)
+    assert "It fits, but not for sure: 400 MiB of 420 MiB a rank (predicted, 380–440), 20.0 MiB free." in text
+    assert "One step takes 20.0 ms (18.0–25.0, predicted)." in text
+    assert " 400 MiB (380–440)" in text
+    assert "It does not fit, but not for sure: " in fits_text(
+        replace(estimated(20, 400), intervals=sure), 390 * MIB
+    )
+    first, *others = searched().rows
+    candidate = replace(first.candidate, estimate=replace(estimated(20, 400), intervals=sure))
+    text = search_text(replace(searched(), rows=(replace(first, candidate=candidate), *others)))
+    assert "(18.0–25.0)" in text
+    assert "400 MiB (380–440)" in text

@@ -202,7 +202,8 @@ def test_what_does_not_fit_is_pruned_with_its_numbers_and_near_misses_are_kept()
     tight = baseline(peak * 0.7).pruned
     assert tight is not None
     assert tight.kind == "memory"
-    assert "MiB of" in tight.reason
+    assert " MiB (" in tight.reason
+    assert " MiB (predicted; " in tight.reason
 
 
 def test_an_excluded_method_that_would_help_is_named() -> None:
