@@ -244,6 +244,12 @@ class Sizes:
         """[R] ranks that see different data."""
         return np.asarray(self.data * self.zero * self.expert)
 
+    def shards(self, layout: str) -> np.ndarray:
+        """[R] ranks that sharded states are divided over, by their layout: ``zero`` where there is one, else all that see
+        different data; where rows are divided, as ``fully_shard`` does, ``sequence`` too."""
+        ranks = np.where(self.zero > 1, self.zero, self.data * self.expert)
+        return np.asarray(ranks * self.sequence if layout == "rows" else ranks)
+
     def num_samples(self, global_batch: int) -> np.ndarray:
         """[R] samples in a micro-batch of one rank."""
         return np.asarray(global_batch / (self.num_data_ranks * self.micro_batches))

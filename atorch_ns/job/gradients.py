@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -167,6 +167,14 @@ class GradientSums:
         wanted = frozenset(names)
         if wanted and group.size() > 1:
             self._sums.append(_Sum(wanted, group, mean))
+
+    def leave(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
+        """Takes parameters out of the sums over a group, where something else averages their gradients over it."""
+        left = frozenset(names)
+        self._sums = [
+            replace(entry, names=entry.names - left) if entry.group is group else entry
+            for entry in self._sums
+        ]
 
     def watch(self, module: nn.Module) -> None:
         """Notices forward passes of ``module``, after which there is something to sum."""

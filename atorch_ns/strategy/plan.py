@@ -335,3 +335,8 @@ class Plan:
     def shard_axes(self) -> tuple[str, ...]:
         """The axes that sharded states are divided over: ``zero`` where there is one, else ``data``."""
         return ("zero",) if self.size("zero") > 1 else ("data",)
+
+    @property
+    def unit_axes(self) -> tuple[str, ...]:
+        """The axes that fully sharded states are divided over: ``sequence`` too, whose ranks hold equal parameters."""
+        return (*self.shard_axes, "sequence") if self.size("sequence") > 1 else self.shard_axes

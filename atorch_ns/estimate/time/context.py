@@ -89,13 +89,13 @@ class PricingContext:
         """[R] ranks that states are divided over; 1 where ``over`` names no axis."""
         if not over:
             return np.ones(len(self.sizes), dtype=np.int64)
-        zero = self.sizes.zero
-        return np.where(zero > 1, zero, self.sizes.data * self.sizes.expert)
+        return self.sizes.shards(self.plan.sharding.layout)
 
     @cached_property
     def shard_groups(self) -> Groups:
-        """The ranks that states are divided over: along ``zero`` where there is one, else all that see other data."""
-        return self._chosen(self.groups(("zero",)), self.groups(("data", "expert")))
+        """The ranks that states are divided over, as :meth:`Sizes.shards` counts them."""
+        more = ("sequence",) if self.plan.sharding.layout == "rows" else ()
+        return self._chosen(self.groups(("zero", *more)), self.groups(("data", "expert", *more)))
 
     @cached_property
     def replica_groups(self) -> Groups:
