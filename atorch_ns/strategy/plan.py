@@ -169,10 +169,12 @@ class SequenceParallelism:
         exchange: how attention sees the tokens of other ranks: heads against tokens (``ulysses``), or keys and
             values that travel from rank to rank (``ring``).
         blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
+        parallel_loss: whether what comes after the last block, head and loss, is computed on parts too.
     """
 
     exchange: Literal["ulysses", "ring"] = "ulysses"
     blocks: tuple[str, ...] | None = None
+    parallel_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
