@@ -12,18 +12,18 @@ from pydantic import Field
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.blocks import NamedModule, fingerprints
-from atorch_ns.cluster import Cluster
+from atorch_ns.cluster import Cluster, or_refusal
 from atorch_ns.data import call_model, default_prepare_input
-from atorch_ns.errors import AtorchError, Problem
+from atorch_ns.errors import AtorchError, InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
-from atorch_ns.sharding import BlockChain, SequenceSettings, join_at_first_call, join_blocks
+from atorch_ns.sharding import BlockChain, LogitOutputs, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_line, first_few
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._model_axes.sample_batch import sample_batch
-from opt_lib._model_axes.sequence_blocks import block_runs, names_inside
+from opt_lib._model_axes.sequence_blocks import block_runs, divided_tail, names_inside
 from opt_lib._sharded.units import broadcast_from_first
 
 
@@ -45,6 +45,11 @@ class SequenceParallelConfig(MethodConfig):
     balanced: Flag = Field(
         default=True,
         description="Under a causal mask, give each rank of a ring an early and a late piece: equal work.",
+    )
+    parallel_loss: Flag | Literal["auto"] = Field(
+        default="auto",
+        description="Compute what comes after the last block, head and loss, for each rank's own positions. auto: where a "
+        "test of the loss on a small batch gives the same loss and gradients, and nothing else needs whole samples.",
     )
 
 
@@ -73,7 +78,10 @@ class SequenceParallel(Method[SequenceParallelConfig]):
     def plan(self, plan: Plan, config: SequenceParallelConfig) -> Plan:
         """Blocks see parts of samples; ``auto`` is taken to be Ulysses, which it is where heads divide."""
         exchange: Literal["ulysses", "ring"] = "ring" if config.kind == "ring" else "ulysses"
-        return plan.changed(sequence={"exchange": exchange, "blocks": config.blocks})
+        divides = config.parallel_loss is not False
+        return plan.changed(
+            sequence={"exchange": exchange, "blocks": config.blocks, "parallel_loss": divides}
+        )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[SequenceParallelConfig]:
         """Heads against positions, where heads divide, and keys and values around a ring."""
@@ -102,18 +110,31 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             restore_precision=job.precision.restore,
             leave_whole=config.blocks is None and not job.parts.stages,
         )
+        sample, why = job.cluster.from_first(_sample(job) if dist.get_rank() == 0 else None)
+        find = partial(
+            divided_tail, job, sample, why, runs, dim=config.sequence_dim, wanted=config.parallel_loss
+        )
+        tail = job.cluster.on_first(lambda: or_refusal(find), what="testing the loss on parts of samples")
+        if isinstance(tail, InputError):
+            raise tail
         kinds = fingerprints({block.name: block.module for blocks in runs for block in blocks})
         attached = [BlockChain(blocks, [kinds[block.name] for block in blocks], settings) for blocks in runs]
         for run in attached:
             run.attach()
-        job.gradients.sums.add(names_inside(runs), group, mean=True)
-        later = "" if job.parts.stages else _join_early(job, attached, settings)
+        job.gradients.sums.add(names_inside(runs) | tail.parameters, group, mean=True)
+        later = "" if job.parts.stages else _join_early(job, attached, settings, sample, why)
+        if tail.divides:
+            attached[-1].divide_tail(job.module)
+            outputs = LogitOutputs()
+            outputs.attach(job.module, ())
+            job.step.context = outputs.stay_divided
         if later:
             join_at_first_call(job.module, attached, settings)
         job.explain(self.name, partial(_found, job, config, attached, later))
+        job.explain(self.name, tail.note)
 
 
-def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) -> str:
+def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, why: str) -> str:
     """Joins blocks by a pass of two samples, so that what cannot be divided is known now; collective.
 
     Returns:
@@ -122,7 +143,6 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings) ->
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:
         return f"the model is not on {job.device.type} yet"
-    sample, why = job.cluster.from_first(_sample(job) if dist.get_rank() == 0 else None)
     if why:
         return why
     try:

@@ -174,6 +174,9 @@ class Mesh:
         self._replicas = tuple(name for name in names if name in ("data", "expert") and self.size(name) > 1)
         if self.size("zero") > 1 and len(self._replicas) > 1:
             self._flat(self._replicas)
+        sharding = ("zero",) if self.size("zero") > 1 else ("data", "zero", "expert")
+        with_sequence = tuple(name for name in names if name in (*sharding, "sequence"))
+        self._unit_shard = self._flat(with_sequence) if self.size("sequence") > 1 else self.shard
 
     @property
     def divides_model(self) -> bool:
@@ -209,14 +212,21 @@ class Mesh:
         return self.axis("zero") if self.size("zero") > 1 else self._data
 
     @property
+    def unit_shard(self) -> DeviceMesh:
+        """Where fully sharded training divides states: :attr:`shard` and ``sequence``, whose ranks hold equal parameters,
+        as one dimension."""
+        return self._unit_shard
+
+    @property
     def replicate_and_shard(self) -> DeviceMesh:
         """Mesh for fully sharded training: ``(replicate, shard)`` where zero is not alone, else one dimension.
 
         What is not sharded over ``expert`` is replicated there, as it is over ``data``.
         """
         if self._replicas and self.size("zero") > 1:
-            return self.device_mesh["_".join(self._replicas), "zero"]
-        return self.shard
+            sharding = (self._unit_shard.mesh_dim_names or ())[0]
+            return self.device_mesh["_".join(self._replicas), sharding]
+        return self._unit_shard
 
     def _flat(self, names: tuple[str, ...]) -> DeviceMesh:
         if len(names) == 1:

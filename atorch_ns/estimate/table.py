@@ -104,7 +104,7 @@ class PlanTable:
         axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
-        return _sharded(plan, plan.shard_axes)
+        return _sharded(plan, plan.unit_axes if plan.sharding.layout == "rows" else plan.shard_axes)
 
 
 def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: float) -> PlanTable:
@@ -129,7 +129,7 @@ def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
 def template_of(plan: Plan, **changes: Any) -> Plan:
     """The plan without its sizes and with ``changes`` applied: what rows of a table have in common.
 
-    States that are sharded are divided along ``zero`` where a row has one, else along ``data``.
+    States that are sharded are divided over :meth:`Sizes.shards` ranks, whatever axes the template was made for.
     """
     changes = {"axes": tuple((name, 0) for name, _ in plan.axes), "num_micro_batches": 1, **changes}
     return _sharded(plan, ("data",), **changes)

@@ -1,5 +1,6 @@
 """Dividing layers, samples and experts over ranks: plans, collectives, checks."""
 
+from atorch_ns.sharding.divided_tensor import LogitUses
 from atorch_ns.sharding.expert.balance import GlobalBalance
 from atorch_ns.sharding.expert.check import why_not_answerable, why_not_dividable
 from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts, UnfitExperts, find_experts
@@ -9,13 +10,13 @@ from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.sequence.block_chains import join_at_first_call, join_blocks
 from atorch_ns.sharding.sequence.chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings
+from atorch_ns.sharding.sequence.tail import study_tail
 from atorch_ns.sharding.tensor.apply import divide, divide_parameters
 from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan
 from atorch_ns.sharding.tensor.divisibility import parameter_dims
 from atorch_ns.sharding.tensor.plan import Layout, Packing, TensorPlan, kind_of, style_named
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph, trace_layers
-from atorch_ns.sharding.vocabulary.logits import LogitUses
 from atorch_ns.sharding.vocabulary.outputs import (
     LOSS_TOLERANCE,
     LogitOutputs,
@@ -56,6 +57,7 @@ __all__ = [
     "kind_of",
     "parameter_dims",
     "study_logits",
+    "study_tail",
     "style_named",
     "trace_layers",
     "why_not_answerable",

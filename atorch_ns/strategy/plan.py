@@ -178,10 +178,12 @@ class SequenceParallelism:
         exchange: how attention sees the tokens of other ranks: heads against tokens (``ulysses``), or keys and
             values that travel from rank to rank (``ring``).
         blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
+        parallel_loss: whether what comes after the last block, head and loss, is computed on parts too.
     """
 
     exchange: Literal["ulysses", "ring"] = "ulysses"
     blocks: tuple[str, ...] | None = None
+    parallel_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,3 +346,8 @@ class Plan:
     def shard_axes(self) -> tuple[str, ...]:
         """The axes that sharded states are divided over: ``zero`` where there is one, else ``data``."""
         return ("zero",) if self.size("zero") > 1 else ("data",)
+
+    @property
+    def unit_axes(self) -> tuple[str, ...]:
+        """The axes that fully sharded states are divided over: ``sequence`` too, whose ranks hold equal parameters."""
+        return (*self.shard_axes, "sequence") if self.size("sequence") > 1 else self.shard_axes

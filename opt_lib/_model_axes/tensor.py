@@ -288,10 +288,11 @@ def _reasons(
         return "", f"{job.original.model_class} does not run on parts of them: {study.failure}"
     if not run_numerics:
         return "", "nothing is tested, since self_test=False"
-    return _by_numbers(job, study, degree)
+    return loss_by_numbers(job, study, degree)
 
 
-def _by_numbers(job: Job, study: LossStudy, degree: int) -> tuple[str, str]:
+def loss_by_numbers(job: Job, study: LossStudy, degree: int) -> tuple[str, str]:
+    """Why the user's loss on parts would be wrong, and why it would be of no use, by a test on a small batch."""
     seen = LogitUses()
     error, failure = 0.0, ""
     try:

@@ -226,7 +226,7 @@ def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan
 
     ``keep_gathered``: whether the method keeps parameters gathered from forward to backward.
     """
-    axes = plan.shard_axes
+    axes = plan.unit_axes
     keeps = keep_gathered or config.keeps_gathered
     if config.sharding_strategy is None and plan.size("pipeline") > 1:
         keeps = True

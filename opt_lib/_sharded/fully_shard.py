@@ -32,6 +32,7 @@ from opt_lib._sharded.units import (
     expert_parameters,
     ignored_parameters,
     init_function,
+    leave_sequence_sums,
     move_to_device,
     parameters_kept_whole,
     shard_experts,
@@ -80,6 +81,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     reduces_each = _reduces_each(job)
     job.gradients.skip_sync = nullcontext if reduces_each else skip_sync(job.roots)
     average_ignored(job, ignored)
+    leave_sequence_sums(job, options["ignored_params"])
     job.placed = True
     _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
     gather_where_read(job, method, options)
@@ -98,9 +100,9 @@ def _reduces_each(job: Job) -> bool:
     """Whether gradients are reduced after every micro-batch, as all ranks decide together; collective."""
     assert job.mesh is not None
     found = job.plan.reduces_each(job.original.num_trainable, job.cluster.rank_memory_bytes)
-    if job.plan.sharding.reduces_each is None and job.num_data_ranks > 1:  # devices may differ
+    if job.plan.sharding.reduces_each is None and job.agreeing_group is not None:  # devices may differ
         least = torch.tensor(float(found), device=job.device)
-        dist.all_reduce(least, op=dist.ReduceOp.MAX, group=job.mesh.data_group)
+        dist.all_reduce(least, op=dist.ReduceOp.MAX, group=job.agreeing_group)
         found = bool(least.item())
     return found
 
@@ -115,7 +117,7 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:
     assert job.mesh is not None
-    num_ranks = job.mesh.shard.size()
+    num_ranks = job.mesh.unit_shard.size()
     options: dict[str, Any] = {
         "mesh": job.mesh.replicate_and_shard,
         "ignored_params": ignored,
@@ -256,8 +258,8 @@ def _explain(
 ) -> None:
     assert job.mesh is not None
     num_units, num_norms, num_ignored = counts
-    ranks = job.mesh.shard.size()
-    copies = job.num_data_ranks // ranks
+    ranks = job.mesh.unit_shard.size()
+    copies = job.num_data_ranks // job.mesh.shard.size()
     text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
     if copies > 1:
         text += f", {copies} replicas"

@@ -112,6 +112,15 @@ def average_ignored(job: Job, ignored: Collection[nn.Parameter]) -> None:
     job.gradients.sums.add(names, job.mesh.data_group, mean=True)
 
 
+def leave_sequence_sums(job: Job, kept: Collection[nn.Parameter]) -> None:
+    """Leaves to units the means of gradients over ``sequence``, but for parameters that are ``kept`` out of them."""
+    assert job.mesh is not None
+    if job.mesh.size("sequence") > 1:
+        named = job.module.named_parameters(remove_duplicate=False)
+        names = [plain_name(name) for name, parameter in named if parameter not in kept]
+        job.gradients.sums.leave(names, job.mesh.axis("sequence").get_group())
+
+
 def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
     """The function of that qualified name.
 

@@ -48,6 +48,7 @@ JOBS = {
     "tensor x pipeline": Job(4, {"tensor": 2, "pipeline": 2}),
     "expert x data": Job(4, {"expert": 2, "data": 2}),
     "expert x zero": Job(4, {"expert": 2, "zero": 2}, ("fsdp",)),
+    "sequence x data": Job(4, {"sequence": 2, "data": 2}, ("fsdp",)),
 }
 # Model, saved under, loaded under.
 PAIRS = (
@@ -66,6 +67,9 @@ PAIRS = (
     ("hf_mixtral", "expert", "expert x zero"),
     ("hf_mixtral", "expert x zero", "expert"),
     ("hf_mixtral", "sequence", "expert x data"),
+    ("hf_llama", "sequence x data", "alone"),
+    ("hf_llama", "sequence x data", "fsdp"),
+    ("hf_llama", "tensor x zero", "sequence x data"),
 )
 
 

@@ -82,12 +82,11 @@ def _kind(
     plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, device_type: str, memo: Memo
 ) -> PlanGroup:
     sizes = parts.sizes
-    # States are divided over the axis `zero` where there is one, whatever axes the template was made for.
-    degree = np.where(sizes.zero > 1, sizes.zero, sizes.data * sizes.expert)
+    degree = sizes.shards(plan.sharding.layout)
     parameters = parameters_of(trace, plan, tied=parts.is_cut)
     expanded = _expanded(parameters, trace)
     if parts.divides:
-        keys, row = memo.get(("held", parts), lambda: _held(parts, degree))
+        keys, row = memo.get(("held", parts, plan.sharding.layout), lambda: _held(parts, degree))
         parameters = parameters.part(keys[:, 2], keys[:, 3], keys[:, 4:])
         degrees = keys[:, 0]
         if parameters.is_expert.any():

@@ -89,17 +89,15 @@ class PricingContext:
         """[R] ranks that states are divided over; 1 where ``over`` names no axis."""
         if not over:
             return np.ones(len(self.sizes), dtype=np.int64)
-        return np.where(self.sizes.zero > 1, self.sizes.zero, self.size(self._sharding_axes))
+        return self.sizes.shards(self.plan.sharding.layout)
 
     @cached_property
     def shard_groups(self) -> Groups:
-        """The ranks that states are divided over: along ``zero`` where there is one, else all that see other data."""
-        return self._chosen(self.groups(("zero",)), self.groups(self._sharding_axes))
-
-    @property
-    def _sharding_axes(self) -> tuple[str, ...]:
-        """The axes without ``zero``: whole parameters are given to the ranks that have the same experts."""
-        return ("data",) if self.plan.sharding.layout == "parameters" else ("data", "expert")
+        """The ranks that states are divided over, as :meth:`Sizes.shards` counts them."""
+        layout = self.plan.sharding.layout
+        more = ("sequence",) if layout == "rows" else ()
+        seen = ("data",) if layout == "parameters" else ("data", "expert")
+        return self._chosen(self.groups(("zero", *more)), self.groups((*seen, *more)))
 
     @cached_property
     def replica_groups(self) -> Groups:

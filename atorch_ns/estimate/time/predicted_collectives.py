@@ -95,7 +95,7 @@ def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
 def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
     """fully_shard, with parameters kept gathered or not."""
     found = []
-    axis = "zero" if plan.sharding.gradients_over == ("zero",) else "data"
+    axis = plan.sharding.gradients_over[0]
     shards = plan.size(plan.sharding.gradients_over)
     replicas = plan.num_data_ranks // shards
     each = bool(plan.sharding.reduces_each) and plan.size("pipeline") == 1

@@ -13,7 +13,8 @@ import torch
 
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding.collectives import Group, reduce_from
-from atorch_ns.sharding.vocabulary.logits import LossCall, cross_entropy_on_parts
+from atorch_ns.sharding.divided_tensor import LossCall
+from atorch_ns.sharding.vocabulary.logits import cross_entropy_on_parts
 
 Operator = Callable[..., Any]
 

@@ -37,7 +37,7 @@ def canonical(plan: Plan) -> Plan:
         changes["recomputation"] |= {"share": None, "every": 1}
     if plan.rank_order == tuple(sorted(plan.rank_order or ())):
         changes["rank_order"] = None
-    if plan.num_data_ranks == 1:
+    if plan.num_data_ranks == 1 and not any(over.values()):
         changes["gradient_sync"] = "none"
     sizes = dict(changes["axes"])
     if sizes.get("data", 1) == 1 and sizes.get("zero", 1) > 1:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch_ns.capture.blocks import NamedModule
-from atorch_ns.capture.nests import Path, leaves
+from atorch_ns.capture.nests import Path, leaves, map_leaves
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.rank_context import RankRandomness, isolated
 from atorch_ns.sharding.sequence.block_calls import DividedCalls
@@ -31,7 +31,8 @@ from atorch_ns.sharding.sequence.plan import (
     gather_results,
 )
 from atorch_ns.sharding.sequence.selftest import Subject, find_block_plan
-from atorch_ns.torch_compat import in_backward
+from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
+from atorch_ns.torch_compat import in_backward, plain_name
 
 
 @dataclass
@@ -78,6 +79,9 @@ class BlockChain:
         """The blocks that run whole, and why they cannot be divided."""
         self._zigzag: bool | None = None
         self._joined: dict[int, frozenset[Path]] = {}
+        self._divides_tail = False
+        self._tail: tuple[Path, TokenPart] | None = None
+        """The path of the hidden states that the last block has handed on, and this rank's positions of them."""
         self._due: int | None = None
         self._lengths = WeakTensorKeyDictionary()
         """The length of the whole sequence by the parts of it that blocks handed on."""
@@ -112,6 +116,29 @@ class BlockChain:
             following = self._plans.get(place + 1)
             divided: Container[Path] = () if following is None else following.divided
             self._joined[place] = frozenset(source for source, path in links if path not in divided)
+
+    def divide_tail(self, root: nn.Module) -> None:
+        """Lets the code after the last block see :class:`DividedTokens` in the place of whole hidden states.
+
+        They are made around whatever has wrapped the block when ``root`` is first called: a recomputation may run the
+        block without gradients, and a compiler would trace them.
+        """
+        self._divides_tail = True
+        path = plain_name(self.blocks[-1].name)
+
+        def before(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            outermost = next(found for name, found in module.named_modules() if plain_name(name) == path)
+            outermost.register_forward_hook(torch.compiler.disable(self._hand_on))
+
+        handle = root.register_forward_pre_hook(torch.compiler.disable(before))
+
+    def _hand_on(self, module: nn.Module, args: Any, output: Any) -> Any:
+        tail, self._tail = self._tail, None
+        if tail is None:
+            return None
+        place, at = tail
+        return map_leaves(lambda path, leaf: DividedTokens.of(leaf, at) if path == place else leaf, output)
 
     @property
     def num_joined(self) -> int:
@@ -157,6 +184,7 @@ class BlockChain:
                 return None
             call = self._running.pop()
             if call is None:
+                self._tail = None
                 return None
             if call.is_random:
                 self._randomness.leave()
@@ -175,9 +203,21 @@ class BlockChain:
                 plan = replace(
                     plan, outputs={path: plan.outputs[path] for path in wanted & plan.outputs.keys()}
                 )
+            elif self._divides_tail and place == len(self.blocks) - 1:
+                plan = self._without_tail(plan, call.layout, output)
             return gather_results(output, plan, call.layout, self._settings.group)
 
         return torch.compiler.disable(leaving)
+
+    def _without_tail(self, plan: BlockPlan, layout: SequenceLayout, output: Any) -> BlockPlan:
+        """The plan of the last block with its hidden states left in parts."""
+        hidden = find_hidden(output, self._settings.dim)
+        dim = None if hidden is None else plan.outputs.get(hidden[0])
+        if hidden is None or dim is None:
+            self._tail = None
+            return plan
+        self._tail = hidden[0], TokenPart(layout, self._settings.group, dim, length=layout.length)
+        return replace(plan, outputs={path: dim for path, dim in plan.outputs.items() if path != hidden[0]})
 
     def _length_of(self, place: int, arguments: Any) -> int:
         """The whole sequence's length, and a check that the blocks are called in their order."""

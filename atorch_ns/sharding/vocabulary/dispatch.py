@@ -13,12 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AUTOGRAD: frozenset[Any] = frozenset(
-    {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
-    | {Tensor.register_hook}
-)
-"""Functions whose result for the whole logits is that for this rank's part."""
-
 _CASTS = frozenset(
     {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to, Tensor.contiguous, Tensor.clone}
     | {Tensor.detach, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach}
@@ -94,20 +88,6 @@ def apply_to_part(
     if func in _VIEWS:
         return _viewed(part, dim, degree, args, kwargs)
     return _reshaped(func, part, dim, degree, args, kwargs) if func in _SHAPES else None
-
-
-def changes_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``func`` writes to one of its arguments."""
-    name = getattr(func, "__name__", "")
-    if (
-        name in ("__setitem__", "__set__", "__delitem__")
-        or kwargs.get("out") is not None
-        or kwargs.get("inplace")
-    ):
-        return True
-    if name.startswith("__i") and name.endswith("__"):
-        return name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _item(part: torch.Tensor, dim: int, index: Any) -> Kept | None:

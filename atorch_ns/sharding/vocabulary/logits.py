@@ -10,44 +10,20 @@ Legend: B batch, T tokens, N rows, V vocabulary, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from atorch_ns.capture.nests import map_tensors
-from atorch_ns.capture.operators import METADATA
-from atorch_ns.errors import StepError
-from atorch_ns.sharding.collectives import Group, maximum, total
+from atorch_ns.sharding.collectives import Group, SimulatedGroup, maximum, total
+from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, on_whole
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.vocabulary import dispatch
 from atorch_ns.torch_compat import tensor_without_storage
 
 _PIECES = 8
 """Exponentials are summed for an eighth of the rows at a time, since all of them are as large as the logits."""
-
-
-@dataclass(frozen=True)
-class LossCall:
-    """A cross-entropy of divided logits.
-
-    Attributes:
-        shape: the shape of the whole logits.
-        dim: the dimension of the vocabulary.
-        ignore_index: the target that is left out.
-        reduction: none, mean or sum.
-        weighted: whether classes have weights.
-        smoothing: the share of the target that is spread over all classes; 0 where classes have weights.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    ignore_index: int
-    reduction: str
-    weighted: bool
-    smoothing: float = 0.0
 
 
 def cross_entropy_on_parts(
@@ -142,22 +118,7 @@ class _OnParts(torch.autograd.Function):
         return found, None, None, None
 
 
-@dataclass
-class LogitUses:
-    """A record of the operations on divided logits.
-
-    Attributes:
-        losses: the cross-entropies computed on the parts.
-        gathered: descriptions of what needed the whole logits, by the function's name.
-        changed: names of functions that would have changed them in place.
-    """
-
-    losses: list[LossCall] = field(default_factory=list)
-    gathered: dict[str, str] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-
-
-class DividedLogits(torch.Tensor):
+class DividedLogits(DividedTensor):
     """A tensor that looks like the whole logits […, V] and holds this rank's […, V / n].
 
     Slices and views that leave the vocabulary alone, casts and products with numbers stay divided;
@@ -165,11 +126,11 @@ class DividedLogits(torch.Tensor):
     all ranks of the group must do together. Changes in place are refused.
     """
 
-    _part: torch.Tensor
+    held = "a part of the vocabulary"
+    method = "tensor_parallel"
+
     _dim: int
     _group: TensorGroup
-    _uses: LogitUses | None
-    _wholes: dict[bool, torch.Tensor]
 
     @staticmethod
     def of(
@@ -181,51 +142,36 @@ class DividedLogits(torch.Tensor):
         made._part, made._dim, made._group, made._uses, made._wholes = part, dim, group, uses, {}
         return made
 
-    def whole(self) -> torch.Tensor:
-        """The whole logits, a plain tensor; collective the first time."""
-        graph = torch.is_grad_enabled()
-        if graph not in self._wholes:
-            self._wholes[graph] = self._group.gather(self._part, self._dim)
-        return self._wholes[graph]
+    def _gathered(self) -> torch.Tensor:
+        return self._group.gather(self._part, self._dim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DividedLogits(this rank's {self._part!r}, divided along {self._dim} by {self._group.size})"
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in METADATA:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        logits = args[0] if args else None
-        if isinstance(logits, DividedLogits):
-            if func in dispatch.AUTOGRAD:
-                return func(logits._part, *args[1:], **kwargs)
-            if func is F.cross_entropy:
-                return logits._cross_entropy(*args[1:], **kwargs)
-            kept = dispatch.apply_to_part(
-                func, logits._part, logits._dim, logits._group.size, args[1:], kwargs
-            )
-            if kept is not None:
-                return kept.joined(logits._like)
-        if func is torch.autograd.grad:
-            _refuse_gradient(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
-        return _on_whole(func, args, kwargs)
+    def of_rank(
+        self, whole: torch.Tensor, group: Group, uses: LogitUses
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+        """See :class:`DividedTensor`."""
+        assert isinstance(group, SimulatedGroup)
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.chunk(group.size(), self._dim)[group.rank()].contiguous()
+
+        place = TensorGroup(group)
+        return own(whole), own, lambda part: DividedLogits.of(part, place, dim=self._dim, uses=uses)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    def _on_parts(
+        cls, divided: DividedLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Reached only from C++ code, where gathering is not possible."""
-        raise StepError(
-            f"{func} was given logits of which each rank holds a part of the vocabulary, from code that torch does not "
-            "let us intercept. Set parallel_loss=False in the config of tensor_parallel."
+        if not args or args[0] is not divided:
+            return NotImplemented
+        if func is F.cross_entropy:
+            return divided._cross_entropy(*args[1:], **kwargs)
+        kept = dispatch.apply_to_part(
+            func, divided._part, divided._dim, divided._group.size, args[1:], kwargs
         )
+        return NotImplemented if kept is None else kept.joined(divided._like)
 
     def _like(self, part: torch.Tensor, dim: int) -> DividedLogits:
         return DividedLogits.of(part, self._group, dim=dim, uses=self._uses)
@@ -251,7 +197,7 @@ class DividedLogits(torch.Tensor):
         if why is not None:
             if legacy:
                 options |= {"size_average": size_average, "reduce": reduce}
-            gathered: torch.Tensor = _on_whole(F.cross_entropy, (self, target, weight), options, why)
+            gathered: torch.Tensor = on_whole(F.cross_entropy, (self, target, weight), options, why)
             return gathered
         call = LossCall(
             tuple(self.shape), self._dim, ignore_index, reduction, weight is not None, label_smoothing
@@ -280,20 +226,6 @@ class _Joined(torch.autograd.Function):
         return gradients[0].chunk(ctx.group.size, ctx.dim)[ctx.group.rank], None, None
 
 
-def whole_logits(data: Any) -> Any:
-    """``data`` with whole logits in place of divided ones; collective where there are any."""
-    found: list[DividedLogits] = []
-
-    def gathered(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DividedLogits):
-            found.append(tensor)
-            return tensor.whole()
-        return tensor
-
-    made = map_tensors(gathered, data)
-    return made if found else data
-
-
 def _needs_whole(
     logits: DividedLogits, target: Any, weight: Any, legacy: bool, label_smoothing: float
 ) -> str | None:
@@ -309,44 +241,3 @@ def _needs_whole(
     if logits._dim != (1 if logits.dim() > 1 else 0):
         return "cross_entropy over another dimension than the vocabulary"
     return None
-
-
-def _refuse_gradient(inputs: Any) -> None:
-    """Raises for gradients of divided logits: the loss is computed on the parts, not on the whole logits."""
-    for logits in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
-        if not isinstance(logits, DividedLogits):
-            continue
-        if logits._uses is not None:
-            logits._uses.gathered.setdefault("grad", "torch.autograd.grad with regard to the logits")
-        raise StepError(
-            "torch.autograd.grad cannot give the gradient of logits of which each rank holds a part of the vocabulary. "
-            "Set parallel_loss=False in the config of tensor_parallel."
-        )
-
-
-def _on_whole(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = ""
-) -> Any:
-    """Calls ``func`` with the whole logits.
-
-    Raises:
-        StepError: if it would change them in place.
-    """
-    name = getattr(func, "__name__", str(func))
-    changes = dispatch.changes_in_place(func, args, kwargs)
-
-    def gathered(value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, DividedLogits):
-            return value
-        if value._uses is not None:
-            value._uses.gathered.setdefault(name, why or name)
-            if changes:
-                value._uses.changed.append(name)
-        if changes:
-            raise StepError(
-                f"{name} would change logits in place of which each rank holds a part of the vocabulary. Use its form "
-                "that returns a new tensor, or set parallel_loss=False in the config of tensor_parallel."
-            )
-        return value.whole()
-
-    return func(*map_tensors(gathered, args), **map_tensors(gathered, dict(kwargs)))

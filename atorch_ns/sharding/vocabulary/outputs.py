@@ -25,10 +25,11 @@ from atorch_ns.errors import StepError
 from atorch_ns.profile.record.steps import Subject
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate
 from atorch_ns.sharding.compare import gradients_of, largest, relative_error
+from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, whole_logits
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.layers import keep_divided
 from atorch_ns.sharding.tensor.trace import ways_to_run
-from atorch_ns.sharding.vocabulary.logits import DividedLogits, LogitUses, LossCall, whole_logits
+from atorch_ns.sharding.vocabulary.logits import DividedLogits
 from atorch_ns.text import error_line, first_few
 from atorch_ns.torch_compat import plain_name
 
@@ -143,12 +144,16 @@ class LossStudy:
         output: the model's output, whose tensors have no values.
         batch: the batch given, with values.
         failure: the error on divided logits; empty if the pass ran.
+        replays: whether cross-entropies inside the model are tested too, on random logits.
+        parameters: names of the parameters that were used on parts; ``None`` where that is not known.
     """
 
     uses: LogitUses = field(default_factory=LogitUses)
     output: Any = None
     batch: Any = None
     failure: str = ""
+    replays: bool = True
+    parameters: frozenset[str] | None = None
 
 
 def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], degree: int) -> LossStudy:
@@ -192,7 +197,7 @@ def compare_losses(
     """The largest error of a loss on parts and its gradients against the whole one, on simulated ranks.
 
     The user's loss is run on the small batch and on random outputs of the model. Cross-entropies inside the model are
-    run again on random logits.
+    run again on random logits, if the study says so.
 
     Args:
         loss: the user's loss; ``None`` without one.
@@ -207,10 +212,11 @@ def compare_losses(
     """
 
     def replayed(group: SimulatedGroup) -> float:
-        return max((_replayed(call, TensorGroup(group), device) for call in study.uses.losses), default=0.0)
+        calls = study.uses.losses if study.replays else ()
+        return max((_replayed(call, TensorGroup(group), device) for call in calls), default=0.0)
 
     errors = simulate(degree, replayed, device)
-    if loss is not None and any(isinstance(one, DividedLogits) for one in unique_tensors_of(study.output)):
+    if loss is not None and any(isinstance(one, DividedTensor) for one in unique_tensors_of(study.output)):
         errors += _errors(study, loss, degree, device, uses)
     return max(errors)
 
@@ -220,25 +226,32 @@ def _errors(
 ) -> Iterator[float]:
     batch = map_tensors(lambda tensor: tensor.to(device), study.batch)
 
-    def run(group: SimulatedGroup | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def run(group: SimulatedGroup | None) -> tuple[torch.Tensor, list[torch.Tensor], list[Share]]:
         leaves: list[torch.Tensor] = []
-        place = None if group is None else TensorGroup(group)
-        output = map_tensors(_random_values(leaves, place, device, uses), study.output)
+        shares: list[Share] = []
+        output = map_tensors(_random_values(leaves, shares, group, device, uses), study.output)
         with torch.enable_grad():
             value = loss(batch, output)
             first = value[0] if isinstance(value, (list, tuple)) and value else value
-        return first.detach().float(), gradients_of(first, leaves)
+        return first.detach().float(), gradients_of(first, leaves), shares
 
-    whole, references = run(None)
-    for rank, (mine, gradients) in enumerate(simulate(degree, run, device)):
+    whole, references, _ = run(None)
+    for mine, gradients, shares in simulate(degree, run, device):
         yield relative_error(mine, whole)
-        for one, reference in zip(gradients, references, strict=True):
-            part = reference if one.shape == reference.shape else reference.chunk(degree, -1)[rank]
-            yield relative_error(one, part, floor=largest(reference))
+        for one, reference, share in zip(gradients, references, shares, strict=True):
+            yield relative_error(one, share(reference), floor=largest(reference))
+
+
+Share = Callable[[torch.Tensor], torch.Tensor]
+"""A rank's share of the gradient of a whole tensor."""
 
 
 def _random_values(
-    leaves: list[torch.Tensor], group: TensorGroup | None, device: torch.device, uses: LogitUses
+    leaves: list[torch.Tensor],
+    shares: list[Share],
+    group: SimulatedGroup | None,
+    device: torch.device,
+    uses: LogitUses,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Gives random values to the tensors of an output, the same on every rank and divided over ``group``; floating ones are added to ``leaves``."""
     generator = torch.Generator().manual_seed(13)
@@ -247,17 +260,21 @@ def _random_values(
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         values = torch.randn(tensor.shape, generator=generator).to(device, torch.float32)
-        dim = tensor._dim if isinstance(tensor, DividedLogits) and group is not None else None
-        if group is not None and dim is not None:
-            values = values.chunk(group.size, dim)[group.rank].contiguous()
+        values, share, join = (
+            tensor.of_rank(values, group, uses)
+            if isinstance(tensor, DividedTensor) and group is not None
+            else (values, _same, _same)
+        )
         leaves.append(values.requires_grad_())
+        shares.append(share)
         with torch.enable_grad():
-            values = values.clone()  # a loss may change what is no leaf
-        if group is None or dim is None:
-            return values
-        return DividedLogits.of(values, group, dim=dim, uses=uses)
+            return join(values.clone())  # a loss may change what is no leaf
 
     return make
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _replayed(call: LossCall, group: TensorGroup, device: torch.device) -> float:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from atorch_ns.sharding.vocabulary.dispatch import apply_to_part, changes_in_place
+from atorch_ns.sharding.divided_tensor import changes_in_place
+from atorch_ns.sharding.vocabulary.dispatch import apply_to_part
 
 RANKS, LOCAL = 2, 3
 WHOLE = torch.arange(4 * 5 * RANKS * LOCAL, dtype=torch.float32).view(4, 5, RANKS * LOCAL)

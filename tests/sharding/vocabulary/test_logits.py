@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from atorch_ns.errors import StepError
 from atorch_ns.sharding import LogitUses, TensorGroup
-from atorch_ns.sharding.vocabulary.logits import DividedLogits, whole_logits
+from atorch_ns.sharding.divided_tensor import whole_logits
+from atorch_ns.sharding.vocabulary.logits import DividedLogits
 from atorch_ns.testing.workers import run_ranks
 
 V = 32
@@ -218,7 +219,7 @@ def test_divided_logits_look_like_whole_ones() -> None:
         }
         in_place, other = messages[:3], messages[3:]
         assert all(
-            "would change logits in place" in text and "parallel_loss=False" in text for text in in_place
+            "would change a tensor in place" in text and "parallel_loss=False" in text for text in in_place
         )
         assert other[0] == "IndexError: Target 32 is out of bounds."
         assert "Expected target size [32], got [4, 8]" in other[1]

@@ -1,0 +1,204 @@
+"""Divided tensors: tensors that look whole, of which each rank holds a part, and a record of what is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.operators import METADATA
+from atorch_ns.errors import StepError
+from atorch_ns.sharding.collectives import Group
+
+_AUTOGRAD: frozenset[Any] = frozenset(
+    {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+    | {Tensor.register_hook}
+)
+"""Functions whose result for the whole tensor is that for this rank's part."""
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A cross-entropy of divided logits.
+
+    Attributes:
+        shape: the shape of the whole logits.
+        dim: the dimension of the vocabulary.
+        ignore_index: the target that is left out.
+        reduction: none, mean or sum.
+        weighted: whether classes have weights.
+        smoothing: the share of the target that is spread over all classes.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    ignore_index: int
+    reduction: str
+    weighted: bool
+    smoothing: float = 0.0
+
+
+@dataclass
+class LogitUses:
+    """A record of the operations on divided tensors.
+
+    Attributes:
+        losses: the cross-entropies computed on the parts.
+        gathered: descriptions of what needed the whole tensors, by the function's name.
+        changed: names of functions that would have changed them in place.
+        parameters: trainable tensors that functions on the parts read.
+    """
+
+    losses: list[LossCall] = field(default_factory=list)
+    gathered: dict[str, str] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+
+class DividedTensor(torch.Tensor):
+    """A tensor that looks whole and holds this rank's part.
+
+    Functions for which a subclass has a way are computed on the part; anything else gathers the whole tensor first, which
+    all ranks of the group must do together. Changes in place are refused.
+    """
+
+    held: ClassVar[str]
+    """The part that a rank holds, for messages: "a part of the vocabulary"."""
+    method: ClassVar[str]
+    """The method whose config has parallel_loss."""
+
+    _part: torch.Tensor
+    _uses: LogitUses | None
+    _wholes: dict[bool, torch.Tensor]
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, a plain one; collective the first time."""
+        graph = torch.is_grad_enabled()
+        if graph not in self._wholes:
+            self._wholes[graph] = self._gathered()
+        return self._wholes[graph]
+
+    def _gathered(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def of_rank(
+        self, whole: torch.Tensor, group: Group, uses: LogitUses
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+        """A rank's part of other values, divided as these are: the part, a function that gives its share of the gradient of
+        the whole, and one that presents it as the whole."""
+        raise NotImplementedError
+
+    @classmethod
+    def _on_parts(
+        cls, divided: Self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of ``func`` computed on parts; ``NotImplemented`` where it needs the whole.
+
+        ``divided``: the first divided tensor among the arguments.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        divided = next((one for one in (*args, *kwargs.values()) if isinstance(one, cls)), None)
+        if divided is not None:
+            if func in _AUTOGRAD:
+                return func(divided._part, *args[1:], **kwargs)
+            found = cls._on_parts(divided, func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        if func is torch.autograd.grad:
+            _refuse_gradient(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
+        return on_whole(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Reached only from C++ code, where gathering is not possible."""
+        raise StepError(
+            f"{func} was given a tensor of which each rank holds {cls.held}, from code that torch does not "
+            f"let us intercept. Set parallel_loss=False in the config of {cls.method}."
+        )
+
+
+def whole_logits(data: Any) -> Any:
+    """``data`` with whole tensors in place of divided ones; collective where there are any."""
+    found: list[DividedTensor] = []
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DividedTensor):
+            found.append(tensor)
+            return tensor.whole()
+        return tensor
+
+    made = map_tensors(gathered, data)
+    return made if found else data
+
+
+def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``func`` writes to one of its arguments."""
+    name = getattr(func, "__name__", "")
+    if (
+        name in ("__setitem__", "__set__", "__delitem__")
+        or kwargs.get("out") is not None
+        or kwargs.get("inplace")
+    ):
+        return True
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def on_whole(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = ""
+) -> Any:
+    """Calls ``func`` with whole tensors.
+
+    Raises:
+        StepError: if it would change them in place.
+    """
+    name = getattr(func, "__name__", str(func))
+    changes = changes_in_place(func, args, kwargs)
+
+    def gathered(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DividedTensor):
+            return value
+        if value._uses is not None:
+            value._uses.gathered.setdefault(name, why or name)
+            if changes:
+                value._uses.changed.append(name)
+        if changes:
+            raise StepError(
+                f"{name} would change a tensor in place of which each rank holds {value.held}. Use its form "
+                f"that returns a new tensor, or set parallel_loss=False in the config of {value.method}."
+            )
+        return value.whole()
+
+    return func(*map_tensors(gathered, args), **map_tensors(gathered, dict(kwargs)))
+
+
+def _refuse_gradient(inputs: Any) -> None:
+    """Raises for gradients of divided tensors: the loss is computed on the parts, not on the whole."""
+    for tensor in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+        if not isinstance(tensor, DividedTensor):
+            continue
+        if tensor._uses is not None:
+            tensor._uses.gathered.setdefault("grad", "torch.autograd.grad with regard to the logits")
+        raise StepError(
+            f"torch.autograd.grad cannot give the gradient of a tensor of which each rank holds {tensor.held}. "
+            f"Set parallel_loss=False in the config of {tensor.method}."
+        )

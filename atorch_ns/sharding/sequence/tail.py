@@ -1,0 +1,82 @@
+"""Study of the code after the last block: whether head and loss can be computed on each rank's own positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from atorch_ns.capture.nests import map_leaves, resized_batch, samples_and_tokens
+from atorch_ns.errors import InputError
+from atorch_ns.profile.record.steps import Subject
+from atorch_ns.sharding.sequence.plan import SequenceLayout, find_hidden
+from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
+from atorch_ns.sharding.tensor.trace import ways_to_run
+from atorch_ns.sharding.vocabulary.outputs import LossStudy, Run
+from atorch_ns.text import error_line
+from atorch_ns.torch_compat import plain_name
+
+
+def study_tail(
+    model: nn.Module, batch: Any, run: Run, blocks: Sequence[str], degree: int, dim: int
+) -> LossStudy:
+    """Runs a copy of the model once with divided hidden states after its last block, without memory where possible.
+
+    Args:
+        model: the whole model; not changed.
+        blocks: paths of the blocks that run on parts, the last one last.
+        degree: the number of ranks that samples are divided over.
+        dim: the hidden states' dimension of positions.
+    """
+    sizes = samples_and_tokens(batch)
+    subject = Subject(model, batch, run, sizes, sizes)
+    study = LossStudy(replays=False)
+    for prepare, at in ways_to_run(sizes, degree):
+        study = LossStudy(batch=resized_batch(batch, sizes, at), replays=False)
+        try:
+            with prepare(subject, at) as (copy, small), torch.enable_grad():
+                _divide_after(copy, blocks, degree, dim, study)
+                study.output = run(copy.train(), small)
+                study.parameters = _names(copy, study)
+            return study
+        except Exception as error:
+            study.failure = error_line(error)
+            if study.uses.changed:
+                return study
+    return study
+
+
+def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int, study: LossStudy) -> None:
+    called: list[str] = []
+
+    def leaving(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if blocks[-1] in called:
+                raise InputError(f"{path} is called after {blocks[-1]}")
+            called.append(path)
+            hidden = find_hidden(output, dim)
+            if path != blocks[-1]:
+                return None
+            if hidden is None:
+                raise InputError(f"{path} returns no hidden states")
+            length = hidden[1].size(dim)
+            at = TokenPart(SequenceLayout(length, degree, 0), None, dim, length=length)
+            part = at.select(hidden[1], dim, ())
+            return map_leaves(
+                lambda place, leaf: DividedTokens.of(part, at, study.uses) if place == hidden[0] else leaf,
+                output,
+            )
+
+        return hook
+
+    for path in blocks:
+        model.get_submodule(path).register_forward_hook(leaving(path))
+
+
+def _names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
+    """The names of the parameters that were used on parts; ``None`` where a value computed from some was."""
+    named = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    used = [named.get(id(one)) for one in study.uses.parameters]
+    return None if None in used else frozenset(name for name in used if name is not None)

@@ -1,0 +1,450 @@
+"""Divided tokens: tensors that look like whole samples, of which each rank holds its own positions, and losses on them.
+
+What treats every position alike is computed on the part: the last norm, the head, element-wise functions, sums over
+features. A cross-entropy, a sum or a mean over positions is computed for this rank's own and summed over the ranks. Anything
+else gathers whole samples first.
+
+As inside a block, gradients of the part are as many times those of the whole as there are ranks: weights then get the mean
+over the ranks, which leaves unchanged what each rank computes whole.
+
+Legend: B samples, T positions of the whole tensor, L positions of this rank, V classes, n ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atorch_ns.sharding.collectives import Group, copy_to, reduce_from, scale_gradient
+from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, on_whole
+from atorch_ns.sharding.sequence.plan import SequenceLayout
+from atorch_ns.torch_compat import tensor_without_storage
+
+
+def _functions(names: str, *homes: Any) -> frozenset[Any]:
+    """The functions of these names in each of the homes that has them."""
+    return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
+
+
+_ELEMENTWISE: Final = _functions(
+    "float half bfloat16 double to type type_as contiguous clone detach cpu cuda neg abs exp log log1p sqrt rsqrt square "
+    "pow tanh sigmoid relu clamp clamp_min clamp_max masked_fill add sub mul div true_divide eq ne lt le gt ge bool long "
+    "int logical_and logical_or logical_not isnan isinf where minimum maximum softplus gelu silu nan_to_num __neg__ "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __eq__ __ne__ __lt__ __le__ "
+    "__gt__ __ge__ __and__ __or__ __invert__",
+    Tensor,
+    torch,
+    F,
+)
+"""Functions of each position by itself; other tensors among their arguments are broadcast."""
+_WITH_WEIGHTS: Final = _functions("linear layer_norm rms_norm", F, torch)
+"""Functions of the last dimensions of each position, whose other tensors are weights."""
+_OVER_FEATURES: Final = _functions(
+    "sum mean amax amin argmax argmin logsumexp var std prod all any softmax log_softmax norm",
+    Tensor,
+    torch,
+    F,
+)
+"""Functions over dimensions, ``dim``."""
+_SUMS: Final = _functions("sum mean", Tensor, torch)
+_MEANS: Final = _functions("mean", Tensor, torch)
+_VIEWS: Final = _functions("view reshape", Tensor, torch)
+_GATHER: Final = _functions("gather", Tensor, torch)
+_RESHAPED: Final = _functions("flatten unsqueeze squeeze transpose swapaxes", Tensor, torch)
+_DROPOUT: Final = _functions("dropout", F, torch)
+_MATMUL: Final = _functions("matmul __matmul__ mm", Tensor, torch)
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """The positions that a rank holds of a tensor.
+
+    Attributes:
+        layout: the positions of each rank in the whole sequence.
+        group: the ranks; ``None`` to compute shapes without them: nothing is communicated.
+        dim: the dimension of positions in the part.
+        merged: whether the dimensions before it have become one with it in the whole tensor, samples one after the other.
+        start, length: the positions of the sequence that the tensor has, those from ``start`` on; T is ``length``.
+    """
+
+    layout: SequenceLayout
+    group: Group | None
+    dim: int
+    merged: bool = False
+    start: int = 0
+    length: int = 0
+
+    def whole_shape(self, part: Sequence[int]) -> list[int]:
+        """The shape of the whole tensor."""
+        shape = list(part)
+        shape[self.dim] = self.length
+        return [math.prod(shape[: self.dim + 1]), *shape[self.dim + 1 :]] if self.merged else shape
+
+    @property
+    def whole_dim(self) -> int:
+        """The dimension of positions in the whole tensor."""
+        return 0 if self.merged else self.dim
+
+    def part_dim(self, dim: int, num_dims: int) -> int:
+        """The dimension of the part that is the whole tensor's ``dim``, of ``num_dims``."""
+        return dim % num_dims + (self.dim if self.merged else 0)
+
+    def own(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[L] this rank's positions as indices of the whole tensor, and whether each is one of it and no padding."""
+        places = torch.tensor(self.layout.positions(self.layout.rank))
+        kept = (places < self.layout.length) & (places >= self.start) & (places < self.start + self.length)
+        return (places - self.start).clamp_(0, max(0, self.length - 1)), kept
+
+    def mask(self, part: torch.Tensor) -> torch.Tensor:
+        """Whether each position of ``part`` counts, of a shape that broadcasts to it."""
+        shape = [1] * part.dim()
+        shape[self.dim] = -1
+        return self.own()[1].to(part.device).view(shape)
+
+    def select(self, whole: torch.Tensor, dim: int, lead: Sequence[int]) -> torch.Tensor:
+        """This rank's positions of a whole tensor, along its dimension ``dim``; ``lead``: sizes that are merged with it."""
+        if self.merged:
+            whole = whole.unflatten(0, (*lead, self.length))
+            dim = self.dim
+        return whole.index_select(dim, self.own()[0].to(whole.device))
+
+    def spread(self, whole: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
+        """This rank's positions of a whole tensor's gradient: zeros for those that the tensor does not have."""
+        part = self.select(whole, self.dim, lead)
+        return part.masked_fill(~self.mask(part), 0)
+
+    def enter(self, other: Any) -> Any:
+        """An argument of functions on parts: the gradient of what is computed whole becomes the whole one. That of a
+        parameter stays what this rank's positions give, for a mean over ranks once a step."""
+        if self.group is None or not isinstance(other, Tensor) or not other.requires_grad or other.is_leaf:
+            return other
+        return scale_gradient(copy_to(other, self.group), 1 / self.layout.ranks)
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of ``value`` over the ranks, with gradients as this module has them."""
+        if self.group is None:
+            return value
+        return reduce_from(scale_gradient(value, float(self.layout.ranks)), self.group)
+
+
+class DividedTokens(DividedTensor):
+    """A tensor that looks like the whole […, T, …] and holds this rank's […, L, …]."""
+
+    held = "a part of the positions"
+    method = "sequence_parallel"
+
+    _at: TokenPart
+
+    @staticmethod
+    def of(part: torch.Tensor, at: TokenPart, uses: LogitUses | None = None) -> DividedTokens:
+        """The tensor of which this rank holds ``part``."""
+        made: DividedTokens = _Joined.apply(part, at)  # type: ignore[no-untyped-call]
+        made._part, made._at, made._uses, made._wholes = part, at, uses, {}
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DividedTokens(this rank's {self._part!r}, divided along {self._at.dim})"
+
+    def _gathered(self) -> torch.Tensor:
+        part, at = self._part, self._at
+        if at.group is None:
+            return part.new_zeros(at.whole_shape(part.shape)) + 0 * part.sum()
+        whole = at.layout.gather(scale_gradient(part, float(at.layout.ranks)), at.dim, at.group)
+        return whole.narrow(at.dim, at.start, at.length).reshape(at.whole_shape(part.shape))
+
+    def of_rank(
+        self, whole: torch.Tensor, group: Group, uses: LogitUses
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+        """See :class:`DividedTensor`."""
+        at = replace(self._at, layout=replace(self._at.layout, rank=group.rank()), group=group)
+        lead, ranks = self._lead, float(group.size())
+        part = at.select(whole, at.dim, lead).contiguous()
+        return (
+            part,
+            lambda gradient: at.spread(gradient, lead) * ranks,
+            lambda part: DividedTokens.of(part, at, uses),
+        )
+
+    @classmethod
+    def _on_parts(
+        cls, divided: DividedTokens, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        if func in _ELEMENTWISE and kwargs.get("inplace") is not True:
+            return divided._elementwise(func, args, kwargs)
+        if not args or args[0] is not divided:
+            return NotImplemented
+        others = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, DividedTokens)]
+        if func in _GATHER:
+            return divided._gather(*args[1:], **kwargs)
+        if others:
+            return NotImplemented
+        if func in _WITH_WEIGHTS or func in _MATMUL:
+            return divided._with_weights(func, args, kwargs)
+        if func in _DROPOUT:
+            passed = inspect.signature(F.dropout).bind(*args, **kwargs)
+            passed.apply_defaults()
+            idle = not passed.arguments["training"] or passed.arguments["p"] == 0
+            return divided._like(divided._part.clone()) if idle else NotImplemented
+        if func in _OVER_FEATURES:
+            return divided._over(func, args[1:], kwargs)
+        if func in _VIEWS:
+            return divided._viewed(args[1:], kwargs)
+        if func in _RESHAPED:
+            return divided._reshaped(func, args[1:], kwargs)
+        return divided._item(args[1]) if func is Tensor.__getitem__ else NotImplemented
+
+    def _like(self, part: torch.Tensor, **changes: Any) -> DividedTokens:
+        return DividedTokens.of(part, replace(self._at, **changes), self._uses)
+
+    def _elementwise(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of each element: other tensors are taken at this rank's positions where they have all."""
+        parts = [self._localised(one) for one in args]
+        named = {name: self._localised(one) for name, one in kwargs.items()}
+        if any(one is NotImplemented for one in (*parts, *named.values())):
+            return NotImplemented
+        made = func(*parts, **named)
+        size = self._part.size(self._at.dim)
+        if not isinstance(made, Tensor) or made.dim() != self._part.dim() or made.size(self._at.dim) != size:
+            return NotImplemented
+        self._note(args, kwargs)
+        return self._like(made)
+
+    def _localised(self, other: Any) -> Any:
+        """Another argument of an element-wise function at this rank's positions; ``NotImplemented`` if it has others."""
+        if isinstance(other, DividedTokens):
+            alike = other._at == self._at and other._part.dim() == self._part.dim()
+            return other._part if alike else NotImplemented
+        if not isinstance(other, Tensor):
+            return NotImplemented if isinstance(other, (list, tuple)) else other
+        after = self.dim() - 1 - self._at.whole_dim  # dimensions after that of positions
+        if other.dim() > self.dim():
+            return NotImplemented
+        if other.dim() <= after or other.size(-1 - after) == 1:
+            return self._at.enter(other)
+        if other.size(-1 - after) != self.size(self._at.whole_dim):
+            return NotImplemented
+        return self._at.select(self._at.enter(other), other.dim() - 1 - after, self._lead)
+
+    @property
+    def _lead(self) -> Sequence[int]:
+        """Sizes of the part before positions."""
+        return self._part.shape[: self._at.dim]
+
+    def _with_weights(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        after = self.dim() - 1 - self._at.whole_dim
+        if func in _MATMUL:
+            if not isinstance(args[1], Tensor) or args[1].dim() != 2 or not after:
+                return NotImplemented
+            func = torch.matmul  # the part may have more dimensions
+        else:
+            shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+            if after < (1 if isinstance(shape, Tensor) else len(tuple(shape))):
+                return NotImplemented
+        self._note(args, kwargs)
+        weights = [self._at.enter(one) for one in args[1:]]
+        named = {name: self._at.enter(one) for name, one in kwargs.items()}
+        return self._like(func(self._part, *weights, **named))
+
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._uses is not None:
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+            self._uses.parameters += [
+                one
+                for one in given
+                if not isinstance(one, DividedTokens) and one.requires_grad and one.is_leaf
+            ]
+
+    def _over(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function over dimensions; over positions, a sum or a mean of all ranks'."""
+        named, rest = dict(kwargs), list(args)
+        dims = rest.pop(0) if rest else named.pop("dim", None)
+        if func is Tensor.norm or func is torch.norm or (dims is None and func not in _SUMS):
+            return NotImplemented
+        if isinstance(dims, torch.dtype) or any(isinstance(one, Tensor) for one in (dims, *rest)):
+            return NotImplemented
+        at = self._at
+        wanted = list(range(self.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+        wanted = [dim % self.dim() for dim in wanted]
+        places = [at.part_dim(dim, self.dim()) for dim in wanted]
+        if at.whole_dim in wanted:
+            return self._sum(func, wanted, rest, named) if func in _SUMS else NotImplemented
+        keeps = bool(named.get("keepdim", rest[0] if rest and isinstance(rest[0], bool) else False))
+        keeps = keeps or func in _functions("softmax log_softmax", Tensor, torch, F)
+        before = 0 if keeps else sum(place < at.dim for place in places)
+        if len(places) > 1 and func not in _SUMS | _functions("amax amin logsumexp var std", Tensor, torch):
+            return NotImplemented
+        made = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **named)
+        return self._like(made, dim=at.dim - before)
+
+    def _sum(
+        self, func: Callable[..., Any], wanted: Sequence[int], rest: list[Any], named: dict[str, Any]
+    ) -> Any:
+        """A sum or mean over positions, a plain tensor that is the same on all ranks."""
+        at = self._at
+        if rest or named.keys() - {"dtype", "keepdim"} or (at.merged and named.get("keepdim")):
+            return NotImplemented
+        dtype = named.get("dtype") or self.dtype
+        places = {at.part_dim(dim, self.dim()) for dim in wanted} | (
+            set(range(at.dim)) if at.merged else set()
+        )
+        values = self._part.masked_fill(~at.mask(self._part), 0)
+        summed_in = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else None
+        summed = values.sum(tuple(sorted(places)), keepdim=bool(named.get("keepdim")), dtype=summed_in)
+        found = at.total(summed)
+        if func in _MEANS:
+            found = found / math.prod(self.size(dim) for dim in wanted)
+        return found.to(dtype) if dtype.is_floating_point else found
+
+    def _gather(self, dim: int, index: Any = None, **kwargs: Any) -> Any:
+        """Values at whole or divided indices along a dimension of features."""
+        at = self._at
+        if kwargs or dim % self.dim() == at.whole_dim or not isinstance(index, Tensor):
+            return NotImplemented
+        own = self._localised(index)
+        if own is NotImplemented or own.dim() != self._part.dim():
+            return NotImplemented
+        return self._like(self._part.gather(at.part_dim(dim, self.dim()), own))
+
+    def _viewed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Other sizes, where positions stay apart or become one dimension with all before them, or the reverse."""
+        wanted = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(wanted, (tuple, list)):
+            wanted = args
+        sizes = list(wanted)
+        if not sizes or not all(isinstance(size, int) for size in sizes):
+            return NotImplemented
+        if -1 in sizes:
+            known = math.prod(size for size in sizes if size != -1)
+            sizes[sizes.index(-1)] = self.numel() // known if known else 0
+        at, shape = self._at, list(self._part.shape)
+        for merged in (at.merged, not at.merged):
+            if sizes == replace(at, merged=merged).whole_shape(shape):
+                return self._like(self._part.view_as(self._part), merged=merged)
+        return NotImplemented
+
+    def _reshaped(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Functions that merge, add, remove or exchange dimensions."""
+        at, name = self._at, func.__name__
+        dims = [*args, *kwargs.values()]
+        if not all(isinstance(dim, int) for dim in dims) or (kwargs and args):
+            return NotImplemented
+        if name == "flatten":
+            ends = [*dims, *(0, -1)[len(dims) :]]
+            is_lead = ends[0] == 0 and ends[1] % self.dim() == at.whole_dim
+            return self._like(self._part.view_as(self._part), merged=True) if is_lead else NotImplemented
+        if name in ("unsqueeze", "squeeze") and len(dims) == 1:
+            place = dims[0] % (self.dim() + (name == "unsqueeze"))
+            if place == at.whole_dim and (name == "squeeze" or at.merged):
+                return NotImplemented
+            moves = not at.merged and place <= at.dim
+            if name == "squeeze" and self.size(place) != 1:
+                return self
+            part_dim = place + (at.dim if at.merged else 0)
+            shift = (1 if name == "unsqueeze" else -1) * moves
+            return self._like(func(self._part, part_dim), dim=at.dim + shift)
+        if name in ("transpose", "swapaxes") and len(dims) == 2 and not at.merged:
+            one, other = (dim % self.dim() for dim in dims)
+            moved = {one: other, other: one}.get(at.dim, at.dim)
+            return self._like(self._part.transpose(one, other), dim=moved)
+        return NotImplemented
+
+    def _item(self, index: Any) -> Any:
+        """``tokens[…]`` by numbers and slices; a slice of positions without steps keeps the part as it is."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        if not all(item is Ellipsis or isinstance(item, (slice, int)) for item in items):
+            return NotImplemented
+        if any(isinstance(item, bool) for item in items) or items.count(Ellipsis) > 1:
+            return NotImplemented
+        missing = [slice(None)] * (self.dim() - len(items) + items.count(Ellipsis))
+        place = items.index(Ellipsis) if Ellipsis in items else len(items)
+        items = [*items[:place], *missing, *items[place + 1 :]]
+        at = self._at
+        if len(items) != self.dim() or not isinstance(items[at.whole_dim], slice):
+            return NotImplemented
+        start, stop, step = items[at.whole_dim].indices(self.size(at.whole_dim))
+        whole = (start, stop) == (0, self.size(at.whole_dim))
+        if step != 1 or stop <= start or (at.merged and not whole):
+            return NotImplemented
+        items[at.whole_dim] = slice(None)
+        before = sum(isinstance(item, int) for item in items[: at.whole_dim])
+        kept = self._part[tuple([slice(None)] * (at.dim if at.merged else 0) + items)]
+        moved = {} if whole else {"start": at.start + start, "length": stop - start}
+        return self._like(kept, dim=at.dim - before, **moved)
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``torch.nn.functional.cross_entropy`` of divided logits; its mean divides by what counts in whole samples."""
+    if not isinstance(input, DividedTokens) or isinstance(target, DividedTokens):
+        return NotImplemented
+    at, classes = input._at, 1 if input.dim() > 1 else 0
+    shape = [size for dim, size in enumerate(input.shape) if dim != classes]
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    why = ""
+    if size_average is not None or reduce is not None:
+        why = "cross_entropy with size_average or reduce"
+    elif not isinstance(target, Tensor) or target.is_floating_point() or list(target.shape) != shape:
+        why = "cross_entropy with class probabilities"
+    elif classes == at.whole_dim or input.dim() < 2:
+        why = "cross_entropy over positions"
+    elif weight is not None and weight.requires_grad:
+        why = "cross_entropy with weights that are trained"
+    if why:
+        legacy = {"size_average": size_average, "reduce": reduce}
+        options |= {name: value for name, value in legacy.items() if value is not None}
+        return on_whole(F.cross_entropy, (input, target, weight), {**options, "reduction": reduction}, why)
+    if input._uses is not None:
+        call = (tuple(input.shape), classes, ignore_index, reduction, weight is not None, label_smoothing)
+        input._uses.losses.append(LossCall(*call))
+    dim = at.dim - (1 if not at.merged and classes < at.dim else 0)
+    own_at = replace(at, dim=dim)
+    own = own_at.select(target, dim, input._lead)
+    own = own.masked_fill(~own_at.mask(own), ignore_index)
+    rows = input._part.movedim(at.part_dim(classes, input.dim()), -1)
+    losses = F.cross_entropy(
+        rows.reshape(-1, rows.size(-1)),
+        own.reshape(-1),
+        weight,
+        reduction="none" if reduction == "none" else "sum",
+        **options,
+    )
+    if reduction == "none":
+        return input._like(losses.view(own.shape), dim=dim)
+    found = at.total(losses)
+    if reduction == "sum":
+        return found
+    counted = target != ignore_index
+    if weight is None:
+        return found / counted.sum()
+    return found / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+
+
+class _Joined(torch.autograd.Function):
+    """A part presented as the whole, also to users' autograd functions: each rank takes its positions of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, at: TokenPart) -> torch.Tensor:
+        ctx.at, ctx.lead = at, part.shape[: at.dim]
+        made: torch.Tensor = tensor_without_storage(DividedTokens, part, at.whole_shape(part.shape))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.at.spread(gradients[0], ctx.lead) * float(ctx.at.layout.ranks), None
