@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, cluster_from_spec
-from atorch_ns.estimate import MemoryParts, PlanTable, TimeParts, Workload, price
+from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
