@@ -16,6 +16,7 @@ import torch.distributed as dist
 from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
 from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.memory.reserved import workspace_bytes
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
 from atorch_ns.estimate.model_shard import Memo
@@ -322,9 +323,8 @@ def test_memory_grows_with_micro_batches_only_as_the_schedule_holds_them(
         Workload(global_batch=2 * plan.num_micro_batches, num_tokens=llama.trace.num_tokens) for plan in plans
     ]
     few, many = (
-        price(PlanTable.of([plan]), llama, CLUSTER, work)
-        .memory[0, : MemoryParts._fields.index("reserve")]
-        .sum()
+        price(PlanTable.of([plan]), llama, CLUSTER, work).estimate(0).allocated_bytes
+        - workspace_bytes((9, 0))
         for plan, work in zip(plans, works, strict=True)
     )
     inputs = [float(llama.trace.batch_bytes.at(work.global_batch, llama.trace.num_tokens)) for work in works]
