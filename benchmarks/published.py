@@ -21,8 +21,9 @@ _TEXT = """
 Training runs that others measured and published (`benchmarks/_published/runs.csv`, each with its source), predicted from
 the model's configuration on the meta device, a strategy and a cluster, by `atorch_ns.planning` alone. No constant of the
 estimate was fitted to them, and nothing was run. Ratios are predicted over published. *GiB published* is what the source
-counts: allocated, reserved or not stated; predictions are of allocated memory. *in memory*: a run that ran is predicted
-within what its device has, by the lower end of the interval. *between*: the interval of its class, by all runs. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
+counts, and so are predictions: reserved by torch where it says so, else allocated. *in memory*: a run that ran is predicted
+within what its device has, tensors and what lies outside of torch, by the lower end of the interval. *between*: the interval
+of its class, by all runs. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
 the CSV file. Rows without a prediction say why. Tables by source, device and option: [docs/benchmarks.md](../../docs/benchmarks.md).
 """
 
@@ -101,16 +102,18 @@ def _row(each: Run, profiles: dict[tuple[str, ...], Profile]) -> Mapping[str, An
     except AtorchError as error:
         return {**row, "missing": " ".join(str(error).split())}
     assert cluster.hardware is not None
-    peak_gib = found.peak_bytes / 2**30
+    counted = found.reserved_bytes if each["memory_kind"].startswith("reserved") else found.allocated_bytes
+    gib = counted / 2**30
     return {
         **row,
         "class": class_of(cluster.hardware.device),
         "predicted_s": found.step_seconds,
-        "predicted_gib": peak_gib,
+        "predicted_gib": gib,
+        "device_gib": found.least_bytes / 2**30,
         "peak_at": found.peak_at,
         "time_ratio": found.step_seconds / each.step_seconds if each.step_seconds else None,
-        "memory_ratio": peak_gib / each.peak_gib if each.peak_gib else None,
-        "device_gib": cluster.device_memory_bytes / 2**30,
+        "memory_ratio": gib / each.peak_gib if each.peak_gib else None,
+        "memory_gib": cluster.device_memory_bytes / 2**30,
     }
 
 
@@ -118,13 +121,14 @@ def _with_intervals(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row with its intervals in words, and whether it is predicted to fit by the lower end of that of memory."""
     if "class" not in row:
         return row
+    time, memory = (residual(residuals(), what, row["class"]).range for what in ("step time", "memory"))
     seconds, gib = (
-        [factor * row[key] for factor in residual(residuals(), quantity, row["class"]).range]
-        for quantity, key in (("step time", "predicted_s"), ("memory", "predicted_gib"))
+        [factor * row["predicted_s"] for factor in time],
+        [factor * row["predicted_gib"] for factor in memory],
     )
     return {
         **row,
         "seconds_between": f"{seconds[0]:.3g} to {seconds[1]:.3g}",
         "gib_between": f"{gib[0]:.3g} to {gib[1]:.3g}",
-        "within_memory": gib[0] <= row["device_gib"],
+        "within_memory": memory[0] * row["device_gib"] <= row["memory_gib"],
     }

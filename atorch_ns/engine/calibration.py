@@ -66,7 +66,8 @@ class Factors:
 
     def bytes(self, predicted: Estimate, precision: str) -> float:
         """A peak's prediction, corrected."""
-        return self.memory.get(precision, 1.0) * predicted.peak_bytes
+        beyond = predicted.peak_bytes - predicted.allocated_bytes
+        return self.memory.get(precision, 1.0) * predicted.allocated_bytes + beyond
 
     def on(self, hardware: Hardware) -> Hardware:
         """The hardware with figures that make estimates come out as measured.
@@ -238,8 +239,8 @@ def refit(
         if measured.succeeded and predicted.step_seconds > 0:
             parts = computed_and_communicated(predicted)
             times.append(_Observation(precision, *parts, measured.median_seconds, weight))
-        if measured.peak_bytes and predicted.peak_bytes > 0:
-            peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.peak_bytes)
+        if measured.peak_bytes and predicted.allocated_bytes > 0:
+            peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.allocated_bytes)
     if not times and not peaks:
         raise InputError(
             "no candidate of the search was both priced and measured, so there is nothing to learn."

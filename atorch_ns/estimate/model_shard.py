@@ -207,6 +207,11 @@ class Sizes:
         return self._where(lambda use: use.tensor.sequence)
 
     @cached_property
+    def asynchronous(self) -> np.ndarray:
+        """[R] whether exchanges along the axis ``tensor`` go on while the products beside them are computed."""
+        return self._where(lambda use: use.tensor.asynchronous)
+
+    @cached_property
     def parallel_loss(self) -> np.ndarray:
         """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
         return self._where(lambda use: use.tensor.parallel_loss)

@@ -25,7 +25,7 @@ class Prices:
     """Memory and time of every plan of a table; all figures are predictions.
 
     Attributes:
-        memory: [N, 6] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
+        memory: [N, 7] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
         time: [N, 9] seconds, columns as :class:`TimeParts`.
         peak_at: [N] index into ``moments``.
         moments: names of the moments of a step.
@@ -79,7 +79,12 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
     table = with_chosen_schedules(table, profile.trace, cluster, workload, memo)
     table = with_chosen_reductions(table, profile.num_trainable, cluster.rank_memory_bytes)
     memory, peak_at, moments = price_memory(
-        table, profile.trace, workload, device_type=cluster.device_type, memo=memo
+        table,
+        profile.trace,
+        workload,
+        device_type=cluster.device_type,
+        capability=cluster.capability,
+        memo=memo,
     )
     time = price_time(table, profile.trace, cluster, workload, memo=memo)
     return Prices(memory, time, peak_at, moments, intervals_of(cluster.hardware))

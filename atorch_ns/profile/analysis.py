@@ -277,6 +277,8 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
         for mark in recording.reads[event]:
             readers[mark].add(region)
     there: set[tuple[int, int]] = set()  # marks that a region has in registers
+    stored: set[tuple[int, int]] = set()  # and that it has written
+    written: set[int] = set()  # what is read before that has no values
     found = []
     for event in range(len(recording.kinds)):
         if event not in regions:
@@ -284,12 +286,14 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
             continue
         region, mask = regions[event], []
         for mark in recording.reads[event]:
-            mask.append((mark, region) not in there)
+            mask.append((mark, region) not in there and (mark < 0 or mark in written))
             there.add((mark, region))
         for mark in recording.writes[event]:
-            is_read = readers.get(mark)
-            mask.append(is_read is None or is_read != {region})
+            is_first = (mark, region) not in stored
+            mask.append(is_first and readers.get(mark) != {region})
+            stored.add((mark, region))
             there.add((mark, region))
+            written.add(mark)
         found.append(tuple(mask))
     return found
 
@@ -405,6 +409,7 @@ def _results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...
     """What a forward pass makes: products with weights one by one, other operators by name."""
     recording, division = measured.recording, measured.division
     made = {recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE}
+    again = _read_again(recording, events)
     calls: dict[tuple[str, int], list[int]] = {}
     storages: dict[tuple[str, int], list[int]] = {}
     number = 0
@@ -420,8 +425,10 @@ def _results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...
         )
     found = []
     for (name, before), indices in calls.items():
-        sizes = measured.sizes[storages[name, before]]
-        inside = [recording.keys[index] in division.storages for index in storages[name, before]]
+        indices_made = np.asarray(storages[name, before], dtype=np.int64)
+        sizes, keys = measured.sizes[indices_made], [recording.keys[index] for index in indices_made]
+        inside = np.asarray([key in division.storages for key in keys], dtype=bool)
+        wanted = np.asarray([key in again for key in keys], dtype=bool)
         flops = measured.sizes[indices]
         found.append(
             ForwardResult(
@@ -429,9 +436,28 @@ def _results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...
                 number=before,
                 flops=growth(flops.sum(axis=0)),
                 moved=growth(measured.moved[indices][~flops.any(axis=1)].sum(axis=0)),
-                size=growth(
-                    sizes.sum(axis=0), sizes[np.asarray(inside, dtype=bool)].sum(axis=0), measured.at
-                ),
+                size=growth(sizes.sum(axis=0), sizes[inside].sum(axis=0), measured.at),
+                read_again=growth(sizes[wanted].sum(axis=0), sizes[inside & wanted].sum(axis=0), measured.at),
             )
         )
     return tuple(found)
+
+
+def _read_again(recording: Recording, events: np.ndarray) -> set[int]:
+    """The storages of a forward pass that something it saves, beside what it hands on, is computed from: itself, or by
+    operators of the pass."""
+    own, last = {int(event) for event in events}, int(events[-1]) if len(events) else -1
+    alive = {recording.keys[event] for event in own if recording.kinds[event] == Event.ALLOCATE}
+    alive -= {recording.keys[event] for event in own if recording.kinds[event] == Event.FREE}
+    operators = list(recording.operators())
+    handed = {
+        key
+        for event, phase in operators
+        if event > last and phase % 2 == 0
+        for key in recording.reads.get(event, ())
+    }
+    wanted = alive - handed
+    for event in sorted(own, reverse=True):
+        if wanted.intersection(recording.writes.get(event, ())):
+            wanted.update(recording.reads.get(event, ()))
+    return wanted

@@ -182,6 +182,8 @@ class ForwardResult:
         flops: floating point operations.
         moved: bytes read and written by operators without floating point operations.
         size: bytes of what it makes.
+        read_again: the part of them that something saved for the backward pass is computed from, beside the segment's
+            output: a compiled graph keeps no more.
     """
 
     name: str
@@ -189,6 +191,7 @@ class ForwardResult:
     flops: Growth
     moved: Growth
     size: Growth
+    read_again: Growth = Growth()
 
 
 @dataclass(frozen=True, kw_only=True)

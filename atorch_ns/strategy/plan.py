@@ -48,6 +48,8 @@ class NarrowProducts:
         multiple: the number of which both dims of a layer's weight are multiples.
         casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
             writes.
+        share: of a layer's products, forward and backward, that are in fewer bits.
+        rate: of these products, over that of the device's best ones in this dtype.
     """
 
     dtype: str
@@ -55,6 +57,8 @@ class NarrowProducts:
     exclude: tuple[str, ...] = ()
     multiple: int = 16
     casts_per_operand: float = 0.0
+    share: float = 1.0
+    rate: float = 1.0
 
 
 def _only_where(condition: str, default: Any) -> Any:
@@ -158,10 +162,12 @@ class TensorParallelism:
         sequence: whether the residual stream is divided along its tokens between the layers that this axis divides
             (Megatron's sequence parallelism).
         parallel_loss: whether logits stay divided over the vocabulary, and the loss is computed on the parts.
+        asynchronous: whether the exchanges of a divided stream go on while the products beside them are computed.
     """
 
     sequence: bool = False
     parallel_loss: bool = False
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

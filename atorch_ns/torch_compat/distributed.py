@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,6 +15,36 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+
+def share_memory_along(group: dist.ProcessGroup) -> None:
+    """Lets the ranks of a group of CUDA devices read each other's memory
+    (``torch.distributed._symmetric_memory.enable_symm_mem_for_group``, without which inductor joins nothing, although it
+    warns that nobody need call it)."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
+def functional_all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The pieces of all ranks joined along ``dim``, in the form that inductor looks for (``_c10d_functional``)."""
+    collectives, size = torch.ops._c10d_functional, group.size()
+    whole: torch.Tensor = collectives.wait_tensor(
+        collectives.all_gather_into_tensor(x.contiguous(), size, group.group_name)
+    )
+    return whole if dim == 0 else torch.cat(whole.chunk(size), dim)
+
+
+def functional_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's piece along ``dim`` of the sum over the group, in the form that inductor looks for."""
+    collectives, size = torch.ops._c10d_functional, group.size()
+    pieces = x if dim == 0 else torch.cat(x.chunk(size, dim))
+    piece: torch.Tensor = collectives.wait_tensor(
+        collectives.reduce_scatter_tensor(pieces.contiguous(), "sum", size, group.group_name)
+    )
+    return piece
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -25,7 +25,6 @@ _REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
 """dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
 _KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
 """Operators whose results are kept, by recomputation."""
-_FLASH: Final = "sdpa_without_masks"
 _POWER: Final = {"H100-96GB-HBM2e": "500W"}
 """Limits of power, by device."""
 
@@ -80,7 +79,18 @@ class Run:
     @property
     def architecture(self) -> tuple[str, ...]:
         """What the profile depends on: runs of one share it."""
-        columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "attention", "seq")
+        columns = (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "vocab",
+            "tied",
+            "attention",
+            "dropout",
+            "seq",
+        )
         return (self["arch"].removeprefix("hf-"), *(self[column] for column in columns))
 
     @property
@@ -91,18 +101,10 @@ class Run:
 
     def build(self) -> nn.Module:
         """The model, of transformers, on meta."""
-        from transformers import (
-            AttentionInterface,
-            GPT2Config,
-            GPT2LMHeadModel,
-            LlamaConfig,
-            LlamaForCausalLM,
-        )
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-        # "sdpa" makes a mask of T × T where it sees fake tensors, which it leaves to the kernel where it trains.
-        AttentionInterface.register(_FLASH, sdpa_attention_forward)
-        attention = _FLASH if self["attention"] == "flash" else "eager"
+        dropout = float(self["dropout"] or 0)
+        attention = "sdpa" if self["attention"] == "flash" else "eager"
         shared: dict[str, Any] = {
             "vocab_size": self.number("vocab"),
             "tie_word_embeddings": self["tied"] == "1",
@@ -119,9 +121,9 @@ class Run:
                         n_head=self.number("heads"),
                         n_inner=self.number("ffn"),
                         activation_function="gelu",
-                        resid_pdrop=0.0,
-                        embd_pdrop=0.0,
-                        attn_pdrop=0.0,
+                        resid_pdrop=dropout,
+                        embd_pdrop=dropout,
+                        attn_pdrop=dropout,
                         bos_token_id=0,
                         eos_token_id=0,
                         **shared,
@@ -151,14 +153,16 @@ class Run:
         axes = [[name, self.number(column)] for name, column in sizes.items() if self.number(column) > 1]
         steps: list[Any] = [("parallel_mode", axes)] if axes else []
         if self.number("tp") > 1:
-            steps.append(("tensor_parallel", {"sequence": self["sp"] == "1"}))
+            sequence, asynchronous = self["sp"] != "0", self["sp"] == "async"
+            steps.append(("tensor_parallel", {"sequence": sequence, "asynchronous": asynchronous}))
         if self.number("cp") > 1:
             steps.append(("sequence_parallel", {"kind": "ring"}))
         steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
         if self["kernels"] != "eager":
             steps.append("compile")
-        if self["fp8"] == "1":
-            steps.append(("fp8", {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}))
+        if self["fp8"] != "0":
+            config = {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}
+            steps.append(("fp8", config | ({"recipe": "rowwise"} if self["fp8"] == "rowwise" else {})))
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
@@ -213,7 +217,7 @@ class Run:
         with_masters = self["precision"].endswith("_master") and self.number("dp") > 1
         yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
-        yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
+        yield self["fp8"] != "0" and self["kernels"] == "fused", "torchao for Transformer Engine"
         yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
 
     @property
@@ -226,10 +230,11 @@ class Run:
         }
         named = {
             {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
-            "fp8": self["fp8"] == "1",
+            "fp8": self["fp8"] != "0",
             recomputed.get(self["recompute"], "selective recomputation"): True,
             "states sharded": self["zero"] != "0" and self.number("dp") > 1,
             "tensor parallel": self.number("tp") > 1,
+            "asynchronous tensor parallel": self["sp"] == "async",
             "context parallel": self.number("cp") > 1,
             "pipeline": self.number("pp") > 1 and self.number("vpp") == 1,
             "interleaved pipeline": self.number("vpp") > 1,

@@ -68,6 +68,7 @@ _PAIRS: Final = (
     ("sequence parallel, selective", "korthikanti-22b-full", "korthikanti-22b-seqsel"),
     ("sequence parallel, selective", "korthikanti-530b-full", "korthikanti-530b-seqsel"),
     ("sequence parallel, selective", "korthikanti-1t-full", "korthikanti-1t-seqsel"),
+    ("asynchronous tensor parallel", "titan2-70b-bf16", "titan2-70b-bf16-async"),
     ("tensor parallel 2", "atorch-3d-tp1pp2dp4", "atorch-3d-tp2pp2dp2"),
     ("more devices, 8 to 32", "atorch-fsdp-8", "atorch-fsdp-32"),
     ("more devices, 8 to 16", "atorch-3d-tp2pp2dp2", "atorch-3d-tp2pp2dp4"),
@@ -198,7 +199,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     over = [row for row in predicted if not row["within_memory"]]
     yield (
         f"Predicted above the device's memory for sure, by the lower end of the interval, though they ran ({len(over)}), in GiB: "
-        + (", ".join(f"{row['run']} {row['predicted_gib']:.0f}" for row in over) or "none")
+        + (", ".join(f"{row['run']} {row['device_gib']:.0f}" for row in over) or "none")
         + "."
     )
     yield ""

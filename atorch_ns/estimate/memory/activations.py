@@ -253,8 +253,12 @@ class Activations:
         return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
 
     def _kept_inside(self, s: int) -> np.ndarray | float:
-        """Bytes of a block that selective recomputation keeps beside its output: results of operators."""
-        return sum((self.bytes.value(each.size, s) for each in saved_results(self.plan, self.costs[s])), 0.0)
+        """Bytes of a block that selective recomputation keeps beside its output: results of operators. A compiled graph
+        keeps those that the backward pass needs."""
+        saved = saved_results(self.plan, self.costs[s])
+        is_compiled = self.plan.compiler in _COMPILERS and self.trace.segments[s].is_block
+        kept = (each.read_again if is_compiled else each.size for each in saved)
+        return sum((self.bytes.value(growth, s) for growth in kept), 0.0)
 
     def _num_recomputed(self, s: int, count: Place) -> Place:
         if not self._recomputable[s]:

@@ -49,7 +49,7 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
     operators = cost_of(plan, segment).operators
     products = [each for each in operators if each.name.removesuffix(".default") in _PRODUCTS]
     total = _sum((each.flops for each in operators), num_samples, num_tokens)
-    share = _eligible(plan.precision.narrow, segment)
+    share = plan.precision.narrow.share * _eligible(plan.precision.narrow, segment)
     if not total or not share:
         return LowBitShare()
     flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
@@ -75,11 +75,12 @@ def _eligible(narrow: NarrowProducts, segment: Segment) -> float:
     """Share of the elements of a segment's matrices that belong to such layers."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2]
     total = sum(each.num_elements for each in matrices)
-    chosen = sum(each.num_elements for each in matrices if _is_chosen(narrow, segment, each))
+    chosen = sum(each.num_elements for each in matrices if is_chosen(narrow, segment, each))
     return chosen / total if total else 0.0
 
 
-def _is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+def is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+    """Whether a matrix of a segment belongs to a layer that computes in fewer bits."""
     path = f"{segment.paths[0]}.{matrix.name}" if segment.paths else matrix.name
     name = path.rpartition(".")[0]
     if any(size % narrow.multiple for size in matrix.shape) or any(part in name for part in narrow.exclude):
@@ -337,11 +338,11 @@ class _Running:
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
             num_bytes = num_bytes + flops * narrow.bytes_per_flop
-        faster = low_bit.dtype if low_bit is not None and low_bit.dtype in device.flops_per_s else dtype
+        faster = device.products_of(dtype)
+        if low_bit is not None and low_bit.dtype in device.flops_per_s:
+            faster = low_bit.rate * device.products_of(low_bit.dtype)
         seconds = (flops - attention - narrowed) / device.products_of(dtype)
-        seconds = (
-            seconds + attention / device.attention_of(dtype, kind) + narrowed / device.products_of(faster)
-        )
+        seconds = seconds + attention / device.attention_of(dtype, kind) + narrowed / faster
         return np.asarray(seconds + num_bytes / device.memory_bytes_per_s)
 
 

@@ -100,6 +100,7 @@ class CandidateLine(NamedTuple):
         on_front: no other candidate beats it in both time and memory.
         predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
         seconds_interval, bytes_interval: intervals of these predictions.
+        allocated_bytes: what tensors need of ``predicted_bytes``, as trials measure.
         time: best known step, in seconds.
         memory: best known peak, in bytes.
         speedup: the baseline's step over this one's, measured against measured or else predicted against
@@ -121,6 +122,7 @@ class CandidateLine(NamedTuple):
     predicted_bytes: float | None
     seconds_interval: Range | None
     bytes_interval: Range | None
+    allocated_bytes: float | None
     time: Figure
     memory: Figure
     speedup: float | None
@@ -182,6 +184,7 @@ def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
         predicted_bytes=estimate.peak_bytes if estimate else None,
         seconds_interval=estimate.step_seconds_interval if estimate else None,
         bytes_interval=estimate.peak_bytes_interval if estimate else None,
+        allocated_bytes=estimate.allocated_bytes if estimate else None,
         time=seconds(row),
         memory=memory,
         speedup=_speedup(row, outcome.baseline),
@@ -309,7 +312,7 @@ def _value(row: Row, outcome: SearchOutcome) -> float:
         return held
     if objective == "batch":
         estimate, batch = row.candidate.estimate, row.candidate.largest_batch
-        ratio = held / estimate.peak_bytes if estimate is not None and estimate.peak_bytes else 1.0
+        ratio = held / estimate.allocated_bytes if estimate is not None and estimate.allocated_bytes else 1.0
         return ratio / batch if batch else math.inf
     return seconds(row).value or math.inf
 

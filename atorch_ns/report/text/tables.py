@@ -144,6 +144,12 @@ def candidates_table(info: CandidatesInfo) -> Table:
     def measured_peak(line: CandidateLine) -> str:
         return bytes_text(line.memory.value) if line.memory.source == "measured" else UNKNOWN
 
+    def predicted_peak(line: CandidateLine) -> str:
+        whole = interval_text(line.predicted_bytes, line.bytes_interval, bytes_text)
+        if line.allocated_bytes == line.predicted_bytes:
+            return whole
+        return f"{whole}, {bytes_text(line.allocated_bytes)} allocated"
+
     columns: _Columns[CandidateLine] = {
         "#": lambda line: str(line.number),
         "strategy": label,
@@ -152,7 +158,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
         ),
         "step measured": lambda line: _measured_seconds(line.time.value, line.time.spread, line.time.num),
         "against the baseline": lambda line: "" if line.is_baseline else compared_text(line.speedup),
-        "peak predicted": lambda line: interval_text(line.predicted_bytes, line.bytes_interval, bytes_text),
+        "peak predicted": predicted_peak,
         "peak measured": measured_peak,
         "fate": lambda line: fate_text(line, planned=info.planned),
         "why": lambda line: line.reason,
@@ -167,8 +173,16 @@ def memory_table(info: MemoryInfo) -> Table:
         over = info.over(bar)
         return f"{bytes_text(over)} over" if over > 0 else f"{bytes_text(-over)} free"
 
+    def allocated(bar: Bar) -> str:
+        return bytes_text(sum(bar.parts[: info.names.index("reserve")]))
+
+    def reserved(bar: Bar) -> str:
+        return bytes_text(sum(bar.parts[: info.names.index("outside")]))
+
+    has_more = any(bar.parts[info.names.index("outside")] for bar in info.bars)
     columns: _Columns[Bar] = {
         **_part_columns(info, bytes_text),
+        **({"allocated": allocated, "reserved": reserved} if has_more else {}),
         "measured": lambda bar: bytes_text(bar.measured.value) if bar.measured else UNKNOWN,
         "of the limit": left if info.limit_bytes else lambda bar: UNKNOWN,
         "worst moment": lambda bar: bar.note,
@@ -274,6 +288,9 @@ def parts_table(estimate: Estimate) -> Table:
     ):
         used = [(part, value) for part, value in parts._asdict().items() if value]
         rows += [(of, part, text(value), percent_text(value / total)) for part, value in used]
+        if of == "memory" and estimate.allocated_bytes < total:
+            rows.append((of, "allocated", text(estimate.allocated_bytes), ""))
+            rows.append((of, "reserved", text(estimate.reserved_bytes), ""))
         rows.append((of, whole, interval_text(total, interval, text), ""))
     return Table(("of", "part", "predicted", "share"), tuple(rows), frozenset({0, 1}))
 

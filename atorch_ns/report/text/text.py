@@ -218,10 +218,19 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
     least, most = estimate.peak_bytes_interval
     within = range_text(estimate.peak_bytes, (least, most), bytes_text)
     peak, limit = bytes_text(estimate.peak_bytes), bytes_text(limit_bytes)
-    held = f"{peak} of {limit} a rank (predicted{f', {within}' if within else ''})"
+    said = f"predicted, {within}" if within else "predicted"
+    if estimate.allocated_bytes < estimate.peak_bytes:
+        allocated, reserved = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
+        said = f"{said}; tensors need {allocated}, for which torch reserves {reserved}"
+    held = f"{peak} of {limit} a rank ({said})"
     if over <= 0:
         return (
             f"It fits{', but not for sure' if most > limit_bytes else ''}: {held}, {bytes_text(-over)} free."
+        )
+    if estimate.least_bytes <= limit_bytes:
+        return (
+            f"It fits only if torch's allocator gives back what it keeps, which costs time: {held}, "
+            f"{bytes_text(over)} too much."
         )
     parts = estimate.memory._asdict()
     largest = max(parts, key=lambda part: parts[part])

@@ -63,6 +63,9 @@ class SearchContext:
 MEMORY_ERROR = 0.05
 """Relative error of the predicted peak: candidates over the limit by less are tried."""
 
+CPU_RESERVE = 0.1
+"""Share of a CPU's memory that is left to what shares it; of a GPU's, estimates count all that is held."""
+
 MAX_FITTING = 160
 MAX_TOO_LARGE = 40
 MAX_PER_TEMPLATE = 6
@@ -98,7 +101,10 @@ def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
     """The memory limit of one rank: as set, or the device's memory less the reserve."""
     if settings.memory_limit_gib is not None:
         return Limits(int(settings.memory_limit_gib * 2**30))
-    return Limits(int(cluster.rank_memory_bytes * (1 - settings.memory_reserve)))
+    reserve = settings.memory_reserve
+    if reserve is None:
+        reserve = CPU_RESERVE if cluster.device_type == "cpu" else 0.0
+    return Limits(int(cluster.rank_memory_bytes * (1 - reserve)))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atorch_ns.cluster import cluster_from_spec
-from atorch_ns.estimate import PlanTable, Workload
+from atorch_ns.estimate import PlanTable, TimeParts, Workload
 from atorch_ns.estimate.time.passes import low_bit_share
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import (
@@ -23,6 +23,7 @@ from atorch_ns.profile import (
     Trace,
 )
 from atorch_ns.strategy import NarrowProducts, Plan
+from opt_lib.fp8 import Fp8, Fp8Config
 
 TFLOP, GB = 1e12, 1e9
 NARROW = NarrowProducts(dtype="float8", exclude=("lm_head",), casts_per_operand=2.0)
@@ -116,6 +117,29 @@ def test_products_take_the_time_of_their_rate_and_of_their_casts() -> None:
     assert _compute_seconds(PLAN) == pytest.approx(wide - saved + casts, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "share", "rate", "casts"),
+    [
+        ("tensorwise", 1.0, 1.0, 1.7),
+        # The row-wise kernel computes the forward product alone; results of the others are scaled after.
+        ("rowwise", 1.0, 3 / (1 / 0.95 + 2), 1.7 + 2.0 * 2 / 3),
+        ("rowwise_with_gw_hp", 2 / 3, 2 / (1 / 0.95 + 1), 1.7 + 2.0 / 2),
+    ],
+)
+def test_a_scale_for_each_row_has_costs_of_its_own(
+    recipe: str, share: float, rate: float, casts: float
+) -> None:
+    plan = Fp8().plan(Plan(), Fp8Config(recipe=recipe))  # type: ignore[arg-type]
+    found = _compute_seconds(PLAN.changed(precision={"narrow": plan.precision.narrow}))
+    assert CLUSTER.hardware is not None
+    device = CLUSTER.hardware.device
+    wide = _compute_seconds(PLAN.changed(precision={"narrow": None}))
+    peak, narrow = (device.products_of(key) for key in ("bfloat16", "float8"))
+    saved = share * 3 * TFLOP * (1 / peak - 1 / (rate * narrow))
+    moved = share * (casts - 1 / 3) * GB / device.memory_bytes_per_s
+    assert found == pytest.approx(wide - saved + moved, rel=1e-6)
+
+
 def test_a_device_without_the_rate_gains_nothing() -> None:
     old = cluster_from_spec("1xA100-80GB").with_hardware()
     trace = Trace(segments=(BLOCK,), num_samples=4, optimizer=OptimizerSpec(name="AdamW"))
@@ -202,3 +226,54 @@ def test_what_is_kept_is_not_computed_again() -> None:
     assert recompute("every_second_product") == pytest.approx(whole - (0.5 + 0.25 * slower) * flops)
     assert recompute("all_but_attention") == pytest.approx(whole - flops - 0.5 * moved)
     assert recompute(("aten.mm.default",)) == pytest.approx(whole - flops)
+
+
+NODES = cluster_from_spec("8xH100-80GB, 2 nodes, ib400").with_hardware()
+
+
+def _exchange(tensor: int, num_columns: int, asynchronous: bool, **changes: Any) -> float:
+    """Seconds of exchanges of a block [16384, 4096] with wide columns and a row, by tensor parallelism on two nodes."""
+    wide, narrow = (65536, 4096), (4096, 65536)
+    parameters = [
+        ParameterSpec(name=f"{name}.weight", shape=shape, dtype="bfloat16", tensor_dim=dim)
+        for name, shape, dim in (("up", wide, 0), ("gate", wide, 0), ("down", narrow, 1))
+        if name != "gate" or num_columns == 2
+    ]
+    cost = replace(_cost(3, 1), output=Growth(per_token=2.0 * 4096))
+    segment = replace(BLOCK, parameters=tuple(parameters), costs={"bfloat16": cost}, num_rows=1)
+    trace = Trace(segments=(segment,), num_samples=1, num_tokens=16384, optimizer=OptimizerSpec(name="AdamW"))
+    plan = Plan(axes=(("tensor", tensor), ("data", 16 // tensor)), compiler="inductor").changed(
+        precision={"parameter_dtype": "bfloat16"},
+        tensor={"sequence": True, "asynchronous": asynchronous},
+    )
+    workload = Workload(global_batch=16 // tensor, num_tokens=16384)
+    (row,) = price_time(PlanTable.of([plan.changed(**changes)]), trace, NODES, workload)
+    return float(row[TimeParts._fields.index("exchange")])
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "waited", "num_weights", "num_sums"), [(1, 0.0, 4, 2), (2, 0.25, 4, 1)]
+)
+def test_asynchronous_exchanges_hide_behind_long_products(
+    num_columns: int, waited: float, num_weights: int, num_sums: int
+) -> None:
+    """All but the scattered sum of several columns' gradients; each piece reads its weight, and partial sums are added."""
+    assert NODES.hardware is not None
+    whole, hidden = (_exchange(8, num_columns, asynchronous) for asynchronous in (False, True))
+    weight, output = 2 * 65536 * 4096 / 8, 2 * 4096 * 16384
+    moved = 7 * weight * num_weights + num_sums * output * (1 + 1 / 8)
+    expected = waited * whole + moved / NODES.hardware.device.memory_bytes_per_s
+    assert hidden == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changes"),
+    [
+        (16, {}),
+        (8, {"compiler": "aot_eager"}),
+        (8, {"precision": {"narrow": NARROW}}),
+    ],
+    ids=["over nodes", "not compiled by inductor", "in fp8"],
+)
+def test_exchanges_are_waited_for_elsewhere(tensor: int, changes: Any) -> None:
+    assert _exchange(tensor, 2, True, **changes) == _exchange(tensor, 2, False, **changes)

@@ -24,6 +24,25 @@ def test_whether_an_estimate_fits(limit_mib: int, words: str) -> None:
     assert words in fits_text(estimated(20, 400), limit_mib * MIB)
 
 
+@pytest.mark.parametrize(
+    ("limit_mib", "words"),
+    [
+        (
+            600,
+            "It fits: 550 MiB of 600 MiB a rank (predicted; tensors need 400 MiB, for which torch reserves 450 MiB)",
+        ),
+        (520, "It fits only if torch's allocator gives back what it keeps"),
+        (450, "It does not fit: 550 MiB of 450 MiB a rank (predicted; tensors"),
+    ],
+)
+def test_whether_an_estimate_fits_on_a_gpu(limit_mib: int, words: str) -> None:
+    plain = estimated(20, 400)
+    on_gpu = replace(plain, memory=plain.memory._replace(reserve=50.0 * MIB, outside=100.0 * MIB))
+    assert words in fits_text(on_gpu, limit_mib * MIB)
+    assert "allocated" in estimate_text(on_gpu, limit_mib * MIB)
+    assert "allocated" not in estimate_text(plain, limit_mib * MIB)
+
+
 def test_an_estimate_without_collectives_says_nothing_of_them() -> None:
     text = estimate_text(estimated(20, 400), 1000 * MIB)
     assert "One step takes 20.0 ms (predicted)." in text
