@@ -148,7 +148,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
         whole = interval_text(line.predicted_bytes, line.bytes_interval, bytes_text)
         if line.allocated_bytes == line.predicted_bytes:
             return whole
-        return f"{whole} ({bytes_text(line.allocated_bytes)} allocated)"
+        return f"{whole}, {bytes_text(line.allocated_bytes)} allocated"
 
     columns: _Columns[CandidateLine] = {
         "#": lambda line: str(line.number),
