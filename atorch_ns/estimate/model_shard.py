@@ -216,6 +216,12 @@ class Sizes:
         return self._where(lambda use: use.sequence.exchange == "ring")
 
     @cached_property
+    def sequence_loss(self) -> np.ndarray:
+        """[R] whether head and loss are computed on parts of samples; stages and divided heads see whole ones."""
+        wanted = self._where(lambda use: use.sequence.parallel_loss)
+        return np.asarray(wanted & (self.tensor == 1) & (self.pipeline == 1))
+
+    @cached_property
     def pipelines(self) -> tuple[PipelineParallelism, ...]:
         """The ways to run a pipeline that there are."""
         return tuple(dict.fromkeys(use.pipeline for use in self.uses))
@@ -325,6 +331,22 @@ class ModelShard:
         """Whether the plans have stages."""
         return any(isinstance(count, np.ndarray) for count in self.counts)
 
+    @cached_property
+    def tail(self) -> int:
+        """Index of the segment after the last block, if it ends with logits of a vocabulary; else -1."""
+        last = len(self.trace.segments) - 1
+        segment = self.trace.segments[last]
+        has_words = any(
+            growth.words for cost in segment.costs.values() for growth in (cost.saved, cost.incoming)
+        )
+        return last if has_words and not segment.is_block else -1
+
+    def positions(self, s: int) -> np.ndarray | float:
+        """[R] ranks that the positions of a sample are divided over in segment ``s``."""
+        if self.trace.segments[s].is_block:
+            return self.sizes.sequence
+        return np.where(self.sizes.sequence_loss, self.sizes.sequence, 1) if s == self.tail else 1.0
+
     def share(self, s: int, divided: float, words: float = 0.0) -> np.ndarray | float:
         """Share of a quantity of segment ``s`` that a rank holds, [R].
 
@@ -336,12 +358,12 @@ class ModelShard:
         if not self.sizes.divides:
             return 1.0
         is_block = self.trace.segments[s].is_block
-        key = (divided, words, is_block)
+        key = (divided, words, is_block, s == self.tail)
         if key not in self.known:
             inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, divided)
             inside = inside + self.sizes.parallel_loss * words
             share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)
-            self.known[key] = share / self.sizes.sequence if is_block else share
+            self.known[key] = share / self.positions(s)
         return self.known[key]
 
     def of_parameters(self, s: int) -> np.ndarray | float:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.torch_compat import plain_name
 
@@ -202,7 +203,7 @@ class GradientSums:
             return
         self._pending, self._summed = False, True
         for entry in self._sums:
-            for parameters in _alike(_parameters(module, entry.names)):
+            for parameters in _together(_parameters(module, entry.names)):
                 _sum(parameters, entry)
 
     def _note(self, module: nn.Module, inputs: Any) -> None:
@@ -252,12 +253,12 @@ def _parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tens
         yield parameter
 
 
-def _alike(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Parameters by the dtype of their gradients, which can travel as one tensor."""
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault(parameter.dtype, []).append(parameter)
-    yield from kinds.values()
+def _together(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Parameters whose gradients travel as one tensor: of one dtype, and about a bucket of DDP's."""
+    found = list(parameters)
+    sizes = [(str(parameter.dtype), _local(parameter).nbytes) for parameter in found]
+    for bucket in gradient_buckets(sizes, DEFAULT_BUCKET_BYTES):
+        yield [found[place] for place in bucket]
 
 
 @dataclass(kw_only=True)

@@ -91,7 +91,7 @@ class SkippedUnits:
             self._is_agreed = True
             assert self._job.mesh is not None
             known = (self._called, self._has_gradient)
-            passes = self._job.cluster.gathered(known, group=self._job.agreeing_group)
+            passes = self._job.cluster.gathered(known, group=self._job.mesh.data_group)
             for _, has_gradient in passes:
                 self._has_gradient = {**has_gradient, **self._has_gradient}
             fullest = max(passes, key=lambda known: sum(known[0].values()))

@@ -49,6 +49,13 @@ ON_TWO: list[list[Any]] = [
     [_mesh(pipeline=2), PASSES],
     [_mesh(pipeline=2), "checkpoint"],
 ]
+SEQUENCES: list[list[Any]] = [
+    [_mesh(sequence=2)],
+    [_mesh(sequence=2), "checkpoint"],
+    [_mesh(sequence=2), ("sequence_parallel", {"kind": "ring"}), "fsdp"],
+    [_mesh(sequence=2), ("sequence_parallel", {"parallel_loss": False}), "fsdp"],
+    [_mesh(sequence=2), "zero2", "checkpoint"],
+]
 SCHEDULES: list[list[Any]] = [
     [_mesh(pipeline=2), PASSES, ("pipeline_parallel", {"schedule": "GPipe"})],
     [_mesh(pipeline=2), PASSES, ("pipeline_parallel", {"schedule": "Interleaved1F1B"})],
@@ -108,7 +115,7 @@ def _kept(plan: Plan, profile: Profile) -> set[tuple[int, ...]]:
     counts = np.stack([np.broadcast_to(count, len(parts.sizes)) for count in parts.counts], axis=1)
     base: Parameters = parameters_of(profile.trace, plan, tied=parts.is_cut)
     own = base.part(parts.sizes.tensor, parts.sizes.expert, counts)
-    shares = shares_of(plan, own, profile.trace.optimizer, parts.sizes.data)
+    shares = shares_of(plan, own, profile.trace.optimizer, parts.sizes.shards(plan.sharding.layout))
     kept = kept_of(plan, own, shares, profile.trace.optimizer)
     return set(zip(*(getattr(kept, name).astype(int).tolist() for name in STATES), strict=True))
 
@@ -133,6 +140,12 @@ def _check(name: str, strategies: list[list[Any]], num_ranks: int) -> None:
 @pytest.mark.parametrize("name", ["tied_llama", pytest.param("llama, small", marks=pytest.mark.slow)])
 def test_two_ranks_hold_what_was_predicted(name: str) -> None:
     _check(name, [*ON_TWO, *SCHEDULES] if name == "llama, small" else ON_TWO[::3], 2)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["llama, small", pytest.param("llama, large", marks=pytest.mark.slow)])
+def test_ranks_along_sequence_hold_what_was_predicted(name: str) -> None:
+    _check(name, SEQUENCES, 2)
 
 
 @pytest.mark.slow
@@ -183,6 +196,22 @@ def test_a_loss_on_parts_holds_and_exchanges_less(llama: Profile) -> None:
     times = [_times(llama, plan, 2**12) for plan in plans]
     assert times[1].exchange < times[0].exchange
     assert times[1].compute < times[0].compute
+
+
+def test_a_loss_on_parts_of_samples_and_states_over_sequence_hold_less(llama: Profile) -> None:
+    """Of logits [B, T, V] an n-th; of states a share for all ranks of data and sequence."""
+    assert llama.trace is not None
+    work = Workload(global_batch=BATCH, num_tokens=llama.trace.num_tokens)
+    plans = [_plan(sequence=4).changed(sequence={"parallel_loss": parts}) for parts in (False, True)]
+    (whole, parts), *_ = price_memory(PlanTable.of(plans), llama.trace, work)
+    logits = 4 * BATCH * llama.trace.num_tokens * llama.trace.vocabulary_size
+    assert 0.75 * logits < whole.sum() - parts.sum() < 4 * logits
+    sharded = {"sharding": dict.fromkeys(("parameters_over", "gradients_over", "optimizer_over"), ("data",))}
+    (one,), (eight,) = (
+        _kept(_plan(**sizes).changed(gradient_sync="reduce_scatter", **sharded), llama)
+        for sizes in ({"data": 2}, {"data": 2, "sequence": 4})
+    )
+    assert one[2] / eight[2] == pytest.approx(4, rel=0.05)
 
 
 def test_slow_links_are_dearer_to_a_tensor_axis(llama: Profile) -> None:

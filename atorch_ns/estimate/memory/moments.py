@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
 from atorch_ns.estimate.memory.activations import Activations, Place
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import KeptBytes, Shares
@@ -216,6 +217,16 @@ def flattened_moments(kind: PlanGroup) -> Iterator[Moment]:
     yield Moment(kind.last_moment(), everything / kind.degree, 0.0, kind.step_temporaries())
 
 
+def _summed_at_once(kind: PlanGroup, sizes: Sequence[np.ndarray | float]) -> np.ndarray:
+    """[R] the largest buffer of gradients that are summed along ``sequence``: a bucket, or one larger gradient."""
+    divided = [np.asarray(kind.parts.positions(s)) > 1 for s in range(len(sizes))]
+    summed = kind.parts.total([size * one for size, one in zip(sizes, divided, strict=True)])
+    own = kind.parameters.elements * kind.parameters.itemsize * kind.parameters.trainable
+    largest = np.asarray(own.max(axis=-1, initial=0))
+    largest = largest[kind.row] if largest.ndim else largest
+    return np.asarray(np.minimum(summed, np.maximum(DEFAULT_BUCKET_BYTES, largest)))
+
+
 def _alive_backward(kind: PlanGroup, s: int, j: Place, passing: np.ndarray) -> np.ndarray:
     """[R] activations at the worst moment of a backward pass, where gradients are handed on at once or kept."""
     alive = [kind.activations.backward(s, j, life) for life in ("passing", "keeping")]
@@ -255,6 +266,8 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     if parted.any():
         reducing = everything * (syncs & parted) * (1 + kind.is_cpu)
         yield Moment(kind.last_moment(), np.where(parted, everything + reducing, 0.0), 0.0, 0.0)
+    if (kind.parts.sizes.sequence > 1).any():
+        yield Moment(kind.last_moment(), everything, 0.0, _summed_at_once(kind, sizes))
     kept = kind.kept.gradients[kind.row]
     hidden = np.where(copies & (kind.plan.precision.master_dtype is None), 0.0, buckets)
     yield Moment(kind.last_moment(), kept + hidden, 0.0, kind.step_temporaries())

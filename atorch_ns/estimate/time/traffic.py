@@ -199,7 +199,10 @@ def partial_sums(context: PricingContext) -> np.ndarray:
     if not (size > 1).any() or (sharding.gradients_over and sharding.layout == "rows"):
         return np.zeros(len(size))
     num_bytes = context.parts.total(
-        [float(reduced_bytes(context.plan, one.parameters)) * one.is_block for one in context.trace.segments]
+        [
+            float(reduced_bytes(context.plan, one.parameters)) * (np.asarray(context.parts.positions(s)) > 1)
+            for s, one in enumerate(context.trace.segments)
+        ]
     )
     return collective_seconds("all_reduce", num_bytes, context.groups(("sequence",)), context.hardware)
 

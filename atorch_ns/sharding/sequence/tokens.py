@@ -338,8 +338,8 @@ class DividedTokens(DividedTensor):
         if not all(isinstance(dim, int) for dim in dims) or (kwargs and args):
             return NotImplemented
         if name == "flatten":
-            first, last = (*dims, *(0, -1)[len(dims) :])
-            is_lead = first == 0 and last % self.dim() == at.whole_dim
+            ends = [*dims, *(0, -1)[len(dims) :]]
+            is_lead = ends[0] == 0 and ends[1] % self.dim() == at.whole_dim
             return self._like(self._part.view_as(self._part), merged=True) if is_lead else NotImplemented
         if name in ("unsqueeze", "squeeze") and len(dims) == 1:
             place = dims[0] % (self.dim() + (name == "unsqueeze"))
@@ -396,7 +396,7 @@ def _cross_entropy(
         return NotImplemented
     at, classes = input._at, 1 if input.dim() > 1 else 0
     shape = [size for dim, size in enumerate(input.shape) if dim != classes]
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     why = ""
     if size_average is not None or reduce is not None:
         why = "cross_entropy with size_average or reduce"
