@@ -168,7 +168,7 @@ class Run:
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
-        if self.number("dp") == 1 and self["precision"] not in _REDUCED:
+        if self.num_sharding == 1 and self["precision"] not in _REDUCED:
             return []
         if self["zero"] == "0":
             return ["ddp"]
@@ -210,6 +210,11 @@ class Run:
             : stages - 1
         ]
 
+    @property
+    def num_sharding(self) -> int:
+        """Ranks that states may be divided over: those of data, and of context."""
+        return self.number("dp") * self.number("cp")
+
     @cached_property
     def is_divided(self) -> bool:
         """Whether the model, or a sample, is divided over ranks."""
@@ -221,12 +226,11 @@ class Run:
         return [text for holds, text in self._substitutes() if holds]
 
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
-        sharded = self.number("dp") > 1 or self["precision"] in _REDUCED
+        sharded = self.num_sharding > 1 or self["precision"] in _REDUCED
         yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
         yield self["recompute"] == "ops", "all products kept for every second one"
         yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
-        yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
         yield self["gpu"] in _DEVICES, f"{' of '.join(_DEVICES.get(self['gpu'], ()))} for {self['gpu']}"
 
     @property
@@ -241,7 +245,7 @@ class Run:
             {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
             "fp8": self["fp8"] == "1",
             recomputed.get(self["recompute"], "selective recomputation"): True,
-            "states sharded": self["zero"] != "0" and self.number("dp") > 1,
+            "states sharded": self["zero"] != "0" and self.num_sharding > 1,
             "tensor parallel": self.number("tp") > 1,
             "context parallel": self.number("cp") > 1,
             "pipeline": self.number("pp") > 1 and self.number("vpp") == 1,
