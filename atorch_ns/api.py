@@ -117,7 +117,8 @@ def auto_accelerate(
         batch_size: samples in a step, over all ranks, where ``dataloader_args`` does not say.
         search: a :class:`SearchSettings` or its fields: objective, sampler, limits, seed.
         search_history: file that every trial is appended to; an interrupted search resumes from it.
-        search_calibration: file of factors that ``result.report.refit(path)`` of an earlier job has written.
+        search_calibration: file of factors that ``result.report.refit(path)`` of an earlier job has written, or of speeds
+            that ``atorch-ns calibrate`` has measured here, which then need not be measured anew.
         search_logs: folder for the logs of trials that fail; made if there are any, with a number behind its name
             where it is there already. ``None`` for ``<name>.logs`` beside ``save_strategy_to_file`` or
             ``search_history``, or without these for a temporary folder. The report names each file.

@@ -93,7 +93,8 @@ def estimate(
 
     Returns:
         The estimate, of the rank that needs most. Whether it fits: ``peak_bytes`` against the cluster's
-        ``device_memory_bytes``.
+        ``device_memory_bytes``. On GPUs ``allocated_bytes`` are those of tensors, ``reserved_bytes`` those that torch holds
+        for them.
 
     Raises:
         StrategyError: if the strategy cannot be read, or cannot be used on the cluster.
@@ -102,7 +103,7 @@ def estimate(
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         >>> found = estimate(model, ["ddp"], "2xH100-80GB", sample=torch.zeros(8, 64), batch=16)
-        >>> found.peak_bytes < 1e9
+        >>> found.allocated_bytes < found.reserved_bytes < found.peak_bytes < 2e9
         True
     """
     wanted, place = Strategy.load(strategy), cluster_of(cluster)

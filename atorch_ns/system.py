@@ -1,4 +1,4 @@
-"""The operating system: files written whole, and a process's output, stacks, parent and group. Light to import."""
+"""The operating system: files written whole, the CPU's model, and a process's output, stacks, parent and group. Light to import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import platform
 import secrets
 import signal
 import sys
@@ -89,3 +90,13 @@ def kill_group(pid: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def cpu_model() -> str:
+    """The CPU's model, or its architecture where the system names no model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

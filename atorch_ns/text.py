@@ -9,7 +9,7 @@ import os
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -129,6 +129,28 @@ def bytes_text(num_bytes: float | None) -> str:
         ('3.10 GiB', '0 B')
     """
     return UNKNOWN if num_bytes is None or not math.isfinite(num_bytes) else _scaled(num_bytes, _BYTES)
+
+
+def range_text(value: float, interval: tuple[float, float], text: Callable[[float], str]) -> str:
+    """The interval of a figure, without a unit where that is the figure's: ``"2.60–3.50"``; empty for none.
+
+    Example:
+        >>> range_text(2.9, (2.6, 3.5), seconds_text), range_text(0.98, (0.9, 1.2), seconds_text)
+        ('2.60–3.50', '900 ms–1.20 s')
+    """
+    if interval[0] == interval[1]:
+        return ""
+    texts = [text(each).split(" ") for each in (value, *interval)]
+    same = all(len(words) == 2 and words[1] == texts[0][1] for words in texts)
+    return "–".join(words[0] if same else " ".join(words) for words in texts[1:])
+
+
+def interval_text(
+    value: float | None, interval: tuple[float, float] | None, text: Callable[[float | None], str]
+) -> str:
+    """A figure with its interval: ``"2.90 s (2.60–3.50)"``."""
+    within = "" if value is None or interval is None else range_text(value, interval, text)
+    return f"{text(value)} ({within})" if within else text(value)
 
 
 def count_text(count: float | None, unit: str = "") -> str:

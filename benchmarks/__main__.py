@@ -16,6 +16,7 @@ NAMES = (
     "estimate_memory",
     "estimate_peers",
     "estimate_time",
+    "expert_plans",
     "gpu",
     "imports",
     "materialise",

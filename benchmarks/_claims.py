@@ -467,7 +467,13 @@ def _published(data: Data) -> Iterator[Claim]:
         )
     predicted = [row for row in rows if row.get("predicted_s")]
     over = sum(not row["within_memory"] for row in predicted)
-    yield _aim("runs that ran, predicted above the device's memory", "0", str(over), len(predicted), not over)
+    yield _aim(
+        "runs that ran, predicted above the device's memory for sure",
+        "0",
+        str(over),
+        len(predicted),
+        not over,
+    )
     found = gains(rows)
     right = sum(gain.error <= GAIN_LIMIT for gain in found)
     wrong = sum(gain.wrong_sign for gain in found)
@@ -480,6 +486,15 @@ def _published(data: Data) -> Iterator[Claim]:
 def _aim(what: str, asked: str, found: str, n: int, holds: bool) -> Claim:
     shortfall = "" if holds else f"{what}: {found}; {asked} is aimed at."
     return Claim(what=what, asked=asked, found=found, n=n, holds=holds, shortfall=shortfall)
+
+
+def _expert_plans(data: Data) -> Iterator[Claim]:
+    rows = [row for row in data["rows"] if row.get("gain")]
+    faster = sum(row["believed"].startswith("theirs") for row in rows)
+    what = (
+        "setups of experts whose own plan is predicted faster than the chosen one, as far as that is believed"
+    )
+    yield Claim(what=what, found=str(faster), n=len(rows))
 
 
 READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
@@ -496,6 +511,7 @@ READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "estimate_time": _estimate_time,
     "planning": _planning,
     "published": _published,
+    "expert_plans": _expert_plans,
     "search_quality": _search_quality,
     "search_time": _search_time,
     "cutting": _cutting,

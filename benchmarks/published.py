@@ -7,9 +7,11 @@ from typing import Any
 
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.errors import AtorchError
+from atorch_ns.estimate.intervals import class_of, residual, residuals
 from atorch_ns.planning import estimate, profile
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
+from benchmarks._published.residuals import measured_residuals, published_residuals, write
 from benchmarks._published.runs import Run, read
 from benchmarks._results import Column, Findings
 
@@ -19,8 +21,9 @@ _TEXT = """
 Training runs that others measured and published (`benchmarks/_published/runs.csv`, each with its source), predicted from
 the model's configuration on the meta device, a strategy and a cluster, by `atorch_ns.planning` alone. No constant of the
 estimate was fitted to them, and nothing was run. Ratios are predicted over published. *GiB published* is what the source
-counts: allocated, reserved or not stated; predictions are of allocated memory. *in memory*: a run that ran is predicted
-within what its device has. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
+counts, and so are predictions: reserved by torch where it says so, else allocated. *in memory*: a run that ran is predicted
+within what its device has, tensors and what lies outside of torch, by the lower end of the interval. *between*: the interval of
+its class, by all runs. *stands for*: what no method here says, and what was taken instead; notes on the sources stand in
 the CSV file. Rows without a prediction say why. Tables by source, device and option: [docs/benchmarks.md](../../docs/benchmarks.md).
 """
 
@@ -32,9 +35,11 @@ _COLUMNS = (
     Column(title="strategy", key="strategy"),
     Column(title="s published", key="published_s"),
     Column(title="s predicted", key="predicted_s"),
+    Column(title="between", key="seconds_between"),
     Column(title="ratio", key="time_ratio", digits=2),
     Column(title="GiB published", key="published_gib", digits=1),
     Column(title="GiB predicted", key="predicted_gib", digits=1),
+    Column(title="between", key="gib_between"),
     Column(title="ratio", key="memory_ratio", digits=2),
     Column(title="in memory", key="within_memory"),
     Column(title="stands for", key="substitutes"),
@@ -43,10 +48,10 @@ _COLUMNS = (
 
 
 def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
-    """Predicts every run.
+    """Predicts every run, and writes the intervals of predictions that follow (``atorch_ns/estimate/residuals.csv``).
 
     Args:
-        quick: the smallest model's alone.
+        quick: the smallest model's alone, and writes no intervals.
         report: told what is being done.
     """
     runs = [each for each in read() if not quick or each["source"] == "litgpt"]
@@ -55,6 +60,10 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     for number, each in enumerate(runs, 1):
         report(f"published: {number} of {len(runs)}, {each['id']}")
         rows.append(_row(each, profiles))
+    if not quick:
+        write({**published_residuals(rows), **measured_residuals()})
+        residuals.cache_clear()
+    rows = [_with_intervals(row) for row in rows]
     return Findings(
         name="published",
         title="Published training runs",
@@ -92,13 +101,36 @@ def _row(each: Run, profiles: dict[tuple[str, ...], Profile]) -> Mapping[str, An
         found = estimate(profiles[each.architecture], strategy, cluster, batch=each.number("global_batch"))
     except AtorchError as error:
         return {**row, "missing": " ".join(str(error).split())}
-    peak_gib = found.peak_bytes / 2**30
+    assert cluster.hardware is not None
+    counted = found.reserved_bytes if each["memory_kind"].startswith("reserved") else found.allocated_bytes
+    gib = counted / 2**30
     return {
         **row,
+        "class": class_of(cluster.hardware.device),
         "predicted_s": found.step_seconds,
-        "predicted_gib": peak_gib,
+        "predicted_gib": gib,
         "peak_at": found.peak_at,
         "time_ratio": found.step_seconds / each.step_seconds if each.step_seconds else None,
-        "memory_ratio": peak_gib / each.peak_gib if each.peak_gib else None,
-        "within_memory": found.peak_bytes <= cluster.device_memory_bytes,
+        "memory_ratio": gib / each.peak_gib if each.peak_gib else None,
+        "needed_gib": found.least_bytes / 2**30,
+        "device_gib": cluster.device_memory_bytes / 2**30,
+    }
+
+
+def _with_intervals(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with its intervals in words, and whether it is predicted to fit by the lower end of that of memory."""
+    if "class" not in row:
+        return row
+    time, memory = (
+        residual(residuals(), quantity, row["class"]).range for quantity in ("step time", "memory")
+    )
+    seconds, gib = (
+        [factor * row["predicted_s"] for factor in time],
+        [factor * row["predicted_gib"] for factor in memory],
+    )
+    return {
+        **row,
+        "seconds_between": f"{seconds[0]:.3g} to {seconds[1]:.3g}",
+        "gib_between": f"{gib[0]:.3g} to {gib[1]:.3g}",
+        "within_memory": memory[0] * row["needed_gib"] <= row["device_gib"],
     }

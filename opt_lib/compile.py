@@ -26,6 +26,7 @@ from atorch_ns.torch_compat import (
     compile_records,
     graph_breaks,
     inner_hooks,
+    micro_pipelined,
     num_compile_failures,
     num_graphs,
     watch_compiled,
@@ -198,6 +199,8 @@ class Compile(Method[CompileConfig]):
         }
         if config.mode is not None and config.backend == "inductor":
             options["mode"] = config.mode
+        if config.backend == "inductor" and job.plan.tensor.asynchronous:
+            options["options"] = micro_pipelined(options.pop("mode", None))
         targets, others = _equally_hooked(targets)
         if others:
             reason = (

@@ -11,7 +11,7 @@ from torch import nn
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job, is_on_meta
-from atorch_ns.method import Conflict, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.method import Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     FoundExperts,
@@ -35,7 +35,6 @@ _STACK = (
     "Stack their parameters in one module with forward(hidden_states, top_k_index, top_k_weights), or leave the expert "
     "axis out of parallel_mode."
 )
-_WHY_NOT_ZERO1 = "zero1 sends updated parameters to all ranks, and ranks along the expert axis hold different ones; use zero2."
 
 
 class ExpertParallelConfig(MethodConfig):
@@ -70,7 +69,6 @@ class ExpertParallel(Method[ExpertParallelConfig]):
     Config = ExpertParallelConfig
     provides = ("axis:expert",)
     default_for = "axis:expert"
-    conflicts = (Conflict("zero1", _WHY_NOT_ZERO1),)
     needs_process_group = True
     refuses_by = ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import final
 
@@ -35,6 +35,38 @@ _WHY_NOT_DIVIDED = (
 CASTS_PER_OPERAND = 1.7
 """Bytes that a product's casts move for each byte that it reads and writes in 16 bits: of the three tensors of a
 product two are operands, each read once for its largest value and once to be rounded, and written in half the bytes."""
+
+RESCALED = 2.0
+"""The same for a result that torchao scales after its product: it is read and written in 16 bits, and a factor for each of
+its elements in 32. torchao does so with one scale a row in backward passes, where the row-wise kernel, which would need
+fast accumulation to be fast, is not used (torchao 0.18, float8_ops.py; pytorch/ao issue 2184). A compiler leaves 0.6 of these
+bytes, as of the casts': factors stay in registers, while casts along columns read twice."""
+
+ROWWISE_RATE = 0.95
+"""Rate of products by the row-wise kernel, which computes the forward pass, over those with one scale: 0.9 to 1 for most
+shapes on H100 (pytorch/pytorch issue 147971, with fast accumulation)."""
+
+_RECIPES: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "tensorwise": {"casts_per_operand": CASTS_PER_OPERAND},
+        # Two of three products are scaled after.
+        "rowwise": {
+            "casts_per_operand": CASTS_PER_OPERAND + RESCALED * 2 / 3,
+            "rate": 3 / (1 / ROWWISE_RATE + 2),
+        },
+        # Two of three products are in fp8, and one of them is scaled after.
+        "rowwise_with_gw_hp": {
+            "casts_per_operand": CASTS_PER_OPERAND + RESCALED / 2,
+            "share": 2 / 3,
+            "rate": 2 / (1 / ROWWISE_RATE + 1),
+        },
+    }
+)
+"""Costs of :class:`~atorch_ns.strategy.NarrowProducts` by recipe of torchao."""
+
+TE_CASTS_PER_OPERAND = 0.44
+"""The same for Transformer Engine: its norms and activations write their results in fp8, and of weights and gradients each
+is read once and written twice, its transpose too."""
 
 TE_COPIES = 0.5
 """Two bytes an element, of fp32 weights: Transformer Engine keeps each weight and its transpose in fp8 from the forward
@@ -84,14 +116,16 @@ class Fp8(Method[Fp8Config]):
         ]
 
     def plan(self, plan: Plan, config: Fp8Config) -> Plan:
-        """Products of linears in fp8; Transformer Engine keeps weights and their transposes in it, too."""
+        """Products of linears in fp8, as many and as fast as the recipe has them; Transformer Engine keeps weights and their
+        transposes in it, too."""
         exclude = config.exclude if config.include is not None else (*config.exclude, *HEAD_NAMES)
+        of_te = {"casts_per_operand": TE_CASTS_PER_OPERAND}
         narrow = NarrowProducts(
             dtype="float8",
             include=config.include,
             exclude=exclude,
             multiple=DIM_MULTIPLE,
-            casts_per_operand=CASTS_PER_OPERAND,
+            **of_te if config.backend == "te" else _RECIPES[config.recipe],
         )
         extras = tuple(extra for extra in plan.extras if extra.method != self.name)
         if config.backend == "te":

@@ -11,7 +11,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster, or_refusal
 from atorch_ns.data import call_model
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Method, Phase
 from atorch_ns.profile import Profile
@@ -27,7 +27,7 @@ from atorch_ns.sharding import (
 )
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_text, first_few
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import plain_name, share_memory_along
 from opt_lib._model_axes.sample_batch import common_sample
 from opt_lib._model_axes.tensor import (
     LossOnParts,
@@ -36,6 +36,7 @@ from opt_lib._model_axes.tensor import (
     guard_loss,
     loss_on_parts,
     users_plan,
+    why_not_asynchronous,
 )
 from opt_lib._sharded.units import broadcast_from_first
 
@@ -57,11 +58,27 @@ class TensorParallel(Method[TensorParallelConfig]):
     def plan(self, plan: Plan, config: TensorParallelConfig) -> Plan:
         """Whether the residual stream is divided too, and the logits in the loss."""
         return plan.changed(
-            tensor={"sequence": config.sequence, "parallel_loss": config.parallel_loss is not False}
+            tensor={
+                "sequence": config.sequence,
+                "parallel_loss": config.parallel_loss is not False,
+                "asynchronous": config.asynchronous,
+            }
         )
 
+    def check_plan(self, config: TensorParallelConfig, plan: Plan, cluster: Cluster) -> list[Problem]:
+        """What asynchronous exchanges need."""
+        if not config.asynchronous or plan.size("tensor") == 1:
+            return []
+        return [
+            Problem(message=message, method=self.name, key="asynchronous", value="True")
+            for message in why_not_asynchronous(plan, cluster)
+        ]
+
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[TensorParallelConfig]:
-        """Residual stream whole, or divided: less memory per block for as many bytes sent."""
+        """Residual stream whole, or divided: less memory per block for as many bytes sent.
+
+        Never ``asynchronous``, which was not measured on GPUs yet: who wants it names it, with ``included``.
+        """
         if cluster.world_size == 1 or profile.trace is None:
             return
         yield TensorParallelConfig()
@@ -74,7 +91,9 @@ class TensorParallel(Method[TensorParallelConfig]):
         if job.mesh.size("tensor") == 1:
             job.explain(self.name, "the tensor axis has one rank, so nothing is divided")
             return
-        group = TensorGroup(job.mesh.axis("tensor"), overlap=config.overlap)
+        group = TensorGroup(job.mesh.axis("tensor"), overlap=config.overlap, traced=config.asynchronous)
+        if config.asynchronous and job.device.type == "cuda":
+            share_memory_along(job.mesh.axis("tensor").get_group())
         model = job.in_full_precision(
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
@@ -108,6 +127,9 @@ class TensorParallel(Method[TensorParallelConfig]):
                 job.explain(
                     self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
+        if config.asynchronous and chosen.stream is not None:
+            in_fp8 = job.plan.precision.narrow is not None
+            job.explain(self.name, _exchanged(chosen, in_fp8=in_fp8))
         if config.overlap:
             job.explain(self.name, "layers reduce the first half of a batch while they compute the second")
         if not config.self_test:
@@ -116,6 +138,19 @@ class TensorParallel(Method[TensorParallelConfig]):
         if left:
             shown = first_few([f"{path} ({chosen.plan.left[path]})" for path in left], 6)
             job.explain(self.name, f"whole on every rank: {shown}")
+
+
+def _exchanged(chosen: ChosenPlan, *, in_fp8: bool) -> str:
+    """Which layers exchange asynchronously."""
+    assert chosen.stream is not None
+    joined = [spec for spec in chosen.regions if spec.one_input and chosen.stream.tight]
+    rest = "; those of layers in fp8 are waited for" if in_fp8 else ""
+    if len(joined) < len(chosen.regions):
+        rest += "; the others read more than the input of the module around them"
+    return (
+        f"gathers and scattered sums go on while layers multiply, in {len(joined)} of {len(chosen.regions)} groups of "
+        f"layers{rest}"
+    )
 
 
 def _ends(chain: Sequence[str]) -> str:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, final
 
+import torch
 from pydantic import Field, model_validator
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
-from atorch_ns.job import OPTIMIZER, Job, ParameterStates, explained_groups, optimizer_arguments
+from atorch_ns.job import (
+    OPTIMIZER,
+    Job,
+    ParameterStates,
+    explained_groups,
+    make_user_optimizer,
+    optimizer_arguments,
+)
 from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import MODEL_AXES, Plan
+from atorch_ns.torch_compat import zero_redundancy_of_parts
 from opt_lib import _fairscale as fairscale
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._deepspeed import zero
@@ -27,9 +35,8 @@ if TYPE_CHECKING:
 
 
 _WHY_WHOLE = (
-    "zero1 is for ranks that hold the whole model, because it gives whole parameters to ranks and sends them as plain "
-    f"tensors, and the mesh has an axis of {', '.join(MODEL_AXES)} that is larger than 1. Use zero2 or fsdp with the "
-    "default backend, or ddp."
+    "fairscale's OSS is for ranks that hold the whole model, because it sends whole parameters as plain tensors, and the mesh "
+    f"has an axis of {', '.join(MODEL_AXES)} that is larger than 1. Use the default backend."
 )
 
 
@@ -68,7 +75,8 @@ class Zero1(Method[Zero1Config]):
             "parallel_mode",
             _WHY_WHOLE,
             when=lambda mine, mesh: (
-                not mine.deepspeed and any(size > 1 and axis in MODEL_AXES for axis, size in mesh.axes)
+                mine.backend == "fairscale"
+                and any(size > 1 and axis in MODEL_AXES for axis, size in mesh.axes)
             ),
         ),
     )
@@ -116,25 +124,36 @@ class Zero1(Method[Zero1Config]):
 
 
 def _shard_optimizer(job: Job) -> None:
+    """Gives this rank's parts of parameters to the ranks that hold the same parts, by size, whole parts to each."""
     # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    assert job.mesh is not None
-    group = job.mesh.shard.get_group()
+    mesh = job.mesh
+    assert mesh is not None
+    torchs: Any = zero_redundancy_of_parts() if mesh.divides_model else ZeroRedundancyOptimizer
+    kind = with_checkpoint_hint(torchs)
+    ranks = mesh.shard if mesh.size("expert") == 1 or mesh.size("zero") > 1 else mesh.copies
 
-    def make(groups: list[dict[str, Any]]) -> ZeroRedundancyOptimizer:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         assert job.inputs.optim_func is not None
+        if not any(group["params"] for group in groups):  # a stage may train none
+            return make_user_optimizer(job, groups)
         arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
         job.explain(OPTIMIZER, why)
         with explained_groups(job, groups):
-            optimizer: ZeroRedundancyOptimizer = with_checkpoint_hint(ZeroRedundancyOptimizer)(
+            optimizer: ZeroRedundancyOptimizer = kind(
                 groups,
                 optimizer_class=job.inputs.optim_func,  # any callable does
-                process_group=group,
+                process_group=ranks.get_group(),
                 **arguments,
             )
         local_state_view(optimizer)
         return optimizer
 
     job.optimizer.make = make
-    job.make_states = partial(ParameterStates, holder=attrgetter("optim"))
+    job.make_states = partial(ParameterStates, holder=_holder)
+
+
+def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    found: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    return found

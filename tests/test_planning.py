@@ -154,3 +154,21 @@ def test_the_choice_of_an_input_format_is_a_note() -> None:
     found = profile(_model(), (SAMPLE, SAMPLE))
     assert found.trace is not None
     assert any("only the first item is passed" in note for note in found.trace.notes)
+
+
+def test_a_small_encoder_on_one_node_gets_no_pipeline() -> None:
+    """25 million parameters: experts take compile, ddp and bf16."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1536
+    )
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(config)
+    tokens = torch.zeros(1, 128, dtype=torch.long, device="meta")
+    known = profile(model, {"input_ids": tokens, "labels": tokens})
+    for batch in (64, 128, 256):
+        winner = plan(known, "8xH100-80GB", batch=batch).search.winner
+        assert winner is not None
+        assert [name for name, size in winner.candidate.axes if size > 1] == ["data"]
+        assert {"ddp", "compile"} <= set(dict(winner.candidate.steps))
+        assert "bfloat16" in winner.candidate.label

@@ -35,6 +35,8 @@ from atorch_ns.torch_compat import (
     fake_tensor_type,
     flatten_mesh,
     found_inf_tensors,
+    functional_all_gather,
+    functional_reduce_scatter,
     graph_breaks,
     group_timeout,
     has_gradient_hooks,
@@ -45,6 +47,7 @@ from atorch_ns.torch_compat import (
     join_fake_group,
     leave_uncompiled,
     local_grad_scaler,
+    micro_pipelined,
     num_compile_failures,
     num_graphs,
     outside_fake_mode,
@@ -54,6 +57,7 @@ from atorch_ns.torch_compat import (
     reduce_after_backward,
     reduced_parameters,
     registered_children,
+    share_memory_along,
     tensor_without_storage,
     unreached_parameters,
     unwrap_checkpoint,
@@ -495,6 +499,39 @@ def test_ddp_says_what_a_pass_has_not_reached() -> None:
     assert unreached == ["unused.weight", "unused.bias"]
     assert then == []
     assert seen == ["in the pass", "after"]
+
+
+def _functional() -> list[bool]:
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    group = dist.group.WORLD
+    assert group is not None
+    pieces = torch.arange(16.0).view(2, 4, 2) * (1 + dist.get_rank())
+    received = [torch.empty_like(pieces) for _ in range(2)]
+    dist.all_gather(received, pieces)
+    summed = torch.stack(received).sum(0)
+    before = is_symm_mem_enabled_for_group(group.group_name)
+    share_memory_along(group)
+    return [
+        torch.equal(functional_all_gather(pieces, 1, group), torch.cat(received, 1)),
+        torch.equal(functional_reduce_scatter(pieces, 1, group), summed.chunk(2, 1)[dist.get_rank()]),
+        is_symm_mem_enabled_for_group(group.group_name) is not before,
+    ]
+
+
+def test_functional_collectives_are_those_of_the_group() -> None:
+    assert run_ranks(_functional, 2) == [[True] * 3] * 2
+
+
+def test_inductor_pipelines_exchanges_by_an_option_of_one_compilation() -> None:
+    from torch._inductor import config
+
+    assert micro_pipelined(None) == {"_micro_pipeline_tp": True}
+    assert micro_pipelined("max-autotune")["max_autotune"]
+    assert config._micro_pipeline_tp is False
+    nn.Linear(4, 4).compile(options=micro_pipelined("max-autotune"))  # which knows the names of all options
+    with pytest.raises(RuntimeError, match="_micro_pipelines"):
+        nn.Linear(4, 4).compile(options={"_micro_pipelines": True})
 
 
 def _fakes() -> tuple[int, int, list[float]]:

@@ -41,6 +41,8 @@ _FREE_NAMES = frozenset(
     ]
 )
 
+WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm")
+"""Products of activations with weights, as of linear layers and experts; products of two activations are batched ones."""
 
 _GETTERS = (
     "_base",
@@ -94,6 +96,46 @@ def is_free(func: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
+_MAXIMA = ("aten.max", "aten.amax")
+_BESIDE_ATTENTION = (
+    *(
+        *WEIGHT_PRODUCTS,
+        "aten.convolution",
+        "aten.native_layer_norm",
+        "aten._fused_rms_norm",
+        "aten.native_group_norm",
+    ),
+    *("aten.gelu", "aten.silu", "aten.relu", "aten.tanh", "aten.sigmoid"),
+)
+
+
+def is_saved(saved: tuple[str, ...] | str, operator: str, number: int) -> bool:
+    """Whether selective recomputation keeps what a call of an operator gives.
+
+    ``every_second_product`` is torchtitan's per-operator recomputation: of the products with weights in a block the first, the
+    third and so on, fused attention, functional collectives, and maxima, from which fp8 has its scales.
+    ``all_but_attention`` is the selective recomputation of Korthikanti et al. 2022, section 5: products with weights,
+    normalisations and activation functions, so that scores, softmax, dropout, the weighted sum and element-wise operators
+    are computed again.
+
+    Args:
+        saved: the rule, or names of operators, with or without their overload.
+        operator: the name, as ``aten.mm``.
+        number: how many products with weights ran before it in the block.
+    """
+    if saved == "every_second_product":
+        if operator in WEIGHT_PRODUCTS:
+            return number % 2 == 0
+        return operator in _MAXIMA or operator.startswith(
+            ("_c10d_functional.", "aten._scaled_dot_product", "flex_attention")
+        )
+    if saved == "all_but_attention":
+        return (
+            operator in _BESIDE_ATTENTION or operator in _MAXIMA or operator.startswith("_c10d_functional.")
+        )
+    return operator in {".".join(name.removeprefix("torch.ops.").split(".")[:2]) for name in saved}
+
+
 def moved_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Bytes of each tensor that an operator reads or writes; for a broadcast one, its size in memory."""
     return tuple(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
@@ -102,14 +144,40 @@ def moved_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating point operations of a matrix product, a convolution or attention; 0 for other operators.
 
-    A multiply and an add are two operations, and attention is counted without its mask, by the formulas of
-    ``torch.utils.flop_counter`` and, for kernels that it lacks, of this module.
+    A multiply and an add are two operations, by the formulas of ``torch.utils.flop_counter`` and, for kernels that it
+    lacks, of this module. Of fused attention with a causal mask only the pairs that the mask leaves are counted:
+    kernels skip the others, in blocks.
     """
     own = _OWN.get(func._overloadpacket)
     if own is not None:
-        return own(*args)
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        flops = own(*args)
+    else:
+        formula = flop_registry.get(func._overloadpacket)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if flops and is_causal(func, args, kwargs):
+        query, key = (args[position_of(func, name)] for name in ("query", "key"))
+        flops = _below_diagonal(flops, query.shape[-2], key.shape[-2])
+    return flops
+
+
+@functools.cache
+def position_of(func: Any, name: str) -> int:
+    """The place of an argument of an operator; -1 where it has none of that name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index(name) if name in names else -1
+
+
+def is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call is fused attention in which no token sees a later one."""
+    place = position_of(func, "is_causal")
+    return bool(kwargs.get("is_causal", args[place] if 0 <= place < len(args) else False))
+
+
+def _below_diagonal(flops: int, num_queries: int, num_keys: int) -> int:
+    """The part of all pairs' operations in which the key is not after the query."""
+    square = min(num_queries, num_keys)
+    pairs = square * (square + 1) // 2 + (num_queries - square) * num_keys
+    return flops // (num_queries * num_keys) * pairs
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:

@@ -78,13 +78,27 @@ FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
 _WITHOUT_VALUES = ("aten.empty", "aten.empty_strided", "aten.empty_permuted")
 
 _LARGEST = 1 << 21
-"""Elements of the largest tensor that is computed for its values: positions, not a mask of all pairs."""
+"""Elements of the largest tensor that is computed for its values, unless the batch has more tokens."""
+_MOST_TOKENS = 1 << 27
+"""Tokens of the largest batch whose positions are computed for their values: 1 GiB of int64."""
 
 
-def may_be_real(tensor: torch.Tensor, num_elements: int, device: torch.device) -> bool:
-    """Whether a tensor of the batch keeps its values: a small one of integers or booleans, on a device that this
-    process uses."""
-    small = not _floats(tensor.dtype) and num_elements <= _LARGEST
+def largest_real(num_tokens: int) -> int:
+    """Elements of the largest tensor that is computed for its values: positions, not a mask of all pairs.
+
+    Args:
+        num_tokens: B × T of the batch. Models look into positions and padding masks of this size, and where they cannot
+            they build masks of T × T that they do not build in training. Twice as many, since they append columns to them.
+    """
+    return max(_LARGEST, 2 * min(num_tokens, _MOST_TOKENS))
+
+
+def may_be_real(
+    tensor: torch.Tensor, num_elements: int, device: torch.device, *, largest: int = _LARGEST
+) -> bool:
+    """Whether a tensor of the batch keeps its values: one of integers or booleans, of at most ``largest`` elements, on a
+    device that this process uses."""
+    small = not _floats(tensor.dtype) and num_elements <= largest
     return small and not tensor.is_meta and _is_usable(device)
 
 
@@ -94,10 +108,11 @@ def fake_like(
     *,
     dtype: torch.dtype | None = None,
     is_parameter: bool = False,
+    largest: int = _LARGEST,
 ) -> torch.Tensor:
     """Inside a fake mode, a fake tensor like ``tensor``, or a real copy where :func:`may_be_real` lets it keep its
     values; parameters never do."""
-    if not is_parameter and may_be_real(tensor, tensor.numel(), device):
+    if not is_parameter and may_be_real(tensor, tensor.numel(), device, largest=largest):
         with outside_fake_mode():
             return tensor.detach().to(device, copy=True)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
@@ -109,10 +124,14 @@ class RealValues(TorchDispatchMode):
     With an attention mask of ones many models leave the mask out and call another kernel; a fake mask has no values
     to decide by. Results of fake tensors are fake, by :data:`FAKE_KERNELS` where torch's fake kernels are wrong, and
     so are large or random results.
+
+    Args:
+        largest: elements of the largest result that is real: :func:`largest_real`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = _LARGEST) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._largest = largest
         self._fake = fake_tensor_type()
 
     def __torch_dispatch__(
@@ -136,7 +155,7 @@ class RealValues(TorchDispatchMode):
                 raise
             return self._compute(func, args, kwargs)
         outputs = tensors_of(fake)
-        small = all(tensor.numel() <= _LARGEST for tensor in outputs)
+        small = all(tensor.numel() <= self._largest for tensor in outputs)
         has_values = bool(inputs) or not any(_floats(tensor.dtype) for tensor in outputs)
         if not (small and has_values and all(_is_usable(tensor.device) for tensor in outputs)):
             return fake

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from atorch_ns.cli import (
+    calibrate,
     doctor,
     engine,
     estimate,
@@ -50,6 +51,7 @@ app.command("diff")(estimate.diff)
 app.command("history")(history.history)
 app.command("methods")(methods.methods)
 app.add_typer(strategy.app, name="strategy")
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("env")(doctor.env)
 app.add_typer(engine.app, name="engine")

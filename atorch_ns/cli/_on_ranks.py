@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from atorch_ns.launch import RankEnd
 
 
-_NOTHING_KEPT: Final = {"search": ": no strategy was saved", "verify": " before it had a verdict"}
+_NOTHING_KEPT: Final = {
+    "search": ": no strategy was saved",
+    "verify": " before it had a verdict",
+    "calibrate": ": no file was written",
+}
 
 
 def on_ranks(

@@ -13,9 +13,9 @@ from typing import Any, Final, NoReturn
 
 from atorch_ns.cli._failures import described, exit_code
 from atorch_ns.cli._planning import read_strategy, say
-from atorch_ns.errors import InputError
+from atorch_ns.errors import BackendError, InputError
 from atorch_ns.system import write_whole
-from atorch_ns.text import error_text, with_article
+from atorch_ns.text import counted, error_text, with_article
 from atorch_ns.usercode import build_model, load_object, load_sample
 
 _SEED = 0
@@ -123,6 +123,52 @@ def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     return found.as_json()
 
 
+def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Measures devices and links; collective. Rank 0 has the file's content and the comparison with the table.
+
+    Args:
+        request: plain values.
+        check: refuses, on rank 0, what would be found too late after the measurement; then all ranks end.
+    """
+    import torch
+
+    from atorch_ns.cluster import Cluster, join_process_group
+    from atorch_ns.cluster.calibrate import measure
+    from atorch_ns.cluster.measured import comparisons, machine_name, measured_document
+
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if torch.cuda.is_available() and local_rank >= gpus:
+        raise BackendError(
+            f"local rank {local_rank} has no GPU: torch sees {gpus} here. Start a rank for each, and let every rank see "
+            "all (CUDA_VISIBLE_DEVICES; under Slurm --gpu-bind=none)."
+        )
+    cluster = Cluster.detect()
+    if request["device"] not in (None, cluster.device_type):
+        raise BackendError(
+            f"--device={request['device']}: torch has {cluster.device_type} here. atorch-ns doctor says why a GPU is not seen."
+        )
+    join_process_group(cluster)
+    if check is not None:
+        cluster.agree(check if cluster.rank == 0 else lambda: None, what="checking the options")
+    with cluster.sharing_failures("calibrating"):
+        found_on = cluster.gathered(machine_name(cluster))
+        if len(set(found_on)) > 1:
+            raise InputError(
+                f"the ranks have different devices, and a file is of one kind: {', '.join(sorted(set(found_on)))}. "
+                "Measure each kind on its own."
+            )
+        tell = say if cluster.rank == 0 else None
+        if tell is not None:
+            where = f" on {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
+            tell(
+                f"measuring {counted(cluster.world_size, 'rank')}{where}, each {found_on[0]} ({cluster.device_type}) …"
+            )
+        found = measure(cluster, seconds=request["seconds"], thorough=True, say=tell)
+    if cluster.rank:
+        return {}
+    return {"document": measured_document(cluster, found), "comparisons": list(comparisons(found))}
+
+
 def main() -> NoReturn:
     """Handles the folder's ``request.json``, and leaves an answer there.
 
@@ -172,6 +218,7 @@ def _leave() -> None:
 WORKS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
     "search": search_on_rank,
     "verify": verify_on_rank,
+    "calibrate": calibrate_on_rank,
 }
 
 if __name__ == "__main__":

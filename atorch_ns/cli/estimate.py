@@ -59,6 +59,10 @@ def estimate_as_json(priced: PricedStrategy) -> dict[str, Any]:
         "strategy": json.loads(priced.strategy.to_bytes()),
         "memory_bytes": {**figures.memory._asdict(), "peak": figures.peak_bytes},
         "time_seconds": {**figures.time._asdict(), "step": figures.step_seconds},
+        "intervals": {
+            "peak_bytes": figures.peak_bytes_interval,
+            "step_seconds": figures.step_seconds_interval,
+        },
         "peak_at": figures.peak_at,
         "collectives": [vars(collective) for collective in figures.collectives],
         "limit_bytes": priced.limit_bytes,

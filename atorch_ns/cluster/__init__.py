@@ -18,6 +18,7 @@ from atorch_ns.cluster.calibrate import calibrate
 from atorch_ns.cluster.cluster import OPTIONAL_PACKAGES, Cluster, installed_packages
 from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.cluster.kernels import AttentionKind
 from atorch_ns.cluster.mesh import AXES, check_axes, fit, layout, mesh_ranks
 from atorch_ns.cluster.process_group import join_process_group
 from atorch_ns.cluster.spec import cluster_from_spec
@@ -32,6 +33,7 @@ __all__ = [
     "LINKS",
     "OPTIONAL_PACKAGES",
     "RING_STEPS",
+    "AttentionKind",
     "Cluster",
     "Device",
     "Hardware",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,11 +27,31 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+T = TypeVar("T")
+
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 9
 _DEFAULT_SECONDS = 10.0
 
+_THOROUGH_ROUNDS: Final = 25
+
 Probe = Callable[[], float]
 """Runs an action once and returns its seconds."""
+
+
+class Measurement(NamedTuple):
+    """Result of a calibration.
+
+    Attributes:
+        hardware: the figures that estimates use.
+        table: what the table says of the device and its links; ``None`` where it lacks the device.
+        seconds: median seconds of every probe on the slowest rank, by its name; names of links begin with the level.
+        sizes: ranks of each level's groups.
+    """
+
+    hardware: Hardware
+    table: Hardware | None
+    seconds: Mapping[str, float]
+    sizes: Mapping[str, int]
 
 
 def calibrate(
@@ -47,45 +68,90 @@ def calibrate(
         group: process group of the ranks; ``None`` for all, or for this process alone without a process group.
         seconds: approximate time limit.
     """
+    return measure(cluster, group=group, seconds=seconds).hardware
+
+
+def measure(
+    cluster: Cluster,
+    *,
+    group: dist.ProcessGroup | None = None,
+    seconds: float = _DEFAULT_SECONDS,
+    thorough: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Measurement:
+    """:func:`calibrate`, with what was timed.
+
+    Args:
+        cluster, group, seconds: as in :func:`calibrate`.
+        thorough: whether to time products and attention by size and sends too, in as many rounds as ``seconds`` allow.
+        say: takes a line of progress now and then.
+    """
     import torch.distributed as dist
 
-    if seconds <= 0:
+    if not (seconds > 0 and math.isfinite(seconds)):
         raise InputError(f"seconds={seconds}: give a positive number.")
     together = dist.is_available() and dist.is_initialized()
-    known = _starting_point(cluster)
+    table = _of_table(cluster)
+    known = cluster.hardware or table or _assumed(cluster)
     with _levels(cluster, group, together=together) as levels:
-        probes = compute_probes(cluster.device)
+        probes = compute_probes(cluster.device, by_size=thorough)
         for level, ranks in levels.items():
-            probes |= {f"{level}/{name}": probe for name, probe in link_probes(ranks, cluster.device).items()}
-        times = _measure(probes, seconds / 3, group, together=together, device=cluster.device)
+            of_level = link_probes(ranks, cluster.device, sends=thorough)
+            probes |= {f"{level}/{name}": probe for name, probe in of_level.items()}
+        rounds = _Rounds(seconds if thorough else seconds / 3, _THOROUGH_ROUNDS if thorough else _MAX_ROUNDS)
+        times = _measure(probes, rounds, group, together=together, device=cluster.device, say=say)
         sizes = {level: dist.get_world_size(ranks) for level, ranks in levels.items()}
-    device = _measured_device(known.device, compute_speed(times))
-    links = {level: _measured_link(known, level, times, sizes[level]) for level in sizes}
+    source = _source(cluster, known.device.name)
+    speed = compute_speed(times, best=cluster.device_type != "cpu")
+    links = {level: _measured_link(known, level, times, sizes[level], source) for level in sizes}
     within = links.get("within_node", known.within_node)
-    return replace(
+    hardware = replace(
         known,
-        device=device,
+        device=_measured_device(known.device, speed, source),
         within_node=within,
         between_nodes=links.get("between_nodes", within if cluster.num_nodes == 1 else known.between_nodes),
         measured=True,
     )
+    return Measurement(rounded(hardware, Hardware), table, rounded(times, dict[str, float]), sizes)
 
 
-def _starting_point(cluster: Cluster) -> Hardware:
-    """The table's figures, or for a device that it lacks any that the measurement then replaces."""
+def _source(cluster: Cluster, device: str) -> str:
+    nodes = f" on {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
+    return f"measured on {cluster.world_size} × {device}{nodes}"
+
+
+def rounded(value: T, kind: Any) -> T:
+    """The value, of a type that pydantic reads, with four digits of each float: more than a measurement has."""
+    from pydantic import TypeAdapter
+
+    adapter = TypeAdapter(kind)
+    found: T = adapter.validate_python(_rounded(adapter.dump_python(value)))
+    return found
+
+
+def _rounded(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {name: _rounded(each) for name, each in plain.items()}
+    return float(f"{plain:.4g}") if isinstance(plain, float) else plain
+
+
+def _of_table(cluster: Cluster) -> Hardware | None:
     try:
-        hardware = cluster.with_hardware().hardware
+        return replace(cluster, hardware=None).with_hardware().hardware
     except InputError:
-        like = cpu_hardware(cluster.local_world_size, cluster.device_memory_bytes)
-        device = replace(
-            like.device, name=cluster.device_name, type=cluster.device_type, capability=cluster.capability
-        )
-        links = {name: LINKS[name].link(name, cluster.local_world_size) for name in ("pcie4", "eth100")}
-        return Hardware(
-            device=device, within_node=links["pcie4"], between_nodes=links["eth100"], to_host=links["pcie4"]
-        )
-    assert hardware is not None
-    return hardware
+        return None
+
+
+def _assumed(cluster: Cluster) -> Hardware:
+    """Figures of a device that the table lacks: any, as the measurement replaces them."""
+    like = cpu_hardware(cluster.local_world_size, cluster.device_memory_bytes)
+    device = replace(
+        like.device, name=cluster.device_name, type=cluster.device_type, capability=cluster.capability
+    )
+    links = {name: LINKS[name].link(name, cluster.local_world_size) for name in ("pcie4", "eth100")}
+    return Hardware(
+        device=device, within_node=links["pcie4"], between_nodes=links["eth100"], to_host=links["pcie4"]
+    )
 
 
 @contextmanager
@@ -115,25 +181,36 @@ def _levels(
             dist.destroy_process_group(each)
 
 
+class _Rounds(NamedTuple):
+    """Limits of a measurement: its seconds, which hold once there are three rounds, and its rounds."""
+
+    seconds: float
+    most: int
+
+
 def _measure(
     probes: dict[str, Probe],
-    seconds: float,
+    limits: _Rounds,
     group: dist.ProcessGroup | None,
     *,
     together: bool,
     device: str,
+    say: Callable[[str], None] | None,
 ) -> dict[str, float]:
     """The median seconds of each probe over rounds, the maximum over ranks; a first round warms up."""
     rounds: list[list[float]] = []
     started = time.perf_counter()
-    for number in range(_MAX_ROUNDS + 1):
+    for number in range(limits.most + 1):
         taken = [probe() for probe in probes.values()]
         if number > 0:
             rounds.append(taken)
         elapsed = time.perf_counter() - started
         if together:
             elapsed = _maximum([elapsed], group, device)[0]
-        if len(rounds) >= _MIN_ROUNDS and elapsed * (number + 2) / (number + 1) > seconds:
+        if say is not None:
+            what = f"round {number}" if number else "warmed up"
+            say(f"{what}: {len(probes)} figures, {elapsed:.1f} s of {limits.seconds:g} s")
+        if len(rounds) >= _MIN_ROUNDS and elapsed * (number + 2) / (number + 1) > limits.seconds:
             break
     medians = np.median(np.asarray(rounds), axis=0).tolist()
     return dict(zip(probes, _maximum(medians, group, device) if together else medians, strict=True))
@@ -148,19 +225,22 @@ def _maximum(values: list[float], group: dist.ProcessGroup | None, device: str) 
     return [float(value) for value in shared.tolist()]
 
 
-def _measured_device(known: Device, speed: ComputeSpeed) -> Device:
+def _measured_device(known: Device, speed: ComputeSpeed, source: str) -> Device:
+    # Dtypes that were not measured keep what the table takes them to reach.
+    reached = {dtype: known.products_of(dtype) for dtype in known.flops_per_s}
     return replace(
         known,
-        flops_per_s={**known.flops_per_s, **speed.flops_per_s},
+        flops_per_s={**reached, **speed.flops_per_s},
         memory_bytes_per_s=speed.memory_bytes_per_s,
         in_place_bytes_per_s=speed.in_place_bytes_per_s,
         launch_s=speed.launch_s,
         efficiency=1.0,
-        source="measured",
+        efficiencies={},
+        source=source,
     )
 
 
-def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int) -> Link:
+def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int, source: str) -> Link:
     link: Link = getattr(known, level)
     of_level = {
         name.removeprefix(f"{level}/"): value for name, value in times.items() if name.startswith(level)
@@ -172,5 +252,6 @@ def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ran
         rate=Rate(usual.latency_s, usual.bytes_per_s),
         collectives=rates,
         overlap=measured_overlap(of_level),
-        source="measured",
+        ramp=(),
+        source=source,
     )

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from atorch_ns.cluster import agreement
 from atorch_ns.cluster.devices import DEVICES, device_named
-from atorch_ns.cluster.hardware import LINKS, Device, Figure, Hardware, Link, Rate
+from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.cluster.kernels import Figure
 from atorch_ns.errors import BackendError, InputError
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class Cluster:
         if name is None:
             raise InputError(
                 f"the table of devices has no {self.device_name!r}. Describe it in a cluster file and give that, or "
-                f"let calibrate() measure it. Known: {', '.join(DEVICES)}."
+                f"measure it: atorch-ns calibrate. Known: {', '.join(DEVICES)}."
             )
         sheet = DEVICES[name]
         device = replace(sheet.device(name), memory_bytes=self.device_memory_bytes)

@@ -73,11 +73,9 @@ def collective_seconds(
 def _ring(
     kind: str, num_bytes: np.ndarray | float, ranks: np.ndarray, link: Link, count: np.ndarray | float
 ) -> np.ndarray:
-    rate, steps = link.rate_of(kind), RING_STEPS[kind]
-    messages = steps * (ranks - 1)
-    return np.asarray(
-        messages * (count * rate.latency_s + num_bytes / np.maximum(1, ranks) / rate.bytes_per_s)
-    )
+    messages = RING_STEPS[kind] * (ranks - 1) * count
+    each = num_bytes / np.maximum(1, ranks) / np.maximum(1, count)
+    return np.asarray(messages * link.message_seconds(kind, each))
 
 
 def gradient_buckets(sizes: Iterable[tuple[Hashable, int]], bucket_bytes: int) -> list[list[int]]:

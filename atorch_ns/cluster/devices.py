@@ -6,16 +6,16 @@ FLOP/s are dense: where a data sheet gives figures with sparsity, half of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from atorch_ns.cluster.hardware import Device, Figure
+from atorch_ns.cluster.hardware import Device
+from atorch_ns.cluster.kernels import Figure, product_rate
 
 _LAUNCH: Final = Figure(6e-6, "assumed: host time of one eager operator with autograd")
-_EFFICIENCY: Final = Figure(
-    0.75, "assumed: large bf16 products reach 0.79 of the peak on A100 and 0.75 on B200 with torch 2.8"
-)
+_EFFICIENCY: Final = Figure(0.77, "assumed: between the best bf16 products of A100 and those of GB200")
+_STREAMED: Final = (0.92, "0.92 of it, as triads and copies of 1 GiB reach on H100 (3.08 and 3.02 TB/s)")
 # A device's memory is what torch reports as its total capacity: the data sheet's size in GiB less what the
 # driver keeps, and for GDDR with error correction less a sixteenth.
 _HBM: Final = (0.988, "torch reports 79.1 of 80 GiB on H100, 93.0 of 94 on H100 NVL")
@@ -31,9 +31,10 @@ class DeviceSheet:
     """What is known of a kind of device.
 
     Attributes:
-        memory_bytes, memory_bytes_per_s: as torch reports it; peak.
+        memory_bytes, memory_bytes_per_s: as torch reports it; as operators reach it.
         flops_per_s: dense peak by dtype.
-        launch_s, efficiency: see :class:`Device`.
+        launch_s, efficiency, efficiencies, kernels: see :class:`Device`.
+        power_w: the most that the board takes.
         capability: CUDA's (or the first two digits of an AMD architecture).
         within_node: the link to others of the same node, by name.
         to_host: the link to the host's memory, by name.
@@ -51,6 +52,9 @@ class DeviceSheet:
     reported: tuple[tuple[str, ...], ...] = ()
     launch_s: Figure = _LAUNCH
     efficiency: Figure = _EFFICIENCY
+    efficiencies: Mapping[str, Figure] = field(default_factory=dict)
+    kernels: str = ""
+    power_w: Figure | None = None
 
     def figures(self) -> dict[str, Figure]:
         """Every figure by its name."""
@@ -60,7 +64,10 @@ class DeviceSheet:
             "launch_s": self.launch_s,
             "efficiency": self.efficiency,
         }
-        return {**named, **{f"flops_per_s.{dtype}": figure for dtype, figure in self.flops_per_s.items()}}
+        by_dtype = {"flops_per_s": self.flops_per_s, "efficiency": self.efficiencies}
+        for name, figures in by_dtype.items():
+            named |= {f"{name}.{dtype}": figure for dtype, figure in figures.items()}
+        return named
 
     def device(self, name: str) -> Device:
         """The device of that name."""
@@ -72,6 +79,8 @@ class DeviceSheet:
             flops_per_s={dtype: figure.value for dtype, figure in self.flops_per_s.items()},
             launch_s=self.launch_s.value,
             efficiency=self.efficiency.value,
+            efficiencies={dtype: figure.value for dtype, figure in self.efficiencies.items()},
+            kernels=self.kernels,
             capability=self.capability,
             source="; ".join(dict.fromkeys(figure.source for figure in self.figures().values())),
         )
@@ -86,13 +95,27 @@ def _sheet(
     tflops: Mapping[str, float],
     capability: tuple[int, int],
     links: tuple[str, str],
+    kernels: str = "",
+    watts: float = 0.0,
     names: tuple[str, ...] = (),
     reported: tuple[tuple[str, ...], ...] = (),
 ) -> DeviceSheet:
+    """A sheet; ``kernels`` names the device of ``kernels.csv`` whose products have the same share of the peak."""
     share, why = kind
+    streamed, how = _STREAMED
+    rates = {dtype: product_rate(kernels, dtype) for dtype in tflops}
+    efficiencies = {
+        dtype: Figure(rate.value / 1e12 / _PEAKS[kernels][dtype], rate.source)
+        for dtype, rate in rates.items()
+        if rate is not None
+    }
     return DeviceSheet(
+        efficiency=efficiencies.pop("bfloat16", _EFFICIENCY),
+        efficiencies=MappingProxyType(efficiencies),
+        kernels=kernels,
+        power_w=Figure(watts, title) if watts else None,
         memory_bytes=Figure(gib * share * 2**30, f"{title}; {why}"),
-        memory_bytes_per_s=Figure(gb_per_s * 1e9, title),
+        memory_bytes_per_s=Figure(gb_per_s * streamed * 1e9, f"{title}; {how}"),
         flops_per_s=MappingProxyType({key: Figure(value * 1e12, title) for key, value in tflops.items()}),
         capability=capability,
         within_node=links[0],
@@ -114,6 +137,16 @@ _H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 _NVLINK3, _NVLINK4, _NVLINK5 = ("nvlink3", "pcie4"), ("nvlink4", "pcie5"), ("nvlink5", "pcie5")
 _A100_FLOPS, _H100_FLOPS = _tensor(19.5, 156, 312), _tensor(67, 494.5, 989.5, 1979)
+_B200_FLOPS, _GB200_FLOPS = _tensor(75, 1125, 2250, 4500), _tensor(80, 1250, 2500, 5000)
+_MI300X_FLOPS = _tensor(163.4, 653.7, 1307.4, 2614.9)
+_PEAKS: Final[Mapping[str, Mapping[str, float]]] = {
+    **dict.fromkeys(("A100", "A100-PCIe"), _A100_FLOPS),
+    **dict.fromkeys(("H100", "H200"), _H100_FLOPS),
+    "B200": _B200_FLOPS,
+    "GB200": _GB200_FLOPS,
+    "MI300X": _MI300X_FLOPS,
+}
+"""TFLOP/s of the devices of ``kernels.csv``."""
 
 DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
     {
@@ -132,19 +165,19 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
             reported=(("Tesla T4",),),
         ),
         "A100-40GB": _sheet(
-            _A100, gib=40, kind=_HBM, gb_per_s=1555, tflops=_A100_FLOPS, capability=(8, 0), links=_NVLINK3,
+            _A100, gib=40, kind=_HBM, gb_per_s=1555, tflops=_A100_FLOPS, kernels="A100", watts=400, capability=(8, 0), links=_NVLINK3,
             names=("A100", "A100-SXM4-40GB"), reported=(("A100", "SXM", "40GB"),),
         ),
         "A100-80GB": _sheet(
-            _A100, gib=80, kind=_HBM, gb_per_s=2039, tflops=_A100_FLOPS, capability=(8, 0), links=_NVLINK3,
+            _A100, gib=80, kind=_HBM, gb_per_s=2039, tflops=_A100_FLOPS, kernels="A100", watts=400, capability=(8, 0), links=_NVLINK3,
             names=("A100-SXM4-80GB",), reported=(("A100", "SXM", "80GB"),),
         ),
         "A100-PCIe-40GB": _sheet(
-            _A100, gib=40, kind=_HBM, gb_per_s=1555, tflops=_A100_FLOPS, capability=(8, 0),
+            _A100, gib=40, kind=_HBM, gb_per_s=1555, tflops=_A100_FLOPS, kernels="A100-PCIe", watts=250, capability=(8, 0),
             links=("pcie4", "pcie4"), reported=(("A100", "PCIE", "40GB"),),
         ),
         "A100-PCIe-80GB": _sheet(
-            _A100, gib=80, kind=_HBM, gb_per_s=1935, tflops=_A100_FLOPS, capability=(8, 0),
+            _A100, gib=80, kind=_HBM, gb_per_s=1935, tflops=_A100_FLOPS, kernels="A100-PCIe", watts=300, capability=(8, 0),
             links=("pcie4", "pcie4"), names=("A100-PCIe",), reported=(("A100", "80GB", "PCIE"),),
         ),
         "A10": _sheet(
@@ -181,30 +214,35 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
             reported=(("L40S",),),
         ),
         "H100-80GB": _sheet(
-            _H100, gib=80, kind=_HBM, gb_per_s=3350, tflops=_H100_FLOPS, capability=(9, 0), links=_NVLINK4,
+            _H100, gib=80, kind=_HBM, gb_per_s=3350, tflops=_H100_FLOPS, kernels="H100", watts=700, capability=(9, 0), links=_NVLINK4,
             names=("H100", "H100-SXM", "H100-SXM5-80GB"), reported=(("H100", "HBM3"), ("H100", "SXM")),
+        ),
+        "H100-96GB": _sheet(
+            "NVIDIA H100 PCIe GPU product brief, six stacks of HBM2e for its five; else as H100", gib=96, kind=_HBM,
+            gb_per_s=2447, tflops=_H100_FLOPS, kernels="H100", watts=700, capability=(9, 0), links=_NVLINK4,
+            names=("H100-96GB-HBM2e",),
         ),
         "H100-PCIe": _sheet(
             "NVIDIA H100 PCIe GPU product brief", gib=80, kind=_HBM, gb_per_s=2039,
-            tflops=_tensor(51.2, 378, 756, 1513), capability=(9, 0), links=("pcie5", "pcie5"),
+            tflops=_tensor(51.2, 378, 756, 1513), kernels="H100", watts=350, capability=(9, 0), links=("pcie5", "pcie5"),
             names=("H100-PCIe-80GB",), reported=(("H100", "PCIE"),),
         ),
         "H100-NVL": _sheet(
             _H100, gib=94, kind=_HBM, gb_per_s=3938, tflops=_tensor(60, 417.5, 835.5, 1670.5),
-            capability=(9, 0), links=_NVLINK4, names=("H100-NVL-94GB",), reported=(("H100", "NVL"),),
+            kernels="H100", watts=400, capability=(9, 0), links=_NVLINK4, names=("H100-NVL-94GB",), reported=(("H100", "NVL"),),
         ),
         "H200-141GB": _sheet(
-            _H200, gib=141, kind=_HBM, gb_per_s=4800, tflops=_H100_FLOPS, capability=(9, 0), links=_NVLINK4,
+            _H200, gib=141, kind=_HBM, gb_per_s=4800, tflops=_H100_FLOPS, kernels="H200", watts=700, capability=(9, 0), links=_NVLINK4,
             names=("H200",), reported=(("H200",),),
         ),
         "B200": _sheet(
             "NVIDIA HGX B200 data sheet, an eighth of its figures", gib=180, kind=_HBM, gb_per_s=8000,
-            tflops=_tensor(75, 1125, 2250, 4500), capability=(10, 0), links=_NVLINK5, names=("B200-180GB",),
+            tflops=_B200_FLOPS, kernels="B200", watts=1000, capability=(10, 0), links=_NVLINK5, names=("B200-180GB",),
             reported=(("B200",),),
         ),
         "GB200": _sheet(
             "NVIDIA GB200 NVL72 data sheet, half of a superchip", gib=186, kind=_HBM, gb_per_s=8000,
-            tflops=_tensor(80, 1250, 2500, 5000), capability=(10, 0), links=("nvlink5", "pcie6"),
+            tflops=_GB200_FLOPS, kernels="GB200", watts=1200, capability=(10, 0), links=("nvlink5", "pcie6"),
             names=("GB200-186GB",), reported=(("GB200",),),
         ),
         "MI250X": _sheet(
@@ -214,7 +252,7 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
         ),
         "MI300X": _sheet(
             "AMD Instinct MI300X data sheet", gib=192, kind=_HBM, gb_per_s=5300,
-            tflops=_tensor(163.4, 653.7, 1307.4, 2614.9), capability=(9, 4), links=("xgmi3", "pcie5"),
+            tflops=_MI300X_FLOPS, kernels="MI300X", watts=750, capability=(9, 4), links=("xgmi3", "pcie5"),
             reported=(("MI300X",),),
         ),
     }

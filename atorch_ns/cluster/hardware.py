@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import numpy as np
 
-class Figure(NamedTuple):
-    """A figure of a data sheet.
-
-    Attributes:
-        value: the figure, in the unit of the field that holds it.
-        source: the title of the data sheet, or what was assumed and why.
-    """
-
-    value: float
-    source: str
+from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share
 
 
 @dataclass(frozen=True)
@@ -44,14 +38,27 @@ class Link:
         collectives: rates by collective (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
             ``"all_to_all"``, ``"broadcast"``, ``"send"``) where they are known to differ.
         overlap: share of a collective's time that computation can hide. On a CPU both need the same cores.
-        source: where the figures come from, or "measured".
+        ramp: bytes that each of a ring's messages has, and the share of the rate that they then reach, in the order of the
+            bytes; empty where ``latency_s`` tells what small messages cost.
+        source: where the figures come from, or "measured on …".
     """
 
     name: str
     rate: Rate
     collectives: Mapping[str, Rate] = field(default_factory=dict)
     overlap: float = 1.0
+    ramp: tuple[tuple[float, float], ...] = ()
     source: str = ""
+
+    def message_seconds(self, collective: str, num_bytes: np.ndarray | float) -> np.ndarray:
+        """Seconds of one message of a ring."""
+        rate = self.rate_of(collective)
+        if not self.ramp:
+            return np.asarray(rate.latency_s + num_bytes / rate.bytes_per_s)
+        sizes, shares = zip(*self.ramp, strict=True)
+        # Below the smallest size that was measured a message takes as long as that one.
+        num_bytes = np.maximum(num_bytes, sizes[0])
+        return np.asarray(num_bytes / rate.bytes_per_s / np.interp(np.log(num_bytes), np.log(sizes), shares))
 
     def rate_of(self, collective: str) -> Rate:
         """The rate of a collective, its own where it has one."""
@@ -73,10 +80,12 @@ class Device:
             ``"float8"``.
         launch_s: seconds that the host needs for one operator, with the module, the autograd node and the
             views around it.
-        efficiency: share of the peak that large matrix products reach in training.
+        efficiency: share of the peak that the best matrix products reach.
+        efficiencies: the same by dtype, where it differs.
+        kernels: the device whose rates of fused attention it has (``kernels.csv``); empty for those of products.
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
-        source: where the figures come from, or "measured".
+        source: where the figures come from, or "measured on …".
     """
 
     name: str
@@ -86,6 +95,8 @@ class Device:
     flops_per_s: Mapping[str, float]
     launch_s: float
     efficiency: float = 1.0
+    efficiencies: Mapping[str, float] = field(default_factory=dict)
+    kernels: str = ""
     capability: tuple[int, int] | None = None
     price_per_hour: float = 0.0
     in_place_bytes_per_s: float = 0.0
@@ -99,6 +110,14 @@ class Device:
     def flops_of(self, dtype: str) -> float:
         """Peak for a dtype, that of float32 where the device has no figure for it."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+    def products_of(self, dtype: str) -> float:
+        """FLOP/s of the best matrix products in a dtype."""
+        return self.flops_of(dtype) * self.efficiencies.get(dtype, self.efficiency)
+
+    def attention_of(self, dtype: str, kind: AttentionKind) -> float:
+        """FLOP/s of fused attention: the share of the rate of products that it has by the table, where it is there."""
+        return self.products_of(dtype) * attention_share(self.kernels, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +143,11 @@ _NCCL_BANDWIDTH: Final = (
     "NCCL src/graph/topo.h: bandwidth of one NVLink in rings, times the links of a device"
 )
 _NCCL_LATENCY: Final = "NCCL src/graph/tuning.cc: hardware latency of one step of a ring, Simple protocol"
+with Path(__file__).with_name("links.csv").open(encoding="utf-8", newline="") as _file:
+    _MEASURED_LINKS: Final = tuple(csv.DictReader(_file))
+_NCCL_OVERLAP: Final = 0.78
+"""Share of a collective's time that computation hides: NCCL's 24 blocks keep 24 of an H100's 132 multiprocessors from
+products meanwhile, which take 24/108 longer (NVIDIA developer forum, topic 337991, measures that and more)."""
 _PCIE: Final = (
     "PCI-SIG PCI Express base specification, x16, one direction; less a fifth for packets and copies"
 )
@@ -144,6 +168,7 @@ class LinkSheet(NamedTuple):
         shared: whether the ranks of a node share it.
         overlap: share of a collective's time that computation can hide.
         aliases: other names.
+        ramp: as in :class:`Link`.
     """
 
     level: str
@@ -152,6 +177,7 @@ class LinkSheet(NamedTuple):
     shared: bool = False
     overlap: float = 1.0
     aliases: tuple[str, ...] = ()
+    ramp: tuple[tuple[float, float], ...] = ()
 
     def link(self, name: str, num_sharing: int = 1) -> Link:
         """The link as ``num_sharing`` ranks of one node have it."""
@@ -160,46 +186,63 @@ class LinkSheet(NamedTuple):
             name=name,
             rate=Rate(self.latency_s.value, self.bytes_per_s.value / divided),
             overlap=self.overlap,
+            ramp=self.ramp,
             source="; ".join(dict.fromkeys((self.bytes_per_s.source, self.latency_s.source))),
         )
 
 
-def _nvlink(num_links: int, gb_per_s: float) -> LinkSheet:
+def _nvlink(num_links: int, gb_per_s: float, name: str = "") -> LinkSheet:
+    """NVLink: as its rings were measured at every size, where they are in ``links.csv``."""
+    latency, peak = Figure(3.4e-6, _NCCL_LATENCY), Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH)
+    rows = [row for row in _MEASURED_LINKS if row["link"] == name]
+    if not rows:
+        return LinkSheet("within", latency, peak, overlap=_NCCL_OVERLAP)
+    best = max(float(row["gb_per_s"]) for row in rows)
+    # Eight ranks; each message is an eighth of the tensor.
+    ramp = tuple((float(row["mib"]) * 2**20 / 8, float(row["gb_per_s"]) / best) for row in rows)
     return LinkSheet(
-        "within", Figure(3.4e-6, _NCCL_LATENCY), Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH)
+        "within", latency, Figure(best * 1e9, rows[0]["source"]), overlap=_NCCL_OVERLAP, ramp=ramp
     )
 
 
 def _pcie(gb_per_s: float) -> LinkSheet:
-    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), Figure(0.8 * gb_per_s * 1e9, _PCIE))
+    rate = Figure(0.8 * gb_per_s * 1e9, _PCIE)
+    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), rate, overlap=_NCCL_OVERLAP)
 
 
 def _infiniband(gbit_per_s: float, *aliases: str) -> LinkSheet:
     rate = Figure(0.92 * gbit_per_s / 8 * 1e9, _IB)
-    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, aliases=aliases)
+    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, overlap=_NCCL_OVERLAP, aliases=aliases)
 
 
 def _ethernet(gbit_per_s: float) -> LinkSheet:
     return LinkSheet(
-        "between", Figure(40e-6, _TCP), Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH), shared=True, overlap=0.8
+        "between",
+        Figure(40e-6, _TCP),
+        Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH),
+        shared=True,
+        overlap=_NCCL_OVERLAP,
     )
 
 
 def _efa(gbit_per_s: float, *aliases: str) -> LinkSheet:
     rate = Figure(0.8 * gbit_per_s / 8 * 1e9, _EFA)
-    return LinkSheet("between", Figure(25e-6, _EFA), rate, shared=True, aliases=aliases)
+    return LinkSheet(
+        "between", Figure(25e-6, _EFA), rate, shared=True, overlap=_NCCL_OVERLAP, aliases=aliases
+    )
 
 
 LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
     {
         "nvlink2": _nvlink(6, 20.0),
-        "nvlink3": _nvlink(12, 20.0),
-        "nvlink4": _nvlink(18, 20.6),
-        "nvlink5": _nvlink(18, 40.1),
+        "nvlink3": _nvlink(12, 20.0, "nvlink3"),
+        "nvlink4": _nvlink(18, 20.6, "nvlink4"),
+        "nvlink5": _nvlink(18, 40.1, "nvlink5"),
         "xgmi2": LinkSheet(
             "within",
             Figure(5.7e-6, "assumed: as a step over PCI Express"),
             Figure(0.7 * 200e9, "AMD Instinct MI250X data sheet: Infinity Fabric of a die, 0.7 of it"),
+            overlap=_NCCL_OVERLAP,
         ),
         "xgmi3": LinkSheet(
             "within",
@@ -207,6 +250,7 @@ LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
             Figure(
                 0.7 * 448e9, "AMD Instinct MI300X data sheet: 7 Infinity Fabric links of 64 GB/s, 0.7 of it"
             ),
+            overlap=_NCCL_OVERLAP,
         ),
         "pcie3": _pcie(15.75),
         "pcie4": _pcie(31.5),

@@ -9,8 +9,10 @@ on the line            key in a file                           meaning
 ``nvlink4``            ``within_node: nvlink4``                between devices of a node
 ``ib400``              ``between_nodes: ib400``                between nodes
 ``60GiB``              ``memory: 60GiB``                       of one device, in place of the table's
+``500W``               ``power: 500``                          limit of one device below what its board takes, watts
 ``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
 ..                     ``to_host: pcie5``                      between a device and its host's memory
+..                     ``measured``                            when and on what ``atorch-ns calibrate`` measured
 =====================  ======================================  =======================================
 """
 
@@ -21,9 +23,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, installed_packages
 from atorch_ns.cluster.devices import DEVICES
@@ -56,7 +58,7 @@ def read_count(value: Any, what: str, problems: list[str]) -> int:
 def read_number(value: Any, what: str, problems: list[str]) -> float:
     """A number that is not negative, and above 0 where 0 would stop the estimate; 1 where there is a problem."""
     number = _read(value, float)
-    least_is_positive = what.endswith(("bytes_per_s", "efficiency")) or "flops_per_s" in what
+    least_is_positive = what.endswith("bytes_per_s") or "flops_per_s" in what or "efficienc" in what
     if number is None or not math.isfinite(number) or number < 0 or (least_is_positive and number == 0):
         problems.append(f"{what}={value!r}: give a positive number.")
         return 1.0
@@ -92,7 +94,9 @@ SPEC_KEYS: Final = (
     "between_nodes",
     "to_host",
     "memory",
+    "power",
     "price_per_hour",
+    "measured",
 )
 """The keys of a cluster file."""
 
@@ -100,6 +104,7 @@ _NUMBER = r"(?P<count>[+-]?\d[\d_]*(\.\d+)?)"
 _COUNTED = re.compile(rf"^{_NUMBER}\s*[xX*×]\s*(?P<device>\S.*)$")
 _NODES = re.compile(rf"^{_NUMBER}\s*nodes?$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+(\.\d+)?\s*[kmgt]i?b$", re.IGNORECASE)
+_POWER = re.compile(r"^(?P<watts>\d+(\.\d+)?)\s*W$", re.IGNORECASE)
 _PRICE = re.compile(r"^\$\s*(?P<price>\d+(\.\d+)?)\s*(/\s*h(our)?)?$", re.IGNORECASE)
 _SUFFIXES: Final = (".json", ".yaml", ".yml")
 
@@ -138,6 +143,8 @@ def _read_part(part: str) -> tuple[str, Any] | None:
         return "devices", part
     if _MEMORY.match(part):
         return "memory", part
+    if found := _POWER.match(part):
+        return "power", found["watts"]
     if found := _PRICE.match(part):
         return "price_per_hour", found["price"]
     sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
@@ -155,7 +162,7 @@ def _names(device: str) -> tuple[str, ...]:
 def _unknown_part(part: str) -> str:
     known = [*DEVICES, "cpu", *LINKS]
     return (
-        f"{part!r} is no device, link, number of nodes, memory or price.{did_you_mean(part, known)} "
+        f"{part!r} is no device, link, number of nodes, memory, power or price.{did_you_mean(part, known)} "
         "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
     )
 
@@ -174,6 +181,10 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
         raise InputError(
             f"the cluster file {path} holds {with_article(values)}; it should map {', '.join(SPEC_KEYS)}."
         )
+    if isinstance(values.get("devices"), Mapping) and "schema" in values:
+        raise InputError(
+            f"{path} holds factors that report.refit has written, no cluster; it is for search_calibration."
+        )
     refuse_unknown(values, SPEC_KEYS, "", problems)
     return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}
 
@@ -187,11 +198,13 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-_DEVICE_KEYS: Final = (
-    "name", "like", "type", "memory", "memory_bytes_per_s", "flops_per_s", "launch_s", "efficiency",
-    "capability", "price_per_hour", "source",
-)  # fmt: skip
-_LINK_KEYS: Final = ("name", "like", "latency_s", "bytes_per_s", "overlap", "source")
+_DEVICE_KEYS: Final = ("like", "memory", *(one.name for one in fields(Device) if one.name != "memory_bytes"))
+_LINK_KEYS: Final = (
+    "like",
+    "latency_s",
+    "bytes_per_s",
+    *(one.name for one in fields(Link) if one.name != "rate"),
+)
 _MOST_RANKS: Final = 10_000_000
 
 
@@ -214,6 +227,8 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
     if device is not None:
         price = read_number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
         device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
+        if "power" in values:
+            device = _limited(device, read_number(values["power"], "power", problems), problems)
     hardware = None if device is None else _hardware(device, values, per_node, nodes, problems)
     if not problems and per_node * nodes > _MOST_RANKS:
         problems.append(f"{per_node} x {nodes} devices are more than any cluster has; check the counts.")
@@ -284,6 +299,21 @@ def _known_device(name: str, per_node: int, problems: list[str]) -> Device | Non
     return None
 
 
+def _limited(device: Device, watts: float, problems: list[str]) -> Device:
+    """The device with a limit of its power: the clock goes with the cube root of the power, since the voltage goes with
+    the clock. A board of 350 W with the chip of one of 700 W has 0.76 of its FLOP/s by their data sheets; this is 0.79."""
+    sheet = DEVICES.get(device.name)
+    most = sheet.power_w if sheet else None
+    if most is None or not 0 < watts <= most.value:
+        known = (
+            f"of up to {most.value:g} W" if most else "for devices of the table that have their power there"
+        )
+        problems.append(f"power={watts:g}: limits are {known}; for others give flops_per_s and efficiency.")
+        return device
+    share = (watts / most.value) ** (1 / 3)
+    return replace(device, flops_per_s={dtype: rate * share for dtype, rate in device.flops_per_s.items()})
+
+
 def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
     """A device described by its figures, on top of a known one where ``like`` names it."""
     refuse_unknown(given, _DEVICE_KEYS, "device", problems)
@@ -299,14 +329,13 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
     start = base or Device(
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
-    numbers = {
-        key: read_number(given[key], f"device.{key}", problems)
-        for key in ("memory_bytes_per_s", "launch_s", "efficiency", "price_per_hour")
-        if key in given
-    }
+    others = ("name", "type", "flops_per_s", "capability", "source")
+    read = _read_fields(Device, given, others, "device", problems)
+    if "efficiency" in read:
+        read = {"efficiencies": {}, **read}
     return replace(
         start,
-        **numbers,
+        **read,
         name=str(given.get("name", start.name)),
         type=_type(given.get("type", start.type), problems),
         memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
@@ -314,6 +343,37 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         capability=_capability(given.get("capability", start.capability), problems),
         source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
+
+
+def _read_fields(
+    kind: type, given: Mapping[str, Any], others: tuple[str, ...], what: str, problems: list[str]
+) -> dict[str, Any]:
+    """Fields of a dataclass that are given and need no reading of their own, each by its type; ``others`` are left out."""
+    from pydantic import TypeAdapter, ValidationError
+
+    hints, read = get_type_hints(kind), {}
+    for name in (one.name for one in fields(kind) if one.name in given and one.name not in others):
+        before = len(problems)
+        _check_numbers(given[name], f"{what}.{name}", problems)
+        try:
+            read[name] = TypeAdapter(hints[name]).validate_python(given[name])
+        except ValidationError as error:
+            if len(problems) == before:
+                first = error.errors()[0]
+                where = ".".join(map(str, (what, name, *first["loc"])))
+                problems.append(f"{where}={first['input']!r}: {first['msg']}.")
+    return read
+
+
+def _check_numbers(value: Any, what: str, problems: list[str]) -> None:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_numbers(each, f"{what}.{key}", problems)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_numbers(each, what, problems)
+    elif _read(value, float) is not None:
+        read_number(value, what, problems)
 
 
 def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
@@ -360,12 +420,9 @@ def _hardware(
         key: _link(values[key], key, link, per_node, problems) if key in values else link
         for key, link in usual.items()
     }
-    return Hardware(
-        device=device,
-        within_node=links["within_node"],
-        between_nodes=links["between_nodes"],
-        to_host=links["to_host"],
-    )
+    if "measured" in values and nodes == 1 and "between_nodes" not in values:
+        links["between_nodes"] = links["within_node"]
+    return Hardware(**links, device=device, measured="measured" in values)
 
 
 def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
@@ -380,9 +437,19 @@ def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]
         read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
         read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
-    overlap = read_number(wanted.get("overlap", base.overlap), f"{key}.overlap", problems)
-    source = str(wanted.get("source", f"given; else {base.source}"))
-    return Link(name=str(wanted.get("name", base.name)), rate=rate, overlap=overlap, source=source)
+    kept = {name: getattr(base, name) for name in ("collectives", "ramp")} if rate == base.rate else {}
+    return replace(
+        base,
+        **{
+            "collectives": {},
+            "ramp": (),
+            **kept,
+            **_read_fields(Link, wanted, ("name", "source"), key, problems),
+        },
+        name=str(wanted.get("name", base.name)),
+        rate=rate,
+        source=str(wanted.get("source", f"given; else {base.source}")),
+    )
 
 
 def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link | None:

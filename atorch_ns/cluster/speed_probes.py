@@ -1,7 +1,8 @@
-"""Probes of the links between ranks: each collective at several sizes, and how well it hides."""
+"""Probes of devices (products, attention, element-wise operators, starts) and of links (collectives by size, overlap)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ _PRODUCTS: Final = {"cpu": ((256, 256, 1024), (384, 384, 384), (128, 512, 2048))
 # Without AVX-512 FP16, products in fp16 are a hundred times slower than others: small ones tell it as well.
 _FAST: Final = {"cpu": ("float32", "bfloat16"), "cuda": _DTYPES}
 _SMALL_PRODUCTS: Final = ((64, 128, 128),)
+_SQUARES: Final = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096, 8192)}
+# (batch, heads, tokens, size of a head)
+_ATTENTION: Final = {"cpu": ((2, 4, 128, 64), (1, 4, 512, 64)),
+                     "cuda": ((16, 16, 1024, 128), (4, 16, 4096, 128), (1, 16, 16384, 128))}  # fmt: skip
 _ELEMENTS: Final = {"cpu": 2**18, "cuda": 2**24}
 _NUM_TENSORS: Final = 16
 _MIN_SECONDS: Final = 0.004
@@ -34,7 +39,7 @@ class ComputeSpeed:
     """Measured speed of one device.
 
     Attributes:
-        flops_per_s: FLOP/s by dtype, the median over shapes of products.
+        flops_per_s: FLOP/s of products by dtype.
         memory_bytes_per_s, in_place_bytes_per_s, launch_s: as in :class:`Device`.
     """
 
@@ -44,8 +49,13 @@ class ComputeSpeed:
     launch_s: float
 
 
-def compute_probes(device: str) -> dict[str, Callable[[], float]]:
-    """What to time, by a name that :func:`compute_speed` reads; dtypes that the device lacks are left out."""
+def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[[], float]]:
+    """What to time, by a name that :func:`compute_speed` reads; dtypes that the device lacks are left out.
+
+    Args:
+        device: the device, as torch writes it.
+        by_size: whether square products and causal attention are timed too, by dtype and size.
+    """
     kind = device.partition(":")[0]
     probes: dict[str, Callable[[], float]] = {}
     for dtype in _DTYPES:
@@ -56,11 +66,71 @@ def compute_probes(device: str) -> dict[str, Callable[[], float]]:
     probes |= dict(_element_wise(device, _ELEMENTS[kind]))
     layers, operators = _small_layers(device)
     probes[f"operators/{operators}"] = timed(layers, device)
-    return probes
+    return probes | (dict(_probes_by_size(device, kind)) if by_size else {})
 
 
-def compute_speed(times: Mapping[str, float]) -> ComputeSpeed:
-    """The speed that the probes' median seconds amount to."""
+def _probes_by_size(device: str, kind: str) -> Iterator[tuple[str, Callable[[], float]]]:
+    for dtype in _FAST[kind]:
+        for size in _SQUARES[kind]:
+            probe = _product(device, dtype, (size, size, size))
+            if probe is not None:
+                yield f"square/{dtype}/{size}x{size}x{size}", probe
+        for shape in _ATTENTION[kind]:
+            name = f"{dtype}/{'x'.join(map(str, shape))}"
+            try:
+                forward, training = _attention(device, dtype, shape)
+            except (RuntimeError, NotImplementedError):  # no attention of that dtype, or no memory for it
+                continue
+            yield f"attention/{name}", forward
+            yield f"attention_training/{name}", training
+
+
+def _attention(
+    device: str, dtype: str, shape: tuple[int, int, int, int]
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Causal attention: its forward pass, and forward and backward."""
+    import torch
+    import torch.nn.functional as F
+
+    query, key, value = (_values(shape, dtype, device).requires_grad_() for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def without_graph() -> None:
+        with torch.no_grad():
+            forward()
+
+    def training() -> None:
+        torch.autograd.grad(forward().sum(), (query, key, value))
+
+    training()
+    return timed(without_graph, device), timed(training, device)
+
+
+def probe_flops(name: str) -> float:
+    """FLOPs of one run of a probe of products or attention, by its name; 0 for others.
+
+    A product of m x k by k x n has 2mkn; causal attention of B samples, H heads, T tokens and heads of size D has half of
+    4BHT²D forward, and 3.5 times that with the backward pass: five products, of which one is computed again.
+    """
+    what, *rest = name.split("/")
+    if what in ("product", "square"):
+        return 2.0 * math.prod(map(int, rest[1].split("x")))
+    if what.startswith("attention"):
+        batch, heads, tokens, size = map(int, rest[1].split("x"))
+        return 2.0 * batch * heads * tokens**2 * size * (3.5 if what == "attention_training" else 1)
+    return 0.0
+
+
+def compute_speed(times: Mapping[str, float], *, best: bool = False) -> ComputeSpeed:
+    """The speed that the probes' median seconds amount to.
+
+    Args:
+        times: seconds by the probe's name.
+        best: whether a product's rate is that of the best shape, as estimates for GPUs need it: they price what other shapes
+            lose as the bytes of their operands. Otherwise it is the median of the usual layers.
+    """
     launch = next(
         seconds / int(name.split("/")[1]) for name, seconds in times.items() if name.startswith("operators/")
     )
@@ -70,14 +140,15 @@ def compute_speed(times: Mapping[str, float]) -> ComputeSpeed:
         what, *rest = name.split("/")
         # A bare operator costs less than one in a module under autograd: about a third.
         net = max(seconds - launch / 3, seconds / 10)
-        if what == "product":
-            flops = 2 * np.prod([float(size) for size in rest[1].split("x")])
-            rates.setdefault(rest[0], []).append(float(flops) / net)
+        if what == "product" or (best and what == "square"):
+            rates.setdefault(rest[0], []).append(probe_flops(name) / net)
         elif what in moved:
             moved[what][0] += float(rest[1])
             moved[what][1] += net
     return ComputeSpeed(
-        flops_per_s={dtype: float(np.median(values)) for dtype, values in rates.items()},
+        flops_per_s={
+            dtype: float(max(values) if best else np.median(values)) for dtype, values in rates.items()
+        },
         memory_bytes_per_s=moved["elements"][0] / moved["elements"][1],
         in_place_bytes_per_s=moved["in_place"][0] / moved["in_place"][1],
         launch_s=launch,
@@ -115,14 +186,20 @@ def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[
     import torch
 
     rows, inner, columns = shape
-    kind = getattr(torch, dtype)
     try:
-        left = torch.ones(rows, inner, dtype=kind, device=device)
-        right = torch.ones(inner, columns, dtype=kind, device=device)
+        left, right = _values((rows, inner), dtype, device), _values((inner, columns), dtype, device)
         torch.mm(left[:1], right)
     except (RuntimeError, NotImplementedError):  # the device has no such product
         return None
     return timed(lambda: torch.mm(left, right), device)
+
+
+def _values(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
+    """Random values: on constant ones a GPU needs less power, and is faster than in training."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
 
 
 def _element_wise(device: str, num_elements: int) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -200,11 +277,19 @@ _REPEATS: Final = {"cpu": (4, 3, 2, 2), "cuda": (10, 5, 3, 2)}
 _OVERLAP_BYTES: Final = {"cpu": 2**22, "cuda": 2**27}
 
 
-def link_probes(group: dist.ProcessGroup, device: str) -> dict[str, Callable[[], float]]:
-    """What to time, by a name that :func:`fit_rates` and :func:`measured_overlap` read."""
+def link_probes(
+    group: dist.ProcessGroup, device: str, *, sends: bool = False
+) -> dict[str, Callable[[], float]]:
+    """What to time, by a name that :func:`fit_rates` and :func:`measured_overlap` read.
+
+    Args:
+        group: the ranks on the link.
+        device: this rank's device.
+        sends: whether sends are timed too, from each rank to the next, all at once.
+    """
     kind = device.partition(":")[0]
     probes: dict[str, Callable[[], float]] = {}
-    for collective in _MEASURED:
+    for collective in (*_MEASURED, *(["send"] if sends else [])):
         for num_bytes, repeats in zip(_NUM_BYTES[kind], _REPEATS[kind], strict=True):
             start = _starter(collective, num_bytes, group, device)
             if start is not None:
@@ -224,9 +309,14 @@ def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
         collective, _, num_bytes = name.partition("/")
         if collective in RING_STEPS and num_bytes.isdecimal():
             points.setdefault(collective, []).append((float(num_bytes), seconds))
-    return {
-        name: _fit(RING_STEPS[name] * (num_ranks - 1), num_ranks, found) for name, found in points.items()
-    }
+    return {name: _fit(*messages_of(name, num_ranks), found) for name, found in points.items()}
+
+
+def messages_of(collective: str, num_ranks: int) -> tuple[int, int]:
+    """How many messages a rank sends one after the other, and into how many parts the tensor is divided for them."""
+    if collective == "send":
+        return 1, 1
+    return RING_STEPS[collective] * (num_ranks - 1), num_ranks
 
 
 def measured_overlap(times: Mapping[str, float]) -> float:
@@ -235,14 +325,14 @@ def measured_overlap(times: Mapping[str, float]) -> float:
     return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
 
 
-def _fit(messages: int, num_ranks: int, points: list[tuple[float, float]]) -> Rate:
+def _fit(messages: int, num_parts: int, points: list[tuple[float, float]]) -> Rate:
     sizes, seconds = (np.asarray(values) for values in zip(*points, strict=True))
-    columns = np.stack([np.full(len(sizes), messages), messages * sizes / num_ranks], axis=1)
+    columns = np.stack([np.full(len(sizes), messages), messages * sizes / num_parts], axis=1)
     weights = 1 / seconds
     solution, *_ = np.linalg.lstsq(columns * weights[:, None], np.ones(len(sizes)), rcond=None)
     # Noise can make either negative; no message is free, and none is faster than the largest that was seen.
     latency = max(float(solution[0]), 0.1 * float(seconds.min()) / messages)
-    slowest = 0.2 * float(seconds[-1]) / (messages * float(sizes[-1]) / num_ranks)
+    slowest = 0.2 * float(seconds[-1]) / (messages * float(sizes[-1]) / num_parts)
     return Rate(latency, 1 / max(float(solution[1]), slowest))
 
 
@@ -257,21 +347,32 @@ def _starter(
     each = max(1, num_bytes // 4 // num_ranks)
     whole, part = torch.zeros(each * num_ranks, device=device), torch.zeros(each, device=device)
     other = torch.zeros_like(whole)
-    first = dist.get_process_group_ranks(group)[0]
+    ranks = dist.get_process_group_ranks(group)
+    at = dist.get_rank(group)
     # torch 2.13 gave these two shorter names; the old ones warn.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+    def shift(later: bool) -> None:
+        sent = dist.P2POp(dist.isend, whole, ranks[(at + 1) % num_ranks], group=group)
+        received = dist.P2POp(dist.irecv, other, ranks[at - 1], group=group)
+        for work in dist.batch_isend_irecv([sent, received]):
+            work.wait()
+
     starters: dict[str, Callable[[bool], Any]] = {
         "all_reduce": lambda later: dist.all_reduce(whole, group=group, async_op=later),
         "all_gather": lambda later: gather(whole, part, group=group, async_op=later),
         "reduce_scatter": lambda later: scatter(part, whole, group=group, async_op=later),
-        "broadcast": lambda later: dist.broadcast(whole, src=first, group=group, async_op=later),
+        "broadcast": lambda later: dist.broadcast(whole, src=ranks[0], group=group, async_op=later),
         "all_to_all": lambda later: dist.all_to_all_single(other, whole, group=group, async_op=later),
+        "send": shift,
     }
     start = starters[collective]
     try:
         start(False)
     except (RuntimeError, NotImplementedError):  # on every rank alike: the backend lacks it
+        if collective == "all_reduce":  # every backend has it: a rank is gone
+            raise
         return None
     return start
 

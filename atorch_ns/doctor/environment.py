@@ -16,6 +16,7 @@ from atorch_ns.cluster import OPTIONAL_PACKAGES
 from atorch_ns.cluster.cluster import machine_memory_bytes
 from atorch_ns.doctor.machine import shared_memory_bytes
 from atorch_ns.launch import num_usable_cores
+from atorch_ns.system import cpu_model
 
 _PACKAGES: Final = (
     "torch", "numpy", "pydantic", "optuna", "grpcio", "protobuf", "typer", "rich", "cloudpickle", "triton",
@@ -67,20 +68,11 @@ def _system() -> dict[str, Any]:
 
 def _cpu() -> dict[str, Any]:
     return {
-        "model": _cpu_model(),
+        "model": cpu_model(),
         "cores": os.cpu_count() or 1,
         "usable_cores": num_usable_cores(),
         "cgroup_cores": _cgroup_cores(),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
 
 
 def _cgroup_cores() -> float | None:

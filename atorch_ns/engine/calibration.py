@@ -25,7 +25,9 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from atorch_ns.cluster import Hardware, Link, Rate
+from atorch_ns.cluster import Cluster, Hardware, Link, Rate
+from atorch_ns.cluster.measured import measured_for
+from atorch_ns.cluster.spec import read_spec
 from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.estimate import Estimate
 from atorch_ns.method import Chosen, Registry, fold_plan, load_registry
@@ -64,7 +66,8 @@ class Factors:
 
     def bytes(self, predicted: Estimate, precision: str) -> float:
         """A peak's prediction, corrected."""
-        return self.memory.get(precision, 1.0) * predicted.peak_bytes
+        beyond = predicted.peak_bytes - predicted.allocated_bytes
+        return self.memory.get(precision, 1.0) * predicted.allocated_bytes + beyond
 
     def on(self, hardware: Hardware) -> Hardware:
         """The hardware with figures that make estimates come out as measured.
@@ -137,6 +140,10 @@ class Calibration:
         Raises:
             InputError: if it is missing, is none, or was written by a later version.
         """
+        if _is_measured(path):
+            raise InputError(
+                f"{path} holds speeds that atorch-ns calibrate measured, no factors of trials. Name another file."
+            )
         try:
             found = from_json(cls, Path(path).read_bytes())
         except (OSError, InputError) as error:
@@ -144,6 +151,22 @@ class Calibration:
         if found.schema != _SCHEMA:
             raise InputError(f"{path} has schema {found.schema!r}; this version reads {_SCHEMA}.")
         return found
+
+
+def _is_measured(path: str | os.PathLike[str]) -> bool:
+    try:
+        return "measured" in read_spec(Path(path), [])
+    except InputError:
+        return False
+
+
+def read_calibration(path: str | os.PathLike[str], cluster: Cluster) -> Hardware | Calibration:
+    """What ``search_calibration`` names: figures that ``atorch-ns calibrate`` measured, or factors of earlier trials.
+
+    Raises:
+        InputError: if it is neither, or if the figures are of another cluster than this job's.
+    """
+    return measured_for(Path(path), cluster) if _is_measured(path) else Calibration.load(path)
 
 
 def computed_and_communicated(predicted: Estimate) -> tuple[float, float]:
@@ -216,8 +239,8 @@ def refit(
         if measured.succeeded and predicted.step_seconds > 0:
             parts = computed_and_communicated(predicted)
             times.append(_Observation(precision, *parts, measured.median_seconds, weight))
-        if measured.peak_bytes and predicted.peak_bytes > 0:
-            peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.peak_bytes)
+        if measured.peak_bytes and predicted.allocated_bytes > 0:
+            peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.allocated_bytes)
     if not times and not peaks:
         raise InputError(
             "no candidate of the search was both priced and measured, so there is nothing to learn."

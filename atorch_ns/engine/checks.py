@@ -111,15 +111,12 @@ def check_price(
 
 
 def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
-    """Whether the peak over ranks is within 8% of the prediction, or within 256 KiB.
-
-    The framework's own reserve, which no trial measures, is left out of the prediction.
-    """
+    """Whether the peak of tensors over ranks is within 8% of the prediction, or within 256 KiB."""
     name = "memory as predicted"
     if not measured:
         return Check(name, False, "the trial measured none")
     peak = max(measured)
-    expected = predicted.peak_bytes - predicted.memory.reserve
+    expected = predicted.allocated_bytes
     text = f"{bytes_text(peak)} measured, {bytes_text(expected)} predicted"
     text = f"{text}: {_side(expected, peak)}"
     off = abs(peak - expected)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from atorch_ns.cluster import Cluster, calibrate
-from atorch_ns.engine.calibration import Calibration
+from atorch_ns.cluster import Cluster, Hardware, calibrate
+from atorch_ns.engine.calibration import read_calibration
 from atorch_ns.engine.problem import build_problem
 from atorch_ns.engine.request import SearchRequest
 from atorch_ns.engine.rpc.channel import UnreachableError
@@ -63,12 +63,16 @@ def find_strategy(
 
 
 def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster:
-    """The cluster with measured figures, corrected by calibrations of earlier jobs."""
+    """The cluster with figures that were measured on it before, or are now and are corrected by factors of earlier jobs."""
+    learned, path = None, request.search_calibration
+    if path is not None:
+        learned = cluster.agree(lambda: read_calibration(path, cluster), what="reading the calibration")
+    if isinstance(learned, Hardware):
+        return replace(cluster, hardware=learned, device_memory_bytes=learned.device.memory_bytes)
     known = cluster.with_hardware()
     group = dist.group.WORLD if cluster.distributed else None
     hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
-    if (path := request.search_calibration) is not None:
-        learned = cluster.agree(lambda: Calibration.load(path), what="reading the calibration")
+    if learned is not None:
         hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
     return replace(known, hardware=hardware)
 

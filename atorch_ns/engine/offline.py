@@ -29,6 +29,8 @@ from atorch_ns.method import Registry, load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
 from atorch_ns.search.conclude import pareto
+from atorch_ns.search.objective import Objective
+from atorch_ns.search.ranking import fits_surely, prefer
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import error_text, with_article, with_period
 
@@ -68,13 +70,21 @@ def _find(output: Any) -> tuple[torch.Tensor, str]:
     )
 
 
-def offline_rows(candidates: Sequence[Candidate], settings: SearchSettings) -> tuple[Row, ...]:
-    """The candidates in their order, those that can be used first."""
+def offline_rows(
+    candidates: Sequence[Candidate], settings: SearchSettings, limit_bytes: int = 0
+) -> tuple[Row, ...]:
+    """The chosen candidate, the others that can be used in their order, and those that cannot."""
     usable = [candidate for candidate in candidates if candidate.pruned is None]
-    rows = [
-        Row(candidate=one, fate="untried" if position else "won", reason=_reason(one, usable[0], settings))
-        for position, one in enumerate(usable)
-    ]
+    rows = []
+    if usable:
+        plain = [name for one in candidates if one.is_baseline for name, _ in one.steps]
+        chosen, reason = prefer(usable, Objective(settings), limit_bytes, plain)
+        rows = [Row(candidate=chosen, fate="won", reason=reason or _GOALS[settings.objective])]
+        rows += [
+            Row(candidate=one, fate="untried", reason=_reason(one, chosen, limit_bytes))
+            for one in usable
+            if one is not chosen
+        ]
     rows += [
         Row(candidate=one, fate="pruned", reason=one.pruned.reason)
         for one in candidates
@@ -83,23 +93,24 @@ def offline_rows(candidates: Sequence[Candidate], settings: SearchSettings) -> t
     return tuple(rows)
 
 
-def _reason(candidate: Candidate, best: Candidate, settings: SearchSettings) -> str:
-    if candidate is best:
-        goals = {
-            "time": "the shortest predicted step",
-            "memory": "the least predicted memory",
-            "batch": "the largest batch that is predicted to fit",
-            "cost": "the lowest predicted cost per token",
-        }
-        return goals[settings.objective]
-    mine, other = candidate.estimate, best.estimate
+_GOALS = {
+    "time": "the shortest predicted step",
+    "memory": "the least predicted memory",
+    "batch": "the largest batch that is predicted to fit",
+    "cost": "the lowest predicted cost per token",
+}
+
+
+def _reason(candidate: Candidate, chosen: Candidate, limit_bytes: int) -> str:
+    mine, other = candidate.estimate, chosen.estimate
     if mine is None or other is None or not other.step_seconds:
         return "not priced"
     ratio = mine.step_seconds / other.step_seconds
-    time_part = f"{ratio:.2f}× the best's step" if ratio >= 1.005 else "as fast as the best"
+    time_part = f"{ratio:.2f}× the chosen step" if abs(ratio - 1) >= 0.005 else "as fast as the chosen one"
     share = mine.peak_bytes / other.peak_bytes - 1 if other.peak_bytes else 0.0
     memory_part = f", {abs(share):.0%} {'more' if share > 0 else 'less'} memory" if abs(share) >= 0.01 else ""
-    return f"predicted {time_part}{memory_part}"
+    unsure = "" if fits_surely(candidate, limit_bytes) else "; may not fit"
+    return f"predicted {time_part}{memory_part}{unsure}"
 
 
 def nearest_miss(rows: Iterable[Row]) -> str:
@@ -260,7 +271,7 @@ def plan_offline(
         excluded=list(excluded) if excluded else None,
         included=list(included) if included else None,
     )
-    rows = offline_rows(space.candidates, settings)
+    rows = offline_rows(space.candidates, settings, memory_limit(cluster, settings).num_bytes)
     best = rows[0].candidate.key if rows and rows[0].fate == "won" else None
     took = time.perf_counter() - began
     notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)

@@ -1,6 +1,7 @@
 """Estimates: plans and a profile on a cluster, priced in bytes and seconds."""
 
 from atorch_ns.estimate.estimate import Collective, Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate.intervals import Intervals
 from atorch_ns.estimate.price import Prices, estimate, price
 from atorch_ns.estimate.table import PlanTable, template_of
 from atorch_ns.estimate.time.predicted_collectives import unpredicted
@@ -8,6 +9,7 @@ from atorch_ns.estimate.time.predicted_collectives import unpredicted
 __all__ = [
     "Collective",
     "Estimate",
+    "Intervals",
     "MemoryParts",
     "PlanTable",
     "Prices",

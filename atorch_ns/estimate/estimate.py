@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from atorch_ns.estimate.intervals import UNKNOWN, Intervals, Range
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -23,7 +25,7 @@ class Workload:
 
 
 class MemoryParts(NamedTuple):
-    """Bytes on one rank at the step's worst moment; their sum is the peak.
+    """Bytes on one rank at the step's worst moment; their sum is what its device must have.
 
     Attributes:
         parameters: weights as they are kept between steps, and buffers.
@@ -31,7 +33,8 @@ class MemoryParts(NamedTuple):
         optimizer: states and fp32 master weights.
         activations: what is saved for the backward pass.
         temporaries: gathered parameters, casts, workspaces of operators, the optimizer's temporaries.
-        reserve: held by the framework whatever the model.
+        reserve: kept by torch's allocator beyond what tensors need (CUDA), or by a method whatever the model.
+        outside: held on the device beside torch's allocator: CUDA's context, NCCL's buffers.
     """
 
     parameters: float
@@ -40,10 +43,11 @@ class MemoryParts(NamedTuple):
     activations: float
     temporaries: float
     reserve: float
+    outside: float = 0.0
 
     @property
     def total(self) -> float:
-        """The peak, in bytes."""
+        """The sum of all parts."""
         return sum(self)
 
 
@@ -105,19 +109,49 @@ class Estimate:
         time: seconds per step.
         peak_at: the worst moment, in words: ``"backward of model.layers.0"``.
         collectives: what each step communicates.
+        intervals: how sure it is, as factors.
     """
 
     memory: MemoryParts
     time: TimeParts
     peak_at: str = ""
     collectives: tuple[Collective, ...] = ()
+    intervals: Intervals = UNKNOWN
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Bytes of tensors on one rank at the worst moment, as ``torch.cuda.max_memory_allocated`` and trials count."""
+        return self.reserved_bytes - self.memory.reserve
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes that torch holds for them, as ``torch.cuda.max_memory_reserved`` counts."""
+        return self.peak_bytes - self.memory.outside
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes without which it cannot run: ``peak_bytes`` less what torch's allocator gives back before it runs out."""
+        return self.allocated_bytes + self.memory.outside
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of one rank at the worst moment."""
+        """Bytes that one rank's device must have: what is reserved, and what lies outside of torch. Limits are for these;
+        on a CPU they are those of tensors."""
         return self.memory.total
 
     @property
     def step_seconds(self) -> float:
         """Seconds of one step."""
         return self.time.total
+
+    @property
+    def peak_bytes_interval(self) -> Range:
+        """Bytes between which eight of ten runs of this class lie."""
+        low, high = self.intervals.memory
+        return low * self.peak_bytes, high * self.peak_bytes
+
+    @property
+    def step_seconds_interval(self) -> Range:
+        """Seconds between which eight of ten runs of this class lie."""
+        low, high = self.intervals.time
+        return low * self.step_seconds, high * self.step_seconds

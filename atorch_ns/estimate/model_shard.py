@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from atorch_ns.capture.operators import is_saved
 from atorch_ns.pipeline import RecomputeShare
-from atorch_ns.profile import OperatorCost, ParameterSpec, Segment, SegmentCost, Trace, precision_key
+from atorch_ns.profile import ForwardResult, ParameterSpec, Segment, SegmentCost, Trace, precision_key
 from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan
 
 T = TypeVar("T")
@@ -150,12 +151,12 @@ def is_recomputed(plan: Plan, segment: Segment) -> bool:
     )
 
 
-def saved_share(plan: Plan, cost: SegmentCost, weigh: Callable[[OperatorCost], float]) -> float:
-    """The share of a segment's operators whose results selective recomputation keeps, by what each weighs."""
-    saved = {name.removesuffix(".default") for name in plan.recomputation.saved_operators}
-    total = sum(weigh(each) for each in cost.operators)
-    kept = sum(weigh(each) for each in cost.operators if each.name in saved)
-    return kept / total if total else 0.0
+def saved_results(plan: Plan, cost: SegmentCost) -> list[ForwardResult]:
+    """What selective recomputation keeps of a segment; empty under any other plan."""
+    again = plan.recomputation
+    if again.kind != "selective":
+        return []
+    return [each for each in cost.results if is_saved(again.saved_operators, each.name, each.number)]
 
 
 def _shares(trace: Trace, position: int) -> bool:
@@ -206,6 +207,11 @@ class Sizes:
         return self._where(lambda use: use.tensor.sequence)
 
     @cached_property
+    def asynchronous(self) -> np.ndarray:
+        """[R] whether exchanges along the axis ``tensor`` go on while the products beside them are computed."""
+        return self._where(lambda use: use.tensor.asynchronous)
+
+    @cached_property
     def parallel_loss(self) -> np.ndarray:
         """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
         return self._where(lambda use: use.tensor.parallel_loss)
@@ -229,7 +235,8 @@ class Sizes:
     @cached_property
     def pipelined(self) -> np.ndarray:
         """[R] index into :attr:`pipelines`."""
-        found = [self.pipelines.index(use.pipeline) for use in self.uses]
+        places = {pipeline: place for place, pipeline in enumerate(self.pipelines)}
+        found = [places[use.pipeline] for use in self.uses]
         return np.asarray(np.asarray(found, dtype=np.int64)[self.use])
 
     def _where(self, holds: Callable[[AxisUse], bool]) -> np.ndarray:
@@ -252,8 +259,10 @@ class Sizes:
 
     def shards(self, layout: str) -> np.ndarray:
         """[R] ranks that sharded states are divided over, by their layout: ``zero`` where there is one, else all that see
-        different data; where rows are divided, as ``fully_shard`` does, ``sequence`` too."""
-        ranks = np.where(self.zero > 1, self.zero, self.data * self.expert)
+        different data, of whole parameters those with the same experts; where rows are divided, as ``fully_shard`` does,
+        ``sequence`` too."""
+        seen = self.data if layout == "parameters" else self.data * self.expert
+        ranks = np.where(self.zero > 1, self.zero, seen)
         return np.asarray(ranks * self.sequence if layout == "rows" else ranks)
 
     def num_samples(self, global_batch: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.estimate.auto_schedule import with_chosen_schedules
 from atorch_ns.estimate.estimate import Estimate, MemoryParts, TimeParts, Workload
+from atorch_ns.estimate.intervals import Intervals, intervals_of
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.table import PlanTable, with_chosen_reductions
@@ -24,16 +25,18 @@ class Prices:
     """Memory and time of every plan of a table; all figures are predictions.
 
     Attributes:
-        memory: [N, 6] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
+        memory: [N, 7] bytes, columns as :class:`MemoryParts`, at the worst moment of each plan.
         time: [N, 9] seconds, columns as :class:`TimeParts`.
         peak_at: [N] index into ``moments``.
         moments: names of the moments of a step.
+        intervals: how sure the figures are, as factors.
     """
 
     memory: np.ndarray
     time: np.ndarray
     peak_at: np.ndarray
     moments: tuple[str, ...]
+    intervals: Intervals
 
     @property
     def peak_bytes(self) -> np.ndarray:
@@ -58,6 +61,7 @@ class Prices:
             memory=MemoryParts(*map(float, self.memory[row])),
             time=TimeParts(*map(float, self.time[row])),
             peak_at=self.moments[int(self.peak_at[row])],
+            intervals=self.intervals,
         )
 
 
@@ -75,10 +79,15 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
     table = with_chosen_schedules(table, profile.trace, cluster, workload, memo)
     table = with_chosen_reductions(table, profile.num_trainable, cluster.rank_memory_bytes)
     memory, peak_at, moments = price_memory(
-        table, profile.trace, workload, device_type=cluster.device_type, memo=memo
+        table,
+        profile.trace,
+        workload,
+        device_type=cluster.device_type,
+        capability=cluster.capability,
+        memo=memo,
     )
     time = price_time(table, profile.trace, cluster, workload, memo=memo)
-    return Prices(memory, time, peak_at, moments)
+    return Prices(memory, time, peak_at, moments, intervals_of(cluster.hardware))
 
 
 def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload) -> Estimate:

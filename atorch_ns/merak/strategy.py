@@ -20,6 +20,8 @@ Step = tuple[str, dict[str, Any]]
 _BYTES_OF_FP32: Final = 4
 _USUAL_BUCKET: Final = 5e8
 """Elements of a bucket by default: Merak's."""
+_SHARDING: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
+"""Methods that shard over data ranks, by ``zero_stage``."""
 
 
 def strategy_of(
@@ -132,12 +134,12 @@ def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
     """
     if grid.get_dim("data") == 1:
         return []
-    method = _sharding(args, grid)
+    method = _SHARDING[args.zero_stage]
     if method in ("zero2", "fsdp"):
         if args.prescale_gradients:
             raise InputError(
-                f"prescale_gradients: {method} divides gradients as it sums them, in one step. Use zero_stage=0, or zero_stage=1 "
-                "with ranks that hold the whole model."
+                f"prescale_gradients: {method} divides gradients as it sums them, in one step. Use zero_stage=0 or "
+                "zero_stage=1."
             )
         return [method]
     mib = args.zero_reduce_bucket_size * _BYTES_OF_FP32 / 2**20
@@ -147,12 +149,6 @@ def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
     return [("ddp", config), *(["zero1"] if method == "zero1" else [])]
 
 
-def _sharding(args: MerakArguments, grid: Grid) -> str:
-    """The method that shards over data ranks; of a divided model, gradients are sharded with the optimizer's states."""
-    whole = grid.world_size() == grid.get_dim("data")
-    return {0: "ddp", 1: "zero1" if whole else "zero2", 2: "zero2", 3: "fsdp"}[args.zero_stage]
-
-
 def notes_of(
     args: MerakArguments, grid: Grid, model: nn.Module | None = None, *, recomputes: bool = True
 ) -> list[str]:
@@ -160,11 +156,7 @@ def notes_of(
     notes = args.without_use()
     if recomputes and model is not None and not repeated_blocks(model):
         notes.append("nothing is recomputed: the model repeats no block.")
-    method = _sharding(args, grid) if grid.get_dim("data") > 1 else ""
-    if args.zero_stage == 1 and method == "zero2":
-        notes.append(
-            "zero_stage=1 is run as zero2, which shards gradients too: zero1 needs ranks that hold the whole model."
-        )
+    method = _SHARDING[args.zero_stage] if grid.get_dim("data") > 1 else ""
     sizes = {args.zero_allgather_bucket_size, args.zero_reduce_bucket_size}
     if method in ("zero2", "fsdp") and sizes != {_USUAL_BUCKET}:
         notes.append(f"zero_*_bucket_size change nothing: {method} gathers and reduces block by block.")

@@ -246,6 +246,10 @@ class Method(ABC, Generic[C]):
         """Everything that makes the method impossible with this config, here, on this model."""
         return []
 
+    def check_plan(self, config: C, plan: Plan, cluster: Cluster) -> list[Problem]:
+        """Everything that the decisions of all methods together make impossible."""
+        return []
+
     def plan(self, plan: Plan, config: C) -> Plan:
         """The plan with this method's decisions added."""
         return plan

@@ -140,11 +140,14 @@ def resolve(
     if not problems:
         for item in chosen:
             problems += item.method.check(item.config, cluster, profile)
+    final = ordered(chosen)
+    plan = fold_plan(final)
+    if not problems:
+        problems = [p for item in final for p in item.method.check_plan(item.config, plan, cluster)]
     if problems:
         raise _error(problems)
-    final = ordered(chosen)
     saved = _as_strategy(ordered([*chosen, *left_out]), cluster, strategy.provenance)
-    return Resolved(final, fold_plan(final), saved, (*expanded, *notes, *fitted, *added))
+    return Resolved(final, plan, saved, (*expanded, *notes, *fitted, *added))
 
 
 def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Chosen], list[Note]]:

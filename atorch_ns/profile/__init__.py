@@ -5,6 +5,7 @@ from atorch_ns.profile.compact_states import plain_tensors
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.timing import ProfileDatabase, measure_blocks
 from atorch_ns.profile.trace import (
+    ForwardResult,
     Growth,
     OperatorCost,
     OptimizerSpec,
@@ -18,6 +19,7 @@ from atorch_ns.profile.trace import (
 from atorch_ns.profile.tracing import profile_model
 
 __all__ = [
+    "ForwardResult",
     "Growth",
     "OperatorCost",
     "OptimizerSpec",

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from atorch_ns.profile.record.recorder import Event, Recording, backward_of, forward_of
+from atorch_ns.capture.operators import WEIGHT_PRODUCTS
+from atorch_ns.profile.record.recorder import Attention, Event, Recording, backward_of, forward_of
 from atorch_ns.profile.record.steps import RecordedStep
 from atorch_ns.profile.record.tensor_division import Division
-from atorch_ns.profile.trace import Growth, OperatorCost, PhaseCost, SegmentCost, growth, values_at
+from atorch_ns.profile.trace import (
+    ForwardResult,
+    Growth,
+    OperatorCost,
+    PhaseCost,
+    SegmentCost,
+    growth,
+    values_at,
+)
 
 _ATTENTION = "scaled_dot_product"
 _SOFTMAX = "aten._softmax"
@@ -28,6 +37,7 @@ class Divisible:
         num_columns, num_rows: products in a forward pass, divided along their outputs and along their inputs.
         num_attentions: attentions in a forward pass.
         heads: numbers of query and key heads, of several the greatest common divisor; 0 where unknown.
+        head_width, is_causal: of fused attentions, as in :class:`~atorch_ns.profile.Segment`.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -35,6 +45,8 @@ class Divisible:
     num_rows: int = 0
     num_attentions: int = 0
     heads: tuple[int, int] = (0, 0)
+    head_width: int = 0
+    is_causal: bool = False
 
 
 def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
@@ -53,7 +65,7 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
 
     columns, rows = per_stretch(step.division.columns), per_stretch(step.division.rows)
     attentions = per_stretch(_attentions(step))
-    heads = _heads(step, merged)
+    fused = _fused_attentions(step, merged)
     inside = tuple({f"{one.block}." for one in step.occurrences if one.block})
     found = []
     for number, first in enumerate(firsts):
@@ -67,19 +79,28 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
         else:
             own = {name: dim for name, dim in step.dims.items() if not name.startswith(inside)}
         found.append(
-            Divisible(own, columns[number], rows[number], attentions[number], heads.get(number, (0, 0)))
+            Divisible(
+                own,
+                columns[number],
+                rows[number],
+                attentions[number],
+                (
+                    math.gcd(*(one.queries for one in fused[number])),
+                    math.gcd(*(one.keys for one in fused[number])),
+                ),
+                max((one.width for one in fused[number]), default=0),
+                any(one.is_causal for one in fused[number]),
+            )
         )
     return found
 
 
-def _heads(step: RecordedStep, merged: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The heads of the fused attentions, by stretch."""
-    found: dict[int, tuple[int, int]] = {}
+def _fused_attentions(step: RecordedStep, merged: Sequence[int]) -> dict[int, list[Attention]]:
+    """The fused attentions of forward passes, by stretch."""
+    found: dict[int, list[Attention]] = defaultdict(list)
     for event, phase in step.recording.operators():
-        if event in step.recording.heads and phase % 2 == 0:
-            queries, keys = found.get(merged[phase // 2], (0, 0))
-            more = step.recording.heads[event]
-            found[merged[phase // 2]] = (math.gcd(queries, more[0]), math.gcd(keys, more[1]))
+        if event in step.recording.attentions and phase % 2 == 0:
+            found[merged[phase // 2]].append(step.recording.attentions[event])
     return found
 
 
@@ -107,6 +128,8 @@ class Measured:
         recording: the course of events.
         sizes: [E, 4] coefficients of bytes and floating point operations, for each event.
         moved: [E, 4] coefficients of the bytes that operators move.
+        divided: [E, 4] of those of tensors that tensor parallelism divides.
+        fused: [E, 4] of those that fused kernels move (:func:`kernel_operands`).
         outputs: [S, 4] coefficients of the bytes that each stretch outputs.
         at: the B and T that matter: the user's batch. The worst moment is that of these sizes.
         division: tensors and operators that tensor parallelism would divide.
@@ -116,6 +139,8 @@ class Measured:
     division: Division
     sizes: np.ndarray
     moved: np.ndarray
+    divided: np.ndarray
+    fused: np.ndarray
     outputs: np.ndarray
     at: tuple[int, int]
 
@@ -149,6 +174,7 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
                 kept=_growth(forward.net + backward.net, measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
                 operators=_operators(measured, np.concatenate([forward.events, backward.events])),
+                results=_results(measured, forward.events),
             )
         )
     return costs
@@ -168,20 +194,23 @@ class _Span:
         self.net = self._added[:, -1] if events.size else np.zeros((3, 4))
 
     def cost(self) -> PhaseCost:
-        flops = self._measured.sizes[self._operators]
+        measured, own = self._measured, self._operators
+        flops, moved, at = measured.sizes[own], measured.moved[own], measured.at
         other = ~flops.any(axis=1)
-        moved = self._measured.moved[self._operators]
-        divided = np.isin(self._operators, list(self._measured.division.operators))
-        words = np.isin(self._operators, list(self._measured.division.word_operators))
-        at = self._measured.at
+        fused = np.asarray([_ATTENTION in measured.recording.labels[event] for event in own], dtype=bool)
+        divided = np.isin(own, list(measured.division.operators))
+        words = np.isin(own, list(measured.division.word_operators)) & ~divided
+
+        def bytes_of(chosen: np.ndarray, all_bytes: np.ndarray) -> Growth:
+            inside = np.minimum(measured.divided[own], all_bytes)[chosen].sum(axis=0)
+            return growth(all_bytes[chosen].sum(axis=0), inside, at, all_bytes[chosen & words].sum(axis=0))
+
         return PhaseCost(
             flops=growth(flops.sum(axis=0), flops[divided].sum(axis=0), at),
-            moved=growth(
-                moved[other].sum(axis=0),
-                moved[other & divided].sum(axis=0),
-                at,
-                moved[other & words & ~divided].sum(axis=0),
-            ),
+            attention=growth(flops[fused].sum(axis=0), flops[fused & divided].sum(axis=0), at),
+            operands=bytes_of(~other & ~fused, moved),
+            moved=bytes_of(other, moved),
+            fused=bytes_of(other, measured.fused[own]),
             num_operators=len(self._operators),
             peak=self._peak(),
             peaks=self.peaks(),
@@ -227,6 +256,62 @@ class _Span:
         slope = (at_far - at_one) / (far - 1)
         line = np.asarray([at_one - slope, slope, 0.0, 0.0])
         return growth(line, part[worst], self._measured.at, words[worst])
+
+
+def divided_operands(recording: Recording, division: Division) -> list[tuple[bool, ...]]:
+    """Of each event the tensors, inputs first, of which a rank along ``tensor`` has a part."""
+    found = division.storages | {-1 - number for number in division.dims}
+    for event, label in enumerate(recording.labels):
+        if label == "aten._to_copy" and recording.reads[event][0] in found:
+            found.update(recording.writes[event])
+    return [
+        tuple(mark in found for mark in _marks(recording, event)) for event in range(len(recording.kinds))
+    ]
+
+
+def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
+    """Of each event the tensors, inputs first, that move to or from memory where what runs between two products, or to
+    the end of a phase, is one kernel: what it has not made itself, once, and what others read."""
+    regions, readers = _regions(recording), defaultdict(set)
+    for event, region in regions.items():
+        for mark in recording.reads[event]:
+            readers[mark].add(region)
+    there: set[tuple[int, int]] = set()  # marks that a region has in registers
+    stored: set[tuple[int, int]] = set()  # and that it has written
+    written: set[int] = set()  # what is read before that has no values
+    found = []
+    for event in range(len(recording.kinds)):
+        if event not in regions:
+            found.append((False,) * len(recording.moved[event]))
+            continue
+        region, mask = regions[event], []
+        for mark in recording.reads[event]:
+            mask.append((mark, region) not in there and (mark < 0 or mark in written))
+            there.add((mark, region))
+        for mark in recording.writes[event]:
+            is_first = (mark, region) not in stored
+            mask.append(is_first and readers.get(mark) != {region})
+            stored.add((mark, region))
+            there.add((mark, region))
+            written.add(mark)
+        found.append(tuple(mask))
+    return found
+
+
+def _regions(recording: Recording) -> dict[int, int]:
+    """The number of the kernel that each operator is part of; a product is one by itself."""
+    regions, region = {}, 0
+    for event, kind in enumerate(recording.kinds):
+        is_product = kind == Event.OPERATOR and recording.sizes[event] > 0
+        region += is_product or kind == Event.PHASE
+        if kind == Event.OPERATOR:
+            regions[event] = region
+        region += is_product
+    return regions
+
+
+def _marks(recording: Recording, event: int) -> tuple[int, ...]:
+    return (*recording.reads.get(event, ()), *recording.writes.get(event, ()))
 
 
 def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
@@ -318,3 +403,61 @@ def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ..
         return float(cost.flops.at(*measured.at)) / 100 + float(cost.moved.at(*measured.at)), cost.count
 
     return tuple(sorted(costs, key=dearness, reverse=True))
+
+
+def _results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...]:
+    """What a forward pass makes: products with weights one by one, other operators by name."""
+    recording, division = measured.recording, measured.division
+    made = {recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE}
+    again = _read_again(recording, events)
+    calls: dict[tuple[str, int], list[int]] = {}
+    storages: dict[tuple[str, int], list[int]] = {}
+    number = 0
+    for event in events:
+        if recording.kinds[event] != Event.OPERATOR:
+            continue
+        name = recording.labels[event]
+        key = (name, number if name in WEIGHT_PRODUCTS else 0)
+        number += name in WEIGHT_PRODUCTS
+        calls.setdefault(key, []).append(int(event))
+        storages.setdefault(key, []).extend(
+            made.pop(one) for one in recording.writes[event] if one in made and one not in recording.casts
+        )
+    found = []
+    for (name, before), indices in calls.items():
+        indices_made = np.asarray(storages[name, before], dtype=np.int64)
+        sizes, keys = measured.sizes[indices_made], [recording.keys[index] for index in indices_made]
+        inside = np.asarray([key in division.storages for key in keys], dtype=bool)
+        wanted = np.asarray([key in again for key in keys], dtype=bool)
+        flops = measured.sizes[indices]
+        found.append(
+            ForwardResult(
+                name=name,
+                number=before,
+                flops=growth(flops.sum(axis=0)),
+                moved=growth(measured.moved[indices][~flops.any(axis=1)].sum(axis=0)),
+                size=growth(sizes.sum(axis=0), sizes[inside].sum(axis=0), measured.at),
+                read_again=growth(sizes[wanted].sum(axis=0), sizes[inside & wanted].sum(axis=0), measured.at),
+            )
+        )
+    return tuple(found)
+
+
+def _read_again(recording: Recording, events: np.ndarray) -> set[int]:
+    """The storages of a forward pass that something it saves, beside what it hands on, is computed from: itself, or by
+    operators of the pass."""
+    own, last = {int(event) for event in events}, int(events[-1]) if len(events) else -1
+    alive = {recording.keys[event] for event in own if recording.kinds[event] == Event.ALLOCATE}
+    alive -= {recording.keys[event] for event in own if recording.kinds[event] == Event.FREE}
+    operators = list(recording.operators())
+    handed = {
+        key
+        for event, phase in operators
+        if event > last and phase % 2 == 0
+        for key in recording.reads.get(event, ())
+    }
+    wanted = alive - handed
+    for event in sorted(own, reverse=True):
+        if wanted.intersection(recording.writes.get(event, ())):
+            wanted.update(recording.reads.get(event, ()))
+    return wanted

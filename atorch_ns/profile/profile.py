@@ -117,7 +117,7 @@ class Profile:
         return sorted(names)
 
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the form of a profile's JSON; another is refused."""
 
 _T = TypeVar("_T")

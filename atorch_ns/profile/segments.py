@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,8 +14,15 @@ from torch import nn
 
 from atorch_ns.capture.blocks import num_experts
 from atorch_ns.capture.structure import Container
-from atorch_ns.profile.analysis import Divisible, Measured, costs_of, kinds_of
-from atorch_ns.profile.record.recorder import Occurrence
+from atorch_ns.profile.analysis import (
+    Divisible,
+    Measured,
+    costs_of,
+    divided_operands,
+    kernel_operands,
+    kinds_of,
+)
+from atorch_ns.profile.record.recorder import Occurrence, Recording
 from atorch_ns.profile.record.steps import RecordedStep, Subject
 from atorch_ns.profile.trace import Growth, ParameterSpec, Segment, by_divisor, by_lengths, by_samples
 
@@ -122,6 +130,8 @@ def _divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
         num_rows=kind.num_rows,
         num_attentions=kind.num_attentions,
         heads=kind.heads,
+        head_width=kind.head_width,
+        is_causal=kind.is_causal,
         num_routed=len(layers),
     )
 
@@ -313,9 +323,19 @@ def _measured(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measured:
         division=first.division,
         sizes=_coefficients([recording.sizes for recording in recordings], steps, at[0]),
         moved=_sums([recording.moved for recording in recordings], steps, at[0]),
+        divided=_sums(_chosen(recordings, divided_operands(first.recording, first.division)), steps, at[0]),
+        fused=_sums(_chosen(recordings, kernel_operands(first.recording)), steps, at[0]),
         outputs=_sums([[one.outputs for one in step.occurrences] for step in steps], steps, at[0]),
         at=at,
     )
+
+
+def _chosen(recordings: Sequence[Recording], masks: Sequence[Sequence[bool]]) -> list[list[tuple[int, ...]]]:
+    """The bytes of each operator's tensors that a mask chooses, in each recording."""
+    return [
+        [tuple(compress(sizes, mask)) for sizes, mask in zip(recording.moved, masks, strict=True)]
+        for recording in recordings
+    ]
 
 
 def _coefficients(values: Sequence[Sequence[int]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:

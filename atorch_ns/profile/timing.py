@@ -27,7 +27,7 @@ from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.fake_steps import FakeSteps, real_copy
 from atorch_ns.profile.record.steps import ForwardLoss, ModuleCall, Precision, Subject
 from atorch_ns.profile.trace import Segment, Trace
-from atorch_ns.system import write_whole
+from atorch_ns.system import cpu_model, write_whole
 from atorch_ns.text import error_text
 
 _SCHEMA = 1
@@ -225,15 +225,7 @@ def device_name(device: torch.device) -> str:
     """The device's name; of a CPU its model and the number of threads that torch uses."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    model = "CPU"
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return f"{model}, {torch.get_num_threads()} threads"
+    return f"{cpu_model()}, {torch.get_num_threads()} threads"
 
 
 class _Measurement:

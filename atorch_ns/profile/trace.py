@@ -172,12 +172,39 @@ class OperatorCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardResult:
+    """What selective recomputation may keep of a forward pass: the result of one product with weights, or of all calls of
+    another operator.
+
+    Attributes:
+        name: the operator's name, such as ``aten.mm``.
+        number: products with weights that ran before it in the segment.
+        flops: floating point operations.
+        moved: bytes read and written by operators without floating point operations.
+        size: bytes of what it makes.
+        read_again: the part of them that something saved for the backward pass is computed from, beside the segment's
+            output: a compiled graph keeps no more.
+    """
+
+    name: str
+    number: int
+    flops: Growth
+    moved: Growth
+    size: Growth
+    read_again: Growth = Growth()
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseCost:
     """The forward or the backward pass of one segment.
 
     Attributes:
         flops: floating point operations of matrix products, convolutions and attention.
+        attention: the part of them in fused attention.
+        operands: bytes that matrix products and convolutions read and write.
         moved: bytes that all other operators read and write.
+        fused: the same where those between two products are one kernel, which reads from memory what it does not make,
+            and writes to it what others read.
         num_operators: operators started; each costs the device its launch time.
         peak: bytes of tensors at the worst moment, beyond those that were alive when the phase began.
             Gradients of parameters are not counted.
@@ -194,6 +221,9 @@ class PhaseCost:
     peaks: tuple[Growth, ...] = ()
     peaks_keeping: tuple[Growth, ...] = ()
     peaks_passing: tuple[Growth, ...] = ()
+    attention: Growth = Growth()
+    operands: Growth = Growth()
+    fused: Growth = Growth()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +247,7 @@ class SegmentCost:
         cast_parameters: bytes of the copies of parameters in the compute dtype, which autocast makes and
             keeps until its context ends.
         operators: kinds of operators, most expensive first.
+        results: what its forward pass makes, by operator.
     """
 
     forward: PhaseCost
@@ -227,6 +258,7 @@ class SegmentCost:
     incoming: Growth = Growth()
     cast_parameters: int = 0
     operators: tuple[OperatorCost, ...] = ()
+    results: tuple[ForwardResult, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +308,8 @@ class Segment:
         num_rows: the same along its inputs; the partial results of each are summed over ranks.
         num_attentions: attentions in one forward pass.
         heads: numbers of query and key heads; of several the greatest common divisor, 0 where unknown.
+        head_width: features of a head of fused attention; 0 without one.
+        is_causal: whether no token of fused attention sees a later one.
         num_routed: layers of experts in one forward pass.
     """
 
@@ -291,6 +325,8 @@ class Segment:
     num_rows: int = 0
     num_attentions: int = 0
     heads: tuple[int, int] = (0, 0)
+    head_width: int = 0
+    is_causal: bool = False
     num_routed: int = 0
 
     @property

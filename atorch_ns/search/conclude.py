@@ -10,9 +10,8 @@ import numpy as np
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.outcome import Row, SearchOutcome, Setting
-from atorch_ns.search.ranking import step_noise
+from atorch_ns.search.ranking import Preferred, prefer, step_noise
 from atorch_ns.search.reasons import Reasons, nearest_miss
-from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Entry, TrialOutcome
 
 ORDER = {"won": 0, "lost": 1, "untried": 2, "failed": 3, "pruned": 4}
@@ -44,7 +43,7 @@ def conclude(
         unmeasured = _best_predicted(knowledge)
     reasons = Reasons(knowledge, stop_reason, batch=setting.global_batch, unmeasured=unmeasured)
     rows = _rows(knowledge, reasons)
-    best = winner.candidate if winner is not None else unmeasured
+    best = winner.candidate if winner is not None else unmeasured and unmeasured.candidate
     bound = None
     if knowledge.objective.counts_time:
         bound = knowledge.lower_bound(settings.win_probability, settings.seed)
@@ -92,8 +91,8 @@ def _numerics_check(probe: TrialOutcome | None, *, unfinished: str) -> str | Non
     return f"{what}: could not be run: {status}: {probe.reason}"
 
 
-def _best_predicted(knowledge: Knowledge) -> Candidate | None:
-    """The baseline, or the best predicted candidate, of those that fit and were not tried; ``None`` without one.
+def _best_predicted(knowledge: Knowledge) -> Preferred | None:
+    """The baseline, or what predictions choose, of those that fit and were not tried; ``None`` without one.
 
     ``None`` as well where trials have failed for another reason than memory: the same may happen to others.
     """
@@ -103,7 +102,10 @@ def _best_predicted(knowledge: Knowledge) -> Candidate | None:
     free = [knowledge.candidates[index] for index in knowledge.open]
     free = [one for one in free if _without_a_fault(ledger.get(one.key))]
     plain = next((one for one in free if one.is_baseline), None)
-    return plain or min(free, key=lambda one: objective.predicted(one) or math.inf, default=None)
+    if plain is not None:
+        return Preferred(plain)
+    free.sort(key=lambda one: objective.predicted(one) or math.inf)
+    return prefer(free, objective, knowledge.limit_bytes) if free else None
 
 
 def _without_a_fault(entry: Entry | None) -> bool:

@@ -31,8 +31,12 @@ class SearchSettings(BaseModel):
     memory_limit_gib: float | None = Field(
         default=None, gt=0, description="GiB a rank may use; null for the device's memory less a reserve."
     )
-    memory_reserve: float = Field(
-        default=0.1, ge=0, lt=1, description="Share of the device's memory that is left free."
+    memory_reserve: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Share of the device's memory that is left free; null for 0.1 on CPUs and nothing on GPUs, where "
+        "what the allocator, CUDA and NCCL need is predicted.",
     )
     seed: int = Field(default=0, description="Of the samplers: same seed, same measurements, same choice.")
     win_probability: float = Field(
@@ -101,7 +105,7 @@ class Objective:
         """
         if self.counts_time:
             return outcome.median_seconds
-        predicted = candidate.estimate.peak_bytes if candidate.estimate is not None else 0.0
+        predicted = candidate.estimate.allocated_bytes if candidate.estimate is not None else 0.0
         peak = float(outcome.max_peak_bytes) or predicted
         if self.kind == "memory":
             return peak or math.inf

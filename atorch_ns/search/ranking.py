@@ -1,16 +1,22 @@
-"""Ranking: the measured candidates by the objective, with their errors, and the choice among them."""
+"""Ranking: the choice among measured candidates, with their errors, and among candidates that are only predicted."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from atorch_ns.estimate import Intervals
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.residual_model import DRIFT
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, TrialOutcome
+from atorch_ns.strategy import MODEL_AXES
+from atorch_ns.text import bytes_text, compared_text, interval_text, percent_text, seconds_text
+
+Steps = Sequence[tuple[str, Any]]
 
 SAME_WITHIN = 0.03
 """A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
@@ -132,3 +138,97 @@ def _complexity(one: RankedCandidate) -> tuple[float, ...]:
     if not peak and one.candidate.estimate is not None:
         peak = int(one.candidate.estimate.peak_bytes)
     return (len(steps), settings, peak, one.value)
+
+
+class Preferred(NamedTuple):
+    """The candidate that predictions alone choose.
+
+    Attributes:
+        candidate: the candidate.
+        reason: why it is not the first by prediction, with both figures; empty if it is.
+    """
+
+    candidate: Candidate
+    reason: str = ""
+
+
+def prefer(
+    usable: Sequence[Candidate], objective: Objective, limit_bytes: int, plain: Iterable[str] = ()
+) -> Preferred:
+    """The choice by predictions alone, as far as they are believed; where time does not count, the first.
+
+    A plan whose interval of memory ends above the limit is not preferred to one that fits for sure, unless the intervals
+    of their steps lie wholly apart. Of plans that are slower by no more than :func:`unsure_gain` the simplest is taken: the
+    fewest axes that divide the model, no pipeline, the fewest methods.
+
+    Args:
+        usable: candidates that may fit, best first; at least one.
+        objective: what is minimised.
+        limit_bytes: bytes that one rank may use; 0 for any amount.
+        plain: methods of the plain strategy, which do not count.
+    """
+    first = best = usable[0]
+    if not objective.counts_time or first.estimate is None:
+        return Preferred(first)
+    reasons = []
+    sure = [one for one in usable if fits_surely(one, limit_bytes)]
+    if sure and sure[0] is not first and _seconds(sure[0])[0] <= _seconds(first)[1]:
+        best, usable = sure[0], sure
+        reasons.append(_sure_reason(best, first, limit_bytes))
+    elif sure and sure[0] is first:
+        usable = sure
+    assert best.estimate is not None
+    known, shortest = best.estimate.intervals, best.estimate.step_seconds
+    margins = {one.key: unsure_gain(one.steps, best.steps, known) for one in usable}
+    near = [one for one in usable if (one.predicted_seconds or math.inf) <= shortest * margins[one.key]]
+    names = frozenset(plain)
+    simplest = min(near, key=lambda one: _predicted_complexity(one, names))
+    if simplest is not best:
+        reasons.append(
+            f"simpler than {best.label}, which is predicted {_against(best, simplest)}: between plans so different a "
+            f"gain up to {percent_text(margins[simplest.key] - 1)} is not believed, by {known.num_pairs} pairs of runs"
+        )
+    return Preferred(simplest, "; ".join(reasons))
+
+
+def unsure_gain(one: Steps, other: Steps, known: Intervals) -> float:
+    """The factor up to which a predicted gain of one strategy over another on the same cluster is not believed.
+
+    ``known.gain`` is that of strategies which differ in one method or config. Errors of several are taken to be
+    independent, so that they grow with the square root of the differences.
+    """
+    mine, others = dict(one), dict(other)
+    changed = sum(name in others and config != others[name] for name, config in mine.items())
+    number = changed + max(len(mine.keys() - others.keys()), len(others.keys() - mine.keys()))
+    return math.pow(known.gain, math.sqrt(number))
+
+
+def fits_surely(one: Candidate, limit_bytes: int) -> bool:
+    """Whether the whole interval of its memory is within the limit."""
+    return not limit_bytes or one.estimate is None or one.estimate.peak_bytes_interval[1] <= limit_bytes
+
+
+def _sure_reason(chosen: Candidate, first: Candidate, limit_bytes: int) -> str:
+    assert first.estimate is not None
+    peak = interval_text(first.estimate.peak_bytes, first.estimate.peak_bytes_interval, bytes_text)
+    return (
+        f"fits for sure, which {first.label} does not with {peak} of {bytes_text(limit_bytes)}, predicted "
+        f"{_against(first, chosen)}"
+    )
+
+
+def _against(one: Candidate, other: Candidate) -> str:
+    """How much faster one is predicted to be than another: ``"1.10× as fast (2.64 ms against 2.90 ms)"``."""
+    mine, theirs = one.predicted_seconds or math.inf, other.predicted_seconds or math.inf
+    return f"{compared_text(theirs / mine)} ({seconds_text(mine)} against {seconds_text(theirs)})"
+
+
+def _seconds(one: Candidate) -> tuple[float, float]:
+    return (math.inf, math.inf) if one.estimate is None else one.estimate.step_seconds_interval
+
+
+def _predicted_complexity(one: Candidate, plain: frozenset[str]) -> tuple[float, ...]:
+    divided = [name for name, size in one.axes if size > 1 and name in MODEL_AXES]
+    methods = sum(name not in plain for name, _ in one.steps)
+    axes = sum(size > 1 for _, size in one.axes)
+    return (len(divided), "pipeline" in divided, methods, axes, one.predicted_seconds or math.inf)

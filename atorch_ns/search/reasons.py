@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from atorch_ns.estimate import Estimate
 from atorch_ns.search.knowledge import Knowledge
-from atorch_ns.search.ranking import RankedCandidate, tied_with_best
+from atorch_ns.search.ranking import Preferred, RankedCandidate, tied_with_best
 from atorch_ns.search.space.candidate import Candidate, Fate, largest_part
 from atorch_ns.search.trial import Entry
-from atorch_ns.text import bytes_text, counted, factor_text, seconds_text
+from atorch_ns.text import bytes_text, counted, factor_text, interval_text, seconds_text
 
 UNEXPLAINED = "its predicted and measured memory does not explain"
 """Words about a trial that ran out of memory far below the limit."""
@@ -103,7 +104,7 @@ class Reasons:
     """
 
     def __init__(
-        self, knowledge: Knowledge, stop_reason: str, *, batch: int, unmeasured: Candidate | None
+        self, knowledge: Knowledge, stop_reason: str, *, batch: int, unmeasured: Preferred | None
     ) -> None:
         self._batch = batch
         self._unmeasured = unmeasured
@@ -136,9 +137,9 @@ class Reasons:
             return "lost", self._lost(ranked)
         if entry is not None and entry.judged:
             return "failed", self._failed(entry, candidate)
-        if candidate is self._unmeasured:
+        if self._unmeasured is not None and candidate is self._unmeasured.candidate:
             begun = f"; its trial: {entry.merged.reason}" if entry is not None else ""
-            return "won", self._chosen_unmeasured(candidate) + begun
+            return "won", self._chosen_unmeasured(*self._unmeasured) + begun
         if candidate.pruned is not None:
             hint = f"; {candidate.pruned.hint}" if candidate.pruned.hint else ""
             return "pruned", candidate.pruned.reason + hint
@@ -190,11 +191,13 @@ class Reasons:
         words = time_against(ratio)
         return f"{'takes' if words.endswith(' time') else 'is'} {words}"
 
-    def _chosen_unmeasured(self, one: Candidate) -> str:
+    def _chosen_unmeasured(self, one: Candidate, preferred: str) -> str:
         predicted = ""
         if one.estimate is not None:
-            predicted = f"; predicted {seconds_text(one.estimate.step_seconds)}"
-        what = "it is the baseline" if one.is_baseline else "it is predicted to be the best that fits"
+            predicted = f"; predicted {_predicted(one.estimate)}"
+        what = "it is predicted to be the best that fits"
+        if one.is_baseline or preferred:
+            what = "it is the baseline" if one.is_baseline else f"it is preferred by prediction: {preferred}"
         ended = f" ({self._stop_reason})" if self._stop_reason else ""
         return f"the search was ended before anything was measured{ended}, and {what}{predicted}"
 
@@ -223,7 +226,7 @@ class Reasons:
         if self._objective.kind == "batch" and candidate.largest_batch:
             return f"predicted to hold {candidate.largest_batch} samples; {note}"
         if self._winner is None or not self._objective.counts_time:
-            return f"predicted {seconds_text(candidate.estimate.step_seconds)}; {note}"
+            return f"predicted {_predicted(candidate.estimate)}; {note}"
         posterior = self._knowledge.posterior
         seconds = math.exp(posterior.mean[index])
         against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {seconds_text(self._winner.value)}"
@@ -238,6 +241,10 @@ class Reasons:
             return bytes_text(one.value)
         trial = f"a trial of {self._batch} samples" if self._batch else "a trial"
         return f"a batch of {1 / one.value:.0f} samples, predicted from {trial}"
+
+
+def _predicted(estimate: Estimate) -> str:
+    return interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
 
 
 def time_against(ratio: float) -> str:

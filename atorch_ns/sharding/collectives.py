@@ -22,6 +22,8 @@ reduce_scatter     reduce-scatter (sum)          all-gather along ``dim``      i
 all_to_all         split ``split_dim``, join     the reverse                   from one division to another
                    ``join_dim``
 exchange           rows to ranks by counts       the reverse                   tokens to experts
+traced_gather      as all_gather, where a compiler can take it into a graph
+traced_scatter     as reduce_scatter, where a compiler can take it into a graph
 scale_gradient     as it is                      times a factor                sums that become means
 =================  ============================  ============================  ==========================
 """
@@ -35,6 +37,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from atorch_ns.torch_compat import functional_all_gather, functional_reduce_scatter
 
 T = TypeVar("T")
 
@@ -165,6 +169,19 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return _paired(x, group, _sum_piece, _gathered, dim % x.dim())
 
 
+def traced_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """:func:`all_gather` by functional collectives, which torch's compiler takes into a graph, beside the products that
+    read their results."""
+    whole: torch.Tensor = _TracedGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def traced_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """:func:`reduce_scatter` by functional collectives, as :func:`traced_gather`."""
+    piece: torch.Tensor = _TracedScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    return piece
+
+
 def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
     """Splits ``x`` along ``split_dim``, sends piece ``i`` to rank ``i``, joins what arrives along ``join_dim``.
 
@@ -234,6 +251,32 @@ class _Paired(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.of_gradient(gradients[0]), None, None
+
+
+class _TracedGather(torch.autograd.Function):
+    """An all-gather whose gradients are summed; the compiler traces both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return functional_all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return functional_reduce_scatter(gradient, ctx.dim, ctx.group), None, None
+
+
+class _TracedScatter(torch.autograd.Function):
+    """A reduce-scatter; the compiler traces both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return functional_reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return functional_all_gather(gradient, ctx.dim, ctx.group), None, None
 
 
 def _paired(

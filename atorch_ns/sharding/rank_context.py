@@ -22,6 +22,8 @@ from atorch_ns.sharding.collectives import (
     reduce_from,
     reduce_scatter,
     scatter_to,
+    traced_gather,
+    traced_scatter,
 )
 
 T = TypeVar("T")
@@ -81,10 +83,15 @@ class TensorGroup:
         ranks: the tensor axis; or a simulated group, whose ranks hold their parts as plain tensors; or the number of
             ranks, to compute shapes without them: nothing is communicated.
         overlap: whether layers compute in halves, each reduced while the next is computed; on a tensor axis alone.
+        traced: whether a compiler takes divided layers into its graphs, with the gathers and scattered sums between them;
+            where the sequence is divided, and on a tensor axis alone.
     """
 
-    def __init__(self, ranks: DeviceMesh | SimulatedGroup | int, *, overlap: bool = False) -> None:
+    def __init__(
+        self, ranks: DeviceMesh | SimulatedGroup | int, *, overlap: bool = False, traced: bool = False
+    ) -> None:
         self.overlap = overlap
+        self.traced = traced
         self.mesh: DeviceMesh | None = None
         self.process_group: Group | None = None
         self.rank = 0
@@ -124,12 +131,16 @@ class TensorGroup:
         """The pieces of all ranks joined along ``dim``, as the input of divided layers; gradients are summed."""
         if self.process_group is None:
             return torch.cat([x] * self.size, dim)
+        if self.traced and not isinstance(self.process_group, SimulatedGroup):
+            return traced_gather(x, dim, self.process_group)
         return all_gather(x, dim, self.process_group)
 
     def leave_in_pieces(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's piece along ``dim`` of the sum of partial results."""
         if self.process_group is None:
             return x.chunk(self.size, dim)[0]
+        if self.traced and not isinstance(self.process_group, SimulatedGroup):
+            return traced_scatter(x, dim, self.process_group)
         return reduce_scatter(x, dim, self.process_group)
 
 
@@ -146,12 +157,20 @@ class Region:
         random: whether random numbers are drawn inside.
         sequence_dim: the dimension along which each rank holds a piece of the sequence outside the region;
             ``None`` where all hold the whole.
+        traced: whether a compiler takes its layers into graphs: they change nothing here then.
     """
 
     def __init__(
-        self, group: TensorGroup, *, num_rows: int, random: bool, sequence_dim: int | None = None
+        self,
+        group: TensorGroup,
+        *,
+        num_rows: int,
+        random: bool,
+        sequence_dim: int | None = None,
+        traced: bool = False,
     ) -> None:
         self.random = random
+        self.traced = traced
         self.sequence_dim = sequence_dim
         self.gathers = sequence_dim is not None
         """Whether column-parallel layers gather their input; else a module around them has done it."""
@@ -163,7 +182,11 @@ class Region:
 
     def __deepcopy__(self, memo: Any) -> Region:
         made = Region(
-            self._group, num_rows=self._num_rows, random=self.random, sequence_dim=self.sequence_dim
+            self._group,
+            num_rows=self._num_rows,
+            random=self.random,
+            sequence_dim=self.sequence_dim,
+            traced=self.traced,
         )
         made.gathers = self.gathers
         memo[id(self)] = made
@@ -171,6 +194,8 @@ class Region:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """The input of a column-parallel layer, communicated once for each tensor."""
+        if self.traced:
+            return self._enter(x) if self.gathers else x
         if not torch.is_grad_enabled():
             return self._enter(x)
         if self._entered is not None and self.has_entered(x):

@@ -48,6 +48,8 @@ class NarrowProducts:
         multiple: the number of which both dims of a layer's weight are multiples.
         casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
             writes.
+        share: of a layer's products, forward and backward, that are in fewer bits.
+        rate: of these products, over that of the device's best ones in this dtype.
     """
 
     dtype: str
@@ -55,6 +57,8 @@ class NarrowProducts:
     exclude: tuple[str, ...] = ()
     multiple: int = 16
     casts_per_operand: float = 0.0
+    share: float = 1.0
+    rate: float = 1.0
 
 
 def _only_where(condition: str, default: Any) -> Any:
@@ -133,7 +137,8 @@ class Recomputation:
         by_stage: how the share of the first stage gives those of the others.
         chunk: neighbouring blocks that are recomputed as one.
         selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
-        saved_operators: operators whose results are kept.
+        saved_operators: operators whose results are kept: names, or a rule of
+            :func:`~atorch_ns.capture.operators.is_saved`.
         offload_activations: whether what recomputation begins from stays in host memory.
     """
 
@@ -143,7 +148,9 @@ class Recomputation:
     by_stage: Literal["same", "level", "merak"] = _only_where("recomputes", "same")
     chunk: int = _only_where("recomputes", 1)
     selectors: tuple[str, ...] | None = _only_where("recomputes", None)
-    saved_operators: tuple[str, ...] = _only_where("recomputes", ())
+    saved_operators: tuple[str, ...] | Literal["every_second_product", "all_but_attention"] = _only_where(
+        "recomputes", ()
+    )
     offload_activations: bool = False
 
 
@@ -155,10 +162,12 @@ class TensorParallelism:
         sequence: whether the residual stream is divided along its tokens between the layers that this axis divides
             (Megatron's sequence parallelism).
         parallel_loss: whether logits stay divided over the vocabulary, and the loss is computed on the parts.
+        asynchronous: whether the exchanges of a divided stream go on while the products beside them are computed.
     """
 
     sequence: bool = False
     parallel_loss: bool = False
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from atorch_ns.torch_compat.compile import (
     compile_records,
     graph_breaks,
     leave_uncompiled,
+    micro_pipelined,
     num_compile_failures,
     num_graphs,
     watch_compiled,
@@ -22,6 +23,8 @@ from atorch_ns.torch_compat.distributed import (
     default_store,
     flatten_mesh,
     found_inf_tensors,
+    functional_all_gather,
+    functional_reduce_scatter,
     group_timeout,
     in_backward,
     is_strided_shard,
@@ -33,10 +36,13 @@ from atorch_ns.torch_compat.distributed import (
     reduce_after_backward,
     reduced_parameters,
     replicate,
+    share_memory_along,
     unreached_parameters,
+    zero_redundancy_of_parts,
 )
 from atorch_ns.torch_compat.dtensor_rules import dtensor_rules
 from atorch_ns.torch_compat.fake import (
+    DropoutOfGpus,
     count_operators,
     exporting_fake_mode,
     fake_tensor_mode,
@@ -65,6 +71,7 @@ from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn
 
 __all__ = [
     "CpuMemoryRecord",
+    "DropoutOfGpus",
     "FlashAttention",
     "TorchDispatchMode",
     "after_backward",
@@ -80,6 +87,8 @@ __all__ = [
     "fake_tensor_type",
     "flatten_mesh",
     "found_inf_tensors",
+    "functional_all_gather",
+    "functional_reduce_scatter",
     "graph_breaks",
     "group_timeout",
     "has_gradient_hooks",
@@ -93,6 +102,7 @@ __all__ = [
     "leave_uncompiled",
     "local_box",
     "local_grad_scaler",
+    "micro_pipelined",
     "num_compile_failures",
     "num_graphs",
     "onednn_block",
@@ -110,10 +120,12 @@ __all__ = [
     "registered_children",
     "replicate",
     "sample_size",
+    "share_memory_along",
     "stood_for",
     "tensor_without_storage",
     "unreached_parameters",
     "unwrap_checkpoint",
     "watch_compiled",
     "without_transforms",
+    "zero_redundancy_of_parts",
 ]

@@ -52,6 +52,14 @@ def leave_uncompiled() -> None:
         torch._dynamo.graph_break()
 
 
+def micro_pipelined(mode: str | None) -> dict[str, Any]:
+    """Options of inductor for one ``torch.compile``, which takes options or a mode: a gather or a scattered sum and the product
+    beside it become one operator on symmetric memory, which exchanges one piece while it multiplies another
+    (``torch._inductor.fx_passes.micro_pipeline_tp``, by ``config._micro_pipeline_tp``)."""
+    chosen = {} if mode is None else torch._inductor.list_mode_options(mode)
+    return {**chosen, "_micro_pipeline_tp": True}
+
+
 class CompileRecord(NamedTuple):
     """One attempt of ``torch._dynamo`` to compile a function.
 

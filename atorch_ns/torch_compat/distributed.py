@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,7 +13,38 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+
+def share_memory_along(group: dist.ProcessGroup) -> None:
+    """Lets the ranks of a group of CUDA devices read each other's memory
+    (``torch.distributed._symmetric_memory.enable_symm_mem_for_group``, without which inductor joins nothing, although it
+    warns that nobody need call it)."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
+def functional_all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The pieces of all ranks joined along ``dim``, in the form that inductor looks for (``_c10d_functional``)."""
+    collectives, size = torch.ops._c10d_functional, group.size()
+    whole: torch.Tensor = collectives.wait_tensor(
+        collectives.all_gather_into_tensor(x.contiguous(), size, group.group_name)
+    )
+    return whole if dim == 0 else torch.cat(whole.chunk(size), dim)
+
+
+def functional_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's piece along ``dim`` of the sum over the group, in the form that inductor looks for."""
+    collectives, size = torch.ops._c10d_functional, group.size()
+    pieces = x if dim == 0 else torch.cat(x.chunk(size, dim))
+    piece: torch.Tensor = collectives.wait_tensor(
+        collectives.reduce_scatter_tensor(pieces.contiguous(), "sum", size, group.group_name)
+    )
+    return piece
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -30,6 +62,28 @@ def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]
 
     empty = {parameter for parameter in module.parameters() if parameter.numel() == 0}
     implementation(module, mesh=mesh, ignored_params=ignored | empty)
+
+
+def zero_redundancy_of_parts() -> type[Any]:
+    """``ZeroRedundancyOptimizer`` where parameters may be DTensors, of each of which the group's ranks hold the same part
+    (``_broadcast_params_from_rank``); of several dtypes, too (``_verify_same_dense_param_type``)."""
+    # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class OfParts(ZeroRedundancyOptimizer):
+        def _verify_same_dense_param_type(self) -> None: ...
+
+        def _broadcast_params_from_rank(self, rank: int) -> list[dist.Work]:
+            handles = []
+            for group in self._partition_parameters()[rank]:  # type: ignore[attr-defined]
+                for parameter in group["params"]:
+                    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    handles.append(
+                        dist.broadcast(part.detach(), group=self.process_group, group_src=rank, async_op=True)
+                    )
+            return handles
+
+    return OfParts
 
 
 def group_timeout(device: torch.device) -> timedelta | None:

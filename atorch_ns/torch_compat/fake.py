@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +64,25 @@ def quiet_fake_kernels() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+class DropoutOfGpus(TorchFunctionMode):
+    """Runs dropout as GPUs do, where the CPU's kernels stand for theirs: as one operator with a mask of bytes, and in fused
+    attention, where the CPU has none, as nothing: its kernels draw the mask again."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Replaces the two functions, and calls all others."""
+        options = dict(kwargs or {})
+        if func is functional.dropout and not options.get("inplace") and options.get("training", True):
+            p = args[1] if len(args) > 1 else options.get("p", 0.5)
+            given = args[0] if args else options["input"]
+            if 0 < p < 1 and len(args) < 3:
+                return torch.native_dropout(given, p, True)[0]
+        if func is functional.scaled_dot_product_attention and len(args) < 5:
+            options["dropout_p"] = 0.0
+        return func(*args, **options)
 
 
 def count_operators(action: Callable[[], object]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,15 +23,10 @@ _PRECISIONS: Final[Mapping[str, Sequence[Any]]] = {
 """Methods by precision; those of fsdp alone stand in ``_REDUCED``."""
 _REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
 """dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
-_PRODUCTS: Final = ("aten.mm", "aten.addmm", "aten._scaled_dot_product_flash_attention")
-_KEPT: Final[Mapping[str, Sequence[str]]] = {
-    "ops": _PRODUCTS,
-    "core": ("aten.mm", "aten.addmm", "aten.native_layer_norm", "aten.gelu"),
-}
-"""Operators whose results are kept, by recomputation: ``core`` recomputes scores and softmax."""
-_FLASH: Final = "sdpa_without_masks"
-_DEVICES: Final = {"H100-96GB-HBM2e": ("H100-80GB", "95GiB")}
-"""Devices that are not in the table: the nearest one, and the memory that torch reports."""
+_KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
+"""Operators whose results are kept, by recomputation."""
+_POWER: Final = {"H100-96GB-HBM2e": "500W"}
+"""Limits of power, by device."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +73,24 @@ class Run:
     def cluster(self) -> str:
         """The cluster's specification."""
         nodes = self.number("nodes")
-        device, memory = _DEVICES.get(self["gpu"], (self["gpu"], ""))
-        parts = [f"{self.number('gpus') // nodes}x{device}", f"{nodes} nodes" if nodes > 1 else ""]
-        return ", ".join(filter(None, [*parts, self["interconnect"], memory]))
+        parts = [f"{self.number('gpus') // nodes}x{self['gpu']}", f"{nodes} nodes" if nodes > 1 else ""]
+        return ", ".join(filter(None, [*parts, self["interconnect"], _POWER.get(self["gpu"])]))
 
     @property
     def architecture(self) -> tuple[str, ...]:
         """What the profile depends on: runs of one share it."""
-        columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "attention", "seq")
+        columns = (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "ffn",
+            "vocab",
+            "tied",
+            "attention",
+            "dropout",
+            "seq",
+        )
         return (self["arch"].removeprefix("hf-"), *(self[column] for column in columns))
 
     @property
@@ -97,18 +101,10 @@ class Run:
 
     def build(self) -> nn.Module:
         """The model, of transformers, on meta."""
-        from transformers import (
-            AttentionInterface,
-            GPT2Config,
-            GPT2LMHeadModel,
-            LlamaConfig,
-            LlamaForCausalLM,
-        )
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-        # "sdpa" makes a mask of T × T where it sees fake tensors, which it leaves to the kernel where it trains.
-        AttentionInterface.register(_FLASH, sdpa_attention_forward)
-        attention = _FLASH if self["attention"] == "flash" else "eager"
+        dropout = float(self["dropout"] or 0)
+        attention = "sdpa" if self["attention"] == "flash" else "eager"
         shared: dict[str, Any] = {
             "vocab_size": self.number("vocab"),
             "tie_word_embeddings": self["tied"] == "1",
@@ -125,9 +121,9 @@ class Run:
                         n_head=self.number("heads"),
                         n_inner=self.number("ffn"),
                         activation_function="gelu",
-                        resid_pdrop=0.0,
-                        embd_pdrop=0.0,
-                        attn_pdrop=0.0,
+                        resid_pdrop=dropout,
+                        embd_pdrop=dropout,
+                        attn_pdrop=dropout,
                         bos_token_id=0,
                         eos_token_id=0,
                         **shared,
@@ -157,14 +153,16 @@ class Run:
         axes = [[name, self.number(column)] for name, column in sizes.items() if self.number(column) > 1]
         steps: list[Any] = [("parallel_mode", axes)] if axes else []
         if self.number("tp") > 1:
-            steps.append(("tensor_parallel", {"sequence": self["sp"] == "1"}))
+            sequence, asynchronous = self["sp"] != "0", self["sp"] == "async"
+            steps.append(("tensor_parallel", {"sequence": sequence, "asynchronous": asynchronous}))
         if self.number("cp") > 1:
             steps.append(("sequence_parallel", {"kind": "ring"}))
         steps += [*self._sharding(), *_PRECISIONS.get(self["precision"], ()), *self._recomputation()]
         if self["kernels"] != "eager":
             steps.append("compile")
-        if self["fp8"] == "1":
-            steps.append(("fp8", {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}))
+        if self["fp8"] != "0":
+            config = {"backend": "torchao", "fsdp_all_gather": self["fp8_gather"] == "1"}
+            steps.append(("fp8", config | ({"recipe": "rowwise"} if self["fp8"] == "rowwise" else {})))
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
@@ -173,7 +171,7 @@ class Run:
         if self["zero"] == "0":
             return ["ddp"]
         if self["zero"] == "1":
-            return ["zero2"] if self.is_divided else ["ddp", "zero1"]
+            return ["zero2"] if self["precision"].endswith("_master") else ["ddp", "zero1"]
         config: dict[str, Any] = {}
         if self["precision"] in _REDUCED:
             reduced = _REDUCED[self["precision"]]
@@ -187,7 +185,7 @@ class Run:
         if kind == "none":
             return []
         if kind in _KEPT:
-            return [("checkpoint", {"save_operators": list(_KEPT[kind])})]
+            return [("checkpoint", {"save_operators": _KEPT[kind]})]
         return ["checkpoint" if kind == "full" else ("checkpoint", {"every_n": int(kind[len("every") :])})]
 
     def _micro_batches(self) -> list[Any]:
@@ -215,23 +213,16 @@ class Run:
         """Ranks that states may be divided over: those of data, and of context."""
         return self.number("dp") * self.number("cp")
 
-    @cached_property
-    def is_divided(self) -> bool:
-        """Whether the model, or a sample, is divided over ranks."""
-        return max(self.number(column) for column in ("tp", "cp", "pp")) > 1
-
     @property
     def substitutes(self) -> list[str]:
         """What stands for something that no method says, as phrases."""
         return [text for holds, text in self._substitutes() if holds]
 
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
-        sharded = self.num_sharding > 1 or self["precision"] in _REDUCED
-        yield sharded and self["zero"] == "1" and self.is_divided, "zero2 for ZeRO 1 on a divided model"
+        with_masters = self["precision"].endswith("_master") and self.num_sharding > 1
+        yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
-        yield self["recompute"] == "ops", "all products kept for every second one"
-        yield self["fp8"] == "1" and self["kernels"] == "fused", "torchao for Transformer Engine"
-        yield self["gpu"] in _DEVICES, f"{' of '.join(_DEVICES.get(self['gpu'], ()))} for {self['gpu']}"
+        yield self["fp8"] != "0" and self["kernels"] == "fused", "torchao for Transformer Engine"
 
     @property
     def options(self) -> list[str]:
@@ -243,10 +234,11 @@ class Run:
         }
         named = {
             {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
-            "fp8": self["fp8"] == "1",
+            "fp8": self["fp8"] != "0",
             recomputed.get(self["recompute"], "selective recomputation"): True,
             "states sharded": self["zero"] != "0" and self.num_sharding > 1,
             "tensor parallel": self.number("tp") > 1,
+            "asynchronous tensor parallel": self["sp"] == "async",
             "context parallel": self.number("cp") > 1,
             "pipeline": self.number("pp") > 1 and self.number("vpp") == 1,
             "interleaved pipeline": self.number("vpp") > 1,

@@ -7,7 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["GAIN_LIMIT", "MEMORY", "NEAR", "TIME", "Errors", "Gain", "Target", "gains", "off", "tables"]
+__all__ = [
+    "GAIN_LIMIT",
+    "MEMORY",
+    "NEAR",
+    "TIME",
+    "Errors",
+    "Gain",
+    "Target",
+    "gains",
+    "line",
+    "off",
+    "tables",
+]
 
 Row = Mapping[str, Any]
 
@@ -56,6 +68,7 @@ _PAIRS: Final = (
     ("sequence parallel, selective", "korthikanti-22b-full", "korthikanti-22b-seqsel"),
     ("sequence parallel, selective", "korthikanti-530b-full", "korthikanti-530b-seqsel"),
     ("sequence parallel, selective", "korthikanti-1t-full", "korthikanti-1t-seqsel"),
+    ("asynchronous tensor parallel", "titan2-70b-bf16", "titan2-70b-bf16-async"),
     ("tensor parallel 2", "atorch-3d-tp1pp2dp4", "atorch-3d-tp2pp2dp2"),
     ("more devices, 8 to 32", "atorch-fsdp-8", "atorch-fsdp-32"),
     ("more devices, 8 to 16", "atorch-3d-tp2pp2dp2", "atorch-3d-tp2pp2dp4"),
@@ -164,7 +177,7 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         ("device", _groups(predicted, lambda row: [row["device"]])),
         ("option", _groups(predicted, lambda row: row["options"])),
     ):
-        yield from _line(
+        yield from line(
             title,
             "runs",
             "time: median ratio",
@@ -175,18 +188,18 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
             "off in the middle",
             "within 20 %",
             "worst",
-            "over the device's memory",
+            "over the device's memory for sure",
         )
-        yield from _line(*["---"] * 11)
+        yield from line(*["---"] * 11)
         for name, group in {**groups, "**all**": predicted}.items():
             over = sum(not row["within_memory"] for row in group)
-            yield from _line(name, len(group), *_cells(group, TIME), *_cells(group, MEMORY), over or "")
+            yield from line(name, len(group), *_cells(group, TIME), *_cells(group, MEMORY), over or "")
         yield ""
     yield from _gain_table(rows)
     over = [row for row in predicted if not row["within_memory"]]
     yield (
-        f"Predicted above the device's memory, though they ran ({len(over)}), in GiB: "
-        + (", ".join(f"{row['run']} {row['predicted_gib']:.0f}" for row in over) or "none")
+        f"Predicted above the device's memory for sure, by the lower end of the interval, though they ran ({len(over)}), in GiB: "
+        + (", ".join(f"{row['run']} {row['needed_gib']:.0f}" for row in over) or "none")
         + "."
     )
     yield ""
@@ -218,11 +231,11 @@ def _cells(rows: Iterable[Row], target: Target) -> list[str]:
 
 
 def _gain_table(rows: Sequence[Row]) -> Iterator[str]:
-    yield from _line("option", "without", "with", "gain published", "predicted", "error of the gain")
-    yield from _line(*["---"] * 6)
+    yield from line("option", "without", "with", "gain published", "predicted", "error of the gain")
+    yield from line(*["---"] * 6)
     for gain in gains(rows):
         words = "wrong sign" if gain.wrong_sign else f"{gain.error:.0%}"
-        yield from _line(
+        yield from line(
             gain.option,
             gain.without,
             gain.with_it,
@@ -233,5 +246,6 @@ def _gain_table(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
 
 
-def _line(*cells: object) -> Iterator[str]:
+def line(*cells: object) -> Iterator[str]:
+    """A row of a table."""
     yield f"| {' | '.join(map(str, cells))} |"

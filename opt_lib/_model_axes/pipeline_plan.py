@@ -461,9 +461,7 @@ def call_costs(
     to cut, those in ``refused`` cannot be; ``blocks`` are the paths of the repeated blocks.
     """
     device, link = hardware.device, hardware.within_node.rate_of("send")
-    flops = (
-        device.flops_of(plan.precision.compute_dtype or plan.precision.parameter_dtype) * device.efficiency
-    )
+    flops = device.products_of(plan.precision.compute_dtype or plan.precision.parameter_dtype)
     forward = tuple(call.flops / flops + call.moved_bytes / device.memory_bytes_per_s for call in graph.calls)
     able = [_recomputed(plan, call.path, blocks) for call in graph.calls]
     for_input, for_weight = split_backward([2 * seconds for seconds in forward])

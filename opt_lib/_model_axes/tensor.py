@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import nn
 
 from atorch_ns.capture.blocks import repeated_blocks
+from atorch_ns.cluster import Cluster, layout
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
@@ -29,7 +30,8 @@ from atorch_ns.sharding import (
     study_logits,
     style_named,
 )
-from atorch_ns.text import error_line
+from atorch_ns.strategy import Plan
+from atorch_ns.text import error_line, first_few
 from atorch_ns.torch_compat import plain_name
 
 _MERAK_STYLES = {"col": "colwise", "row": "rowwise"}
@@ -70,6 +72,12 @@ class TensorParallelConfig(MethodConfig):
         description="Reduce the first half of a batch while the second half is computed, in row-wise layers forward and "
         "in column-wise layers backward; not with sequence. Estimates do not count what it saves.",
     )
+    asynchronous: Flag = Field(
+        default=False,
+        description="Exchange a piece of the sequence while another one is multiplied, by torch's compiler, which joins the "
+        "gathers and scattered sums of sequence with the products beside them: needs sequence, compile by inductor, and "
+        "an axis of CUDA devices of one node.",
+    )
     self_test: Flag = Field(
         default=True,
         description="Compare each distinct block, divided and whole, on a small input before use. Without it a plan "
@@ -107,6 +115,11 @@ class TensorParallelConfig(MethodConfig):
             raise ValueError(
                 "overlap cuts batches for all-reduces, and sequence has none: leave one of them out"
             )
+        if self.asynchronous and not self.sequence:
+            raise ValueError(
+                "asynchronous joins gathers and scattered sums of the sequence with products, and without sequence there "
+                "are all-reduces instead: set sequence=True too, or leave asynchronous out"
+            )
         return self
 
     @field_validator("plan")
@@ -123,6 +136,29 @@ class TensorParallelConfig(MethodConfig):
             if style not in _MERAK_STYLES or inputs <= 0 or outputs <= 0:
                 raise ValueError(f"({inputs}, {outputs}, {style!r}): write two sizes and 'row' or 'col'")
         return ratios
+
+
+def why_not_asynchronous(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """What asynchronous exchanges lack, each a sentence with what to do."""
+    if cluster.device_type != "cuda":
+        yield (
+            f"exchanges go from one GPU's memory to another's, and the device is a {cluster.device_type.upper()}. Leave "
+            "asynchronous out here"
+        )
+        return
+    if plan.compiler != "inductor":
+        yield (
+            "torch's inductor joins exchanges with products in compiled blocks, and nothing is compiled by it. Add "
+            "compile, or leave asynchronous out"
+        )
+    groups = layout(plan.axes, cluster.world_size, plan.rank_order)["tensor"]
+    per_node = max(1, cluster.local_world_size)
+    apart = next((group for group in groups if len({rank // per_node for rank in group}) > 1), None)
+    if apart is not None:
+        yield (
+            f"ranks along tensor read each other's memory, and {first_few([str(rank) for rank in apart], 8)} are in different nodes of {per_node} "
+            "ranks. Put tensor first in parallel_mode with a size of one node at most, or leave asynchronous out"
+        )
 
 
 def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atorch_ns.cluster import cluster_from_spec
+from atorch_ns.estimate.intervals import FILE
 from atorch_ns.strategy import Strategy
 from benchmarks import published
 from benchmarks._claims import claims_of
+from benchmarks._published import residuals
 from benchmarks._published.runs import Run, read
 from benchmarks._published.summary import TIME, Errors, gains, off, tables
 from benchmarks.table import RESULTS
@@ -24,6 +27,7 @@ def _row(run: str, ratio: float, **changes: Any) -> dict[str, Any]:
         "run": run,
         "source": "s",
         "device": "d",
+        "class": "other",
         "options": ["eager"],
         "published_s": 1.0,
         "predicted_s": ratio,
@@ -32,6 +36,7 @@ def _row(run: str, ratio: float, **changes: Any) -> dict[str, Any]:
         "memory_ratio": None,
         "predicted_gib": 10.0,
         "within_memory": True,
+        "needed_gib": 10.0,
         "missing": "",
     }
     return {**row, **changes}
@@ -65,9 +70,9 @@ def test_strategies() -> None:
     hybrid = Strategy.load(RUNS["fms-llama2-7b-A100"].strategy)["fsdp"]
     assert isinstance(hybrid, dict)
     assert hybrid["sharding_strategy"] == "HYBRID_SHARD"
-    assert "zero1" in Strategy.load(RUNS["nemo2407-llama2-7b"].strategy)
-    assert "zero2" in Strategy.load(RUNS["nemo2407-llama2-13b"].strategy)
-    assert "zero2 for ZeRO 1 on a divided model" in RUNS["nemo2407-llama2-13b"].substitutes
+    assert "zero2" in Strategy.load(RUNS["nemo2407-llama2-13b"].strategy), "masters are sharded"
+    kept = Strategy.load(RUNS["titan-a100-8b-op"].strategy)["checkpoint"]
+    assert kept == {"save_operators": "every_second_product"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_the_results_are_of_these_rows() -> None:
     assert all(bool(row["missing"]) is not ("predicted_s" in row) for row in rows)
     for gain in gains(rows):
         assert RUNS[gain.without]["source"] == RUNS[gain.with_it]["source"]
-    assert len(gains(rows)) == 26
+    assert len(gains(rows)) == 27
 
 
 def test_errors_count_both_ways() -> None:
@@ -142,6 +147,30 @@ def test_misses_are_named() -> None:
     assert "though they ran (1), in GiB: titan-8b-8-compile 10." in text
     assert "- no such method: c." in text
     claims = {claim.what: claim for claim in claims_of({"benchmark": "published", "rows": rows})}
-    over = claims["runs that ran, predicted above the device's memory"]
+    over = claims["runs that ran, predicted above the device's memory for sure"]
     assert (over.found, over.n, over.holds) == ("1", 2, False)
     assert "0.50×" in claims["step time over published step time: the worst of all, titan-8b-8-compile"].found
+
+
+def test_intervals_follow_from_the_rows_and_sources_are_left_out_in_turn() -> None:
+    ratios = {"a": (0.5, 1.0), "b": (0.8, 0.8, 0.8, 0.8)}
+    rows = [
+        _row(f"{source}{place}", ratio, **{"source": source, "class": "Hopper"})
+        for source, given in ratios.items()
+        for place, ratio in enumerate(given)
+    ]
+    known = residuals.published_residuals(rows)
+    hopper = known["step time", "Hopper"]
+    assert hopper.num_runs == 6
+    assert (hopper.low, hopper.high) == (pytest.approx(1.02, abs=0.03), pytest.approx(2.0, abs=0.2))
+    assert known["step time", "other"] == hopper
+    found = {each.source: each.num_within for each in residuals.left_out(rows, TIME)}
+    assert found == {"a": 1, "b": 4}  # 0.5 is out of b's, all of b's lie within a's
+    assert "| a | 2 | 50% | 25% | 1 of 2 |" in "\n".join(residuals.tables(rows))
+
+
+def test_the_file_of_intervals_is_what_the_results_give(tmp_path: Path) -> None:
+    rows = json.loads((RESULTS / "published.json").read_text(encoding="utf-8"))["rows"]
+    path = tmp_path / "residuals.csv"
+    residuals.write({**residuals.published_residuals(rows), **residuals.measured_residuals()}, path)
+    assert path.read_text() == FILE.read_text(), "run `python -m benchmarks --only published`"

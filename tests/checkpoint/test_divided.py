@@ -37,11 +37,17 @@ JOBS: dict[str, tuple[dict[str, int], list[Any]]] = {
     "tensor x data": ({"tensor": 2, "data": 2}, []),
     "tensor x pipeline": ({"tensor": 2, "pipeline": 2}, []),
     "pipeline x zero": ({"pipeline": 2, "zero": 2}, ["fsdp"]),
+    "tensor x data, zero1": ({"tensor": 2, "data": 2}, ["zero1"]),
+    "tensor x data, zero1, half": ({"tensor": 2, "data": 2}, ["zero1", ("half", "fp16")]),
+    "pipeline x data, zero1": ({"pipeline": 2, "data": 2}, ["zero1"]),
 }
 SAVED_BY = {
     1: ["alone"],
     2: ["tensor", "pipeline", "tensor half"],
-    4: ["tensor x zero", "tensor x pipeline", "pipeline x zero"],
+    4: [
+        *("tensor x zero", "tensor x pipeline", "pipeline x zero"),
+        *("tensor x data, zero1", "tensor x data, zero1, half", "pipeline x data, zero1"),
+    ],
 }
 # By the number of ranks that load: which job, from which.
 LOADED_BY = {
@@ -56,6 +62,7 @@ LOADED_BY = {
         ("pipeline", "pipeline"),
         ("pipeline", "tensor"),
         ("pipeline", "pipeline x zero"),
+        ("fsdp", "tensor x data, zero1"),
     ],
     4: [
         ("tensor x zero", "tensor"),
@@ -63,6 +70,11 @@ LOADED_BY = {
         ("tensor x data", "pipeline"),
         ("tensor x pipeline", "alone"),
         ("pipeline x zero", "tensor x zero"),
+        ("tensor x data, zero1", "tensor x zero"),
+        ("tensor x data, zero1", "pipeline x data, zero1"),
+        ("tensor x data, zero1, half", "tensor x data, zero1, half"),
+        ("pipeline x data, zero1", "pipeline x data, zero1"),
+        ("pipeline x data, zero1", "tensor x data, zero1"),
     ],
 }
 

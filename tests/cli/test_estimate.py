@@ -25,7 +25,7 @@ def test_parts_collectives_and_whether_it_fits(job: Path, form: str) -> None:
     given = {"names": "fsdp", "json": '["fsdp"]', "file": "strategy.json"}[form]
     done = _estimate("--strategy", given)
     assert done.exit_code == 0
-    for words in ("It fits:", "(predicted)", "compute", "all_gather", "reduce_scatter"):
+    for words in ("It fits:", "(predicted, ", "compute", "all_gather", "reduce_scatter"):
         assert words in done.stdout
     assert "parallel_mode is added" in done.stderr
 

@@ -28,7 +28,12 @@ from tests.warm import COLD_PYTHON
 _CODE = "from atorch_ns.cli import main; main()"
 _READING = set(VERBS) - {"launch", "train", "engine serve"}
 """Verbs whose answer a program may want to read; the others have a program's output, or run until they are ended."""
-_FEWER = {"search": ["--max-trials", "1"], "doctor": ["--only", "disk"], "plan": ["--top", "1"]}
+_FEWER = {
+    "search": ["--max-trials", "1"],
+    "calibrate": ["--seconds", "0.1"],
+    "doctor": ["--only", "disk"],
+    "plan": ["--top", "1"],
+}
 """Said with an example, for it to end soon."""
 _CODES = {"diff": 1, "strategy diff": 1}
 """Exit codes that are an answer."""

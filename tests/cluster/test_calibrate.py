@@ -20,9 +20,10 @@ def test_rates_are_found_again_under_noise(num_ranks: int) -> None:
     alpha, bandwidth = 1e-4, 2e9
     times = {}
     for number, (kind, steps) in enumerate(RING_STEPS.items()):
+        # A send is one message of the whole tensor; of a ring each rank sends parts to the next.
+        messages, parts = (1, 1) if kind == "send" else (steps * (num_ranks - 1), num_ranks)
         for place, size in enumerate((2**12, 2**17, 2**20, 2**23)):
-            messages = steps * (num_ranks - 1)
-            exact = messages * (alpha + size / num_ranks / bandwidth)
+            exact = messages * (alpha + size / parts / bandwidth)
             times[f"{kind}/{size}"] = exact * (1 + 0.05 * math.sin(number + 3 * place))
     rates = fit_rates({**times, "overlap/alone": 1.0}, num_ranks)
     assert set(rates) == set(RING_STEPS)
@@ -62,6 +63,19 @@ def test_speed_of_computation_from_times() -> None:
     assert speed.in_place_bytes_per_s == pytest.approx(3e10, rel=0.01)
 
 
+def test_gpus_count_at_the_best_shape() -> None:
+    times = {
+        "product/float32/100x100x100": 2e-5,
+        "square/float32/200x200x200": 2e-5,
+        "square/float32/10x10x10": 1e-5,
+        "elements/add/3000000": 1e-3,
+        "in_place/add/3000000": 1e-4,
+        "operators/10": 3e-9,
+    }
+    assert compute_speed(times).flops_per_s["float32"] == pytest.approx(2e6 / 2e-5, rel=0.02)
+    assert compute_speed(times, best=True).flops_per_s["float32"] == pytest.approx(16e6 / 2e-5, rel=0.02)
+
+
 def test_two_ranks_measure_the_same_figures() -> None:
     def measure() -> tuple[dict[str, Any], float]:
         started = time.perf_counter()
@@ -71,7 +85,7 @@ def test_two_ranks_measure_the_same_figures() -> None:
     (first, seconds), (second, _) = run_ranks(measure, 2)
     assert first == second
     assert first["measured"]
-    assert first["device"]["source"] == first["within_node"]["source"] == "measured"
+    assert first["device"]["source"] == first["within_node"]["source"] == "measured on 2 × cpu"
     assert first["device"]["efficiency"] == 1
     # Wide enough for any machine under any load; what is checked is units.
     assert 1e9 < first["device"]["flops_per_s"]["float32"] < 1e13
@@ -87,7 +101,7 @@ def test_two_ranks_measure_the_same_figures() -> None:
 def test_one_process_measures_its_device_only() -> None:
     hardware = calibrate(Cluster(), seconds=0.5)
     assert hardware.measured
-    assert hardware.device.source == "measured"
-    assert hardware.within_node.source != "measured"
+    assert hardware.device.source == "measured on 1 × cpu"
+    assert "measured on" not in hardware.within_node.source
     with pytest.raises(InputError, match="positive"):
         calibrate(Cluster(), seconds=0)

@@ -28,3 +28,18 @@ def test_a_device_without_a_figure_uses_the_next_best() -> None:
     assert device.update_bytes_per_s == 10.0
     in_place = Device(flops_per_s={"float32": 1.0}, in_place_bytes_per_s=30.0, **given)
     assert in_place.update_bytes_per_s == 30.0
+
+
+def test_messages_take_as_long_as_rings_of_their_size_were_measured_to() -> None:
+    link = LINKS["nvlink3"].link("nvlink3")
+    (first, share), *_, (last, whole) = link.ramp
+    assert whole == pytest.approx(1, abs=0.01)
+    # nccl-tests on eight A100: an all-reduce of 256 MiB in 2.42 ms.
+    assert 14 * link.message_seconds("all_reduce", 2**28 / 8) == pytest.approx(2.42e-3, rel=0.01)
+    assert link.message_seconds("all_reduce", 1) == link.message_seconds("all_reduce", first), (
+        "no less than the least"
+    )
+    assert link.message_seconds("all_reduce", first) > first / link.rate.bytes_per_s / share * 0.99
+    assert link.message_seconds("all_reduce", 8 * last) == pytest.approx(
+        8 * link.message_seconds("all_reduce", last)
+    )

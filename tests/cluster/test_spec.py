@@ -96,11 +96,29 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
     assert (cluster.world_size, cluster.device_name) == (8, "X1")
     assert hardware.device.memory_bytes == 96 * 2**30
     assert hardware.device.flops_of("bfloat16") == 4e14
-    assert hardware.device.memory_bytes_per_s == 3.35e12
+    assert hardware.device.memory_bytes_per_s == pytest.approx(0.92 * 3.35e12)
     assert (hardware.between_nodes.rate.latency_s, hardware.between_nodes.rate.bytes_per_s) == (1e-5, 1e10)
     as_json = tmp_path / "cluster.json"
     as_json.write_text(json.dumps({"devices": "8xA100", "nodes": 1}))
     assert cluster_from_spec(str(as_json)).world_size == 8
+
+
+def test_a_limit_of_power_lowers_the_clock() -> None:
+    free, limited = (cluster_from_spec(f"8xH100-80GB{more}") for more in ("", ", 350W"))
+    share = _hardware(limited).device.flops_of("bfloat16") / _hardware(free).device.flops_of("bfloat16")
+    assert share == pytest.approx(0.5 ** (1 / 3))
+    assert _hardware(limited).device.memory_bytes_per_s == _hardware(free).device.memory_bytes_per_s
+    with pytest.raises(InputError, match="up to 700 W"):
+        cluster_from_spec("8xH100-80GB, 900W")
+    with pytest.raises(InputError, match="for devices of the table"):
+        cluster_from_spec("8xL4, 50W")
+
+
+def test_an_efficiency_of_one_s_own_holds_for_all_dtypes(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: {name: X1, like: H100, efficiency: 0.5}\n")
+    device = _hardware(cluster_from_spec(path)).device
+    assert device.products_of("float8") == 2 * device.products_of("bfloat16") == device.flops_of("bfloat16")
 
 
 def test_mistakes_in_a_file(tmp_path: Path) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
-from atorch_ns.cluster import Device, Hardware, Link, Rate
-from atorch_ns.engine.calibration import Calibration, Factors, refit
+from atorch_ns.cluster import Cluster, Device, Hardware, Link, Rate, cluster_from_spec
+from atorch_ns.cluster.calibrate import measure
+from atorch_ns.cluster.measured import measured_document, write_measured
+from atorch_ns.engine import find
+from atorch_ns.engine.calibration import Calibration, Factors, read_calibration, refit
+from atorch_ns.engine.request import SearchRequest
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.method import load_registry
@@ -203,3 +207,52 @@ class TestFile:
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="not written"):
             self._calibration().save(tmp_path / "none" / "calibration.json")
+
+
+class TestMeasuredFile:
+    """The file of ``atorch-ns calibrate`` in place of factors."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        write_measured(tmp_path / "c.yaml", measured_document(Cluster(), measure(Cluster(), seconds=0.1)))
+        return tmp_path / "c.yaml"
+
+    def test_a_search_uses_its_figures_and_measures_nothing(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("it was measured anew")
+
+        monkeypatch.setattr(find, "calibrate", refuse)
+        here = Cluster.detect()
+        used = find._with_measured_hardware(here, SearchRequest(search_calibration=path))
+        known = cluster_from_spec(path).hardware
+        assert used.hardware is not None
+        assert known is not None
+        assert used.hardware.device.flops_per_s == known.device.flops_per_s
+        assert used.hardware.within_node == known.within_node
+        assert used.device_memory_bytes == here.with_hardware().device_memory_bytes
+
+    def test_factors_go_on_correcting_what_is_measured_then(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = Cluster.detect()
+        factors = Factors(compute={"float32": 2.0}, num_trials=1)
+        Calibration(devices={Calibration.key(here.device_name, 1): factors}).save(tmp_path / "c.json")
+        monkeypatch.setattr(find, "calibrate", lambda *_, **__: _hardware())
+        used = find._with_measured_hardware(here, SearchRequest(search_calibration=tmp_path / "c.json"))
+        assert used.hardware is not None
+        assert used.hardware.device.flops_of("float32") == _hardware().device.flops_of("float32") / 2
+
+    def test_the_two_kinds_of_file_are_not_mixed_up(self, path: Path, tmp_path: Path) -> None:
+        before = path.read_text()
+        with pytest.raises(InputError, match="atorch-ns calibrate measured, no factors"):
+            Calibration(devices={}).save(path)
+        assert path.read_text() == before
+        Calibration(devices={"cpu x 1": Factors()}).save(tmp_path / "f.json")
+        with pytest.raises(InputError, match=r"factors that report\.refit has written"):
+            cluster_from_spec(tmp_path / "f.json")
+
+    def test_of_another_cluster_it_is_refused(self, path: Path) -> None:
+        with pytest.raises(InputError, match="not of this job's cluster"):
+            read_calibration(path, Cluster(world_size=2, local_world_size=2))

@@ -143,6 +143,6 @@ def test_reasons_have_numbers() -> None:
         ("b", "untried"),
         ("c", "pruned"),
     ]
-    assert rows[1].reason == "predicted 1.50× the best's step, 100% more memory"
+    assert rows[1].reason == "predicted 1.50× the chosen step, 100% more memory"
     assert rows[2].reason == "big"
     assert pareto(rows) == ("a",)

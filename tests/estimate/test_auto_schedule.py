@@ -21,8 +21,9 @@ from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.profile import Profile, Trace, profile_model
 from atorch_ns.strategy import AxisUse, Plan
 from atorch_ns.testing.models import get_case
+from tests.estimate.clusters import started_at_once
 
-CLUSTER = cluster_from_spec("8xH100-80GB")
+CLUSTER = started_at_once(cluster_from_spec("8xH100-80GB"))
 NAMES = [
     info.name for info in SCHEDULES if not info.recomputes
 ]  # those stand in for each by checkpoint's own choice

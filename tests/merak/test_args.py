@@ -148,7 +148,7 @@ EFFECTS: dict[str, list[Effect]] = {
         (DP, {}, "zero1", {}),
         (DP, {"zero_stage": 2}, "zero2", {}),
         (DP, {"zero_stage": 3}, "fsdp", {}),
-        (ALL, {}, "zero2", {}),
+        (ALL, {}, "zero1", {}),
         (PP, {"zero_stage": 3}, "fsdp", None),
     ],
     "zero_reduce_bucket_size": [(DP, {"zero_reduce_bucket_size": 2**18}, "ddp", {"bucket_cap_mb": 1.0})],
@@ -285,7 +285,6 @@ def test_a_field_without_a_use_is_reported(
 @pytest.mark.parametrize(
     ("grid", "given", "said"),
     [
-        (ALL, {}, "zero_stage=1 is run as zero2"),
         (TP, {"tp_overlapping_level": 2}, "tp_overlapping_level=2 is run as 1"),
         (TP, {"tp_overlapping_level": 3}, "tp_overlapping_level=3 is run as 1"),
         (DP, {"zero_stage": 2, "zero_reduce_bucket_size": 1000}, "zero_*_bucket_size change nothing"),

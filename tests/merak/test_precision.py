@@ -196,7 +196,7 @@ def test_zero_shards_the_states_of_a_divided_model() -> None:
     assert_equal_runs(every[0]["1"], plain(2 * MICRO_BATCHES))
     for found in every:
         assert 0.4 < found["1"].seen[0] / found["0"].seen[0] < 0.6
-        assert "zero_stage=1 is run as zero2" in found["1"].rows["notes"]
+        assert "zero1" in found["1"].rows
 
 
 @pytest.mark.timeout(100)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.errors import InputError, StepError, StrategyError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import (
@@ -338,7 +338,6 @@ REFUSED: dict[str, tuple[Case, list[Any], type[Exception], str]] = {
         InputError,
         "the experts of experts (4 Linear) cannot be divided: calling it with a few tokens fails",
     ),
-    "zero1": (QWEN, [("parallel_mode", [("expert", 2), ("data", 2)]), "zero1"], StrategyError, "use zero2"),
     "ignored": (
         QWEN,
         [

@@ -21,8 +21,7 @@ ALONE = Cluster(torch="2.13.0")
 MISSING = [*zero.check("zero1", FOUR), *fairscale.check("zero1", FOUR)]
 
 REFUSED = [
-    ("zero1", "zero1 is for ranks that hold the whole model"),
-    (("zero1", {"backend": "fairscale"}), "zero1 is for ranks that hold the whole model"),
+    (("zero1", {"backend": "fairscale"}), "fairscale's OSS is for ranks that hold the whole model"),
     (("zero1", {"use_ds_zero": True}), "DeepSpeed shards over all processes"),
     (("zero2", {"use_ds_zero": True}), "DeepSpeed shards over all processes"),
     (("zero2", {"not_use_fsdp": True}), "ShardedDataParallel shards over all processes"),

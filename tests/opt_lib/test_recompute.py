@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns import auto_accelerate
+from atorch_ns.capture.operators import label
 from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.testing import run_ranks
 from opt_lib._recompute import BufferSafeRecompute
@@ -238,3 +241,61 @@ def test_with_several_processes() -> None:
     for found in run_ranks(_with_and_without, 2, args=(strategies,), timeout_s=90):
         for plain, recomputed in found:
             _assert_equal(recomputed, plain)
+
+
+class Attending(nn.Module):
+    """Products q, k, v, attention written out, products out and up, and a function after them."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self.attention = attention
+        self.projections = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, 8]."""
+        query, key, value, out, up = self.projections
+        if self.attention == "fused":
+            mixed = nn.functional.scaled_dot_product_attention(
+                query(x)[:, None], key(x)[:, None], value(x)[:, None]
+            )[:, 0]
+        else:
+            mixed = (query(x) @ key(x).transpose(1, 2)).softmax(-1) @ value(x)
+        return torch.tanh(up(torch.tanh(out(mixed))))
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[label(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("attention", "rule", "products", "attentions"),
+    [
+        ("written out", "every_second_product", 2, 2),  # k and out of q, k, v, out, up
+        ("fused", "every_second_product", 2, 0),
+        ("written out", "all_but_attention", 0, 2),
+        ("fused", "all_but_attention", 0, 1),
+        ("written out", ["aten.addmm"], 0, 2),
+        ("written out", ["aten.bmm.default"], 5, 0),
+    ],
+)
+def test_what_is_recomputed(attention: str, rule: Any, products: int, attentions: int) -> None:
+    counts = []
+    for strategy in ([], [("checkpoint", {"save_operators": rule, "wrap_class": ["Attending"]})]):
+        torch.manual_seed(0)
+        model = nn.Sequential(Attending(attention), Attending(attention))
+        _, result, _ = auto_accelerate(model, torch.optim.SGD, load_strategy=strategy)
+        assert result is not None
+        with Calls() as calls:
+            result.model(torch.randn(2, 16, 8)).sum().backward()
+        counts.append(calls.names)
+    more = counts[1] - counts[0]
+    kernel = "aten._scaled_dot_product_flash_attention_for_cpu" if attention == "fused" else "aten.bmm"
+    assert (more["aten.addmm"], more[kernel]) == (2 * products, 2 * attentions)

@@ -102,6 +102,26 @@ TABLE: dict[str, tuple[int, list[Row]]] = {
     "sequence 2 ulysses": (2, [*on_models({"sequence": 2}, sequence("ulysses"), turn=1)]),
     "sequence 2 ring": (2, [*on_models({"sequence": 2}, sequence("ring"), turn=2)]),
     "expert 2": (2, [*on_models({"expert": 2}, models=("hf_mixtral",))]),
+    "selective": (
+        2,
+        [
+            Row(case, axes, (*methods, ("checkpoint", {"save_operators": rule})))
+            for rule in ("every_second_product", "all_but_attention")
+            for case, axes, methods in (
+                ("hf_llama", {"tensor": 2}, ()),
+                ("hf_bert", {"sequence": 2}, ()),
+                ("hf_mixtral", {"expert": 2}, ()),
+                ("hf_gpt2", {"pipeline": 2}, (pipeline("1F1B", 4),)),
+                ("hf_llama", {"data": 2}, ("fsdp", BF16)),
+                ("tied_llama", {"data": 2}, ("fsdp", ("compile", "aot_eager"))),
+                (
+                    "hf_gpt2",
+                    {"tensor": 2},
+                    (("tensor_parallel", {"sequence": True}), ("compile", "aot_eager")),
+                ),
+            )
+        ],
+    ),
     "pipeline 2 1F1B": (2, [*on_models({"pipeline": 2}, pipeline("1F1B", 4), models=("mlp", *MODELS))]),
     "pipeline 2 GPipe": (2, [*on_models({"pipeline": 2}, pipeline("GPipe", 4), turn=1)]),
     **{
@@ -140,7 +160,7 @@ TABLE: dict[str, tuple[int, list[Row]]] = {
 
 
 OFTEN = (
-    *("tensor 2", "sequence 2 ulysses", "sequence 2 ring", "expert 2"),
+    *("tensor 2", "sequence 2 ulysses", "sequence 2 ring", "expert 2", "selective"),
     *(f"pipeline 2 {name}" for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
 )
 """Run whenever the tests run; the others by `make test-all`."""

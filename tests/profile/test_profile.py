@@ -26,7 +26,7 @@ def test_round_trip(profile: Profile) -> None:
         again = Profile.from_json(text)
         assert again == own
         assert again.to_json() == text
-        assert json.loads(text)["schema"] == 1
+        assert json.loads(text)["schema"] == 2
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_round_trip(profile: Profile) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "an object with a 'schema'"),
-        ('{"schema": 7}', "schema 7"),
-        ('{"schema": 1}', "model_class"),
+        ('{"schema": 1}', "schema 1"),
+        ('{"schema": 2}', "model_class"),
     ],
 )
 def test_bad_input(text: str, message: str) -> None:

@@ -10,11 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import InputError
+from atorch_ns.estimate import MemoryParts, PlanTable, Workload
+from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.profile import Trace, profile_model
+from atorch_ns.strategy import Plan, Recomputation
 from tests.profile.subjects import Stack, case_inputs, square
 
 
@@ -83,8 +88,9 @@ def test_flops_are_those_of_torchs_counter(name: str) -> None:
     trace = _trace(model, batch, forward_loss)
     with FlopCounterMode(display=False) as counter:
         forward_loss(model, batch).backward()
-    # torch has no formula for attention on the CPU: [B, H, T, E], two products forward, five backward.
-    attention = 4 * 7 * 2 * (4 * 16 * 16 * 32) if name == "tied_llama" else 0
+    # torch has no formula for attention on the CPU: [B, H, T, E], two products forward, five backward; of T × T pairs
+    # a causal mask leaves T (T + 1) / 2.
+    attention = 4 * 7 * 2 * (4 * 16 * 17 // 2 * 32) if name == "tied_llama" else 0
     assert _total_flops(trace, 4) == counter.get_total_flops() + attention
 
 
@@ -100,6 +106,61 @@ def test_linear_block_by_hand() -> None:
     assert {operator.name for operator in cost.operators} >= {"aten.addmm", "aten.mm", "aten.relu"}
     assert block.parameters[0].shape == (8, 8)
     assert trace.batch_bytes.at(6) == 6 * 8 * 4
+
+
+class Chain(nn.Module):
+    """Two element-wise operators between two products."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs).relu() * 2.0).sum()
+
+
+def test_a_fused_kernel_reads_what_it_does_not_make_and_writes_what_others_read() -> None:
+    trace = profile_model(
+        Chain(), torch.randn(4, 8), lambda model, batch: model(batch), precisions=["float32"]
+    ).trace
+    assert trace is not None
+    forward, tensor = trace.segments[0].costs["float32"].forward, 4 * 8 * 4
+    # relu and the product with 2 read and write one each, the sum reads one; fused, the second reads nothing. relu's
+    # result stays: the backward pass reads it.
+    assert forward.moved.at(4) == 5 * tensor + 4
+    assert forward.fused.at(4) == 4 * tensor + 4
+    assert forward.operands.at(4) == 2 * (2 * tensor + 8 * 8 * 4)
+
+
+class Dropped(nn.Module):
+    """Dropout alone, and in fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.dropout = nn.Parameter(torch.ones(16)), nn.Dropout(0.1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        heads = self.dropout(inputs * self.scale).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True).sum()
+
+
+def test_dropout_of_gpus_keeps_bytes_and_none_in_attention() -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        trace = profile_model(
+            Dropped(),
+            torch.randn(4, 64, 16),
+            lambda model, batch: model(batch),
+            precisions=["float32"],
+            device=device,
+        ).trace
+        assert trace is not None
+        found[device] = {each.name: each for each in trace.segments[0].costs["float32"].operators}
+    assert found["cuda"]["aten.native_dropout"].moved.at(4) == 4 * 64 * 16 * (4 + 4 + 1)
+    assert "aten.native_dropout" not in found["cpu"]
+    fused = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert fused in found["cuda"]
+    assert fused not in found["cpu"], "the CPU's kernel has no dropout"
 
 
 def test_autocast_copies_are_counted_apart() -> None:
@@ -273,3 +334,76 @@ def test_kernels_of_this_cpu_say_nothing_of_the_workspaces_on_another_device(
     assert cpu.segments != cuda.segments
     monkeypatch.setattr("atorch_ns.profile.record.recorder.workspace_bytes", lambda *_: ())
     assert _trace(model, batch).segments == cuda.segments
+
+
+class _Squares(TorchDispatchMode):
+    """Collects operators whose results are of every pair of ``num_tokens`` tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.square = (num_tokens, num_tokens)
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(tensor.shape[-2:] == self.square for tensor in tensors_of(result)):
+            self.found.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "padding", "has_mask"),
+    [(4096, None, False), (32768, None, False), (32768, 0, False), (4096, 1, True)],
+)
+def test_masks_of_all_pairs_are_those_that_training_builds(
+    num_tokens: int, padding: int | None, has_mask: bool
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=num_tokens,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if padding is not None:
+        mask = torch.ones(1, num_tokens, dtype=torch.long)
+        mask[:, num_tokens - padding :] = 0
+        batch["attention_mask"] = mask
+    with _Squares(num_tokens) as squares:
+        trace = _trace(model, batch, lambda model, batch: model(**batch).loss)
+    assert bool(squares.found) is has_mask
+    peak = trace.segments[0].costs["float32"].forward.peak.at(1, num_tokens)
+    assert (peak >= num_tokens**2) is has_mask
+
+
+def test_results_that_only_the_output_is_made_of_are_not_read_again() -> None:
+    model, batch, forward_loss = case_inputs("hf_llama", 2)
+    trace = _trace(model, batch, forward_loss)
+    (block,) = {segment.block_class: segment for segment in trace.segments if segment.is_block}.values()
+    products = [one for one in block.costs["float32"].results if one.name == "aten.mm"]
+    *others, down = ((one.size.at(2), one.read_again.at(2)) for one in products)
+    assert down[0] > down[1] == 0
+    assert all(size == again > 0 for size, again in others)
+
+
+def test_compiled_blocks_keep_what_the_backward_pass_reads() -> None:
+    model, batch, forward_loss = case_inputs("hf_llama", 2)
+    trace = _trace(model, batch, forward_loss)
+    again = Recomputation(kind="selective", saved_operators=("aten.mm",))
+    plans = [Plan(recomputation=again), Plan(recomputation=again, compiled=True, compiler="aot_eager")]
+    memory, *_ = price_memory(
+        PlanTable.of(plans), trace, Workload(global_batch=2, num_tokens=trace.num_tokens)
+    )
+    blocks = [segment for segment in trace.segments if segment.is_block]
+    dropped = blocks[0].costs["float32"].results[-1].size.at(2)
+    activations = memory[:, MemoryParts._fields.index("activations")]
+    assert activations[0] - activations[1] >= dropped

@@ -64,7 +64,7 @@ def test_memory_and_time_in_parts() -> None:
     memory, time = memory_info(searched()), time_info(searched())
     assert memory.names[0] == "parameters"
     assert time.names[0] == "compute"
-    assert memory.bars[0].parts == pytest.approx([40 * MIB, 40 * MIB, 80 * MIB, 200 * MIB, 40 * MIB, 0])
+    assert memory.bars[0].parts == pytest.approx([40 * MIB, 40 * MIB, 80 * MIB, 200 * MIB, 40 * MIB, 0, 0])
     assert memory.bars[0].predicted == pytest.approx(400 * MIB)
     assert memory.over(memory.bars[0]) == pytest.approx(-590 * MIB)  # measured goes before predicted
     assert memory.over(memory.bars[-1]) == pytest.approx(200 * MIB)

@@ -110,7 +110,7 @@ def test_a_plan_speaks_of_predictions_alone() -> None:
     for text in (search_text(_planned()), report.to_html()):
         assert "✓ chosen" in text
         assert "· not chosen" in text
-        assert "nothing else is predicted to be better" in text
+        assert "nothing else is believed to be better" in text
         for word in ("and measured", "untried", "won<", "not tried", "Nothing but", "a diamond is"):
             assert word not in text
     assert "4 candidates listed: 3 can be used, 1 pruned" in search_text(_planned())

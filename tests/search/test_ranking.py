@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from atorch_ns.estimate import Intervals
 from atorch_ns.search.objective import Objective, SearchSettings
-from atorch_ns.search.ranking import RankedCandidate, choose, drift, rank_candidates, tied_with_best
+from atorch_ns.search.ranking import (
+    RankedCandidate,
+    choose,
+    drift,
+    prefer,
+    rank_candidates,
+    tied_with_best,
+    unsure_gain,
+)
 from atorch_ns.search.residual_model import DRIFT
+from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, TrialOutcome
-from tests.search.fakes import candidate
+from tests.search.fakes import GIB, candidate
 
 TIME = Objective(SearchSettings())
 
@@ -65,3 +77,67 @@ def test_the_drift_is_learned_from_repetitions() -> None:
     variance = 4 * (math.log(1.5) / 2) ** 2
     assert drift(ledger, TIME) == pytest.approx(math.sqrt((2 * DRIFT**2 + variance) / 5))
     assert drift(ledger, Objective(SearchSettings(objective="memory"))) == 0.0
+
+
+def predicted(
+    key: str,
+    *methods: str,
+    seconds: float,
+    peak: float = 1.0,
+    axes: tuple[tuple[str, int], ...] = (),
+    **more: Any,
+) -> Candidate:
+    """A candidate that 4 of 5 times takes at most a fifth more or less time, and at most a tenth more memory."""
+    one = candidate(key, *methods, seconds=seconds, peak=peak, axes=axes, **more)
+    assert one.estimate is not None
+    sure = Intervals(time=(0.8, 1.2), memory=(1.0, 1.1), gain=1.07, num_pairs=26)
+    return replace(one, estimate=replace(one.estimate, intervals=sure))
+
+
+def test_gains_that_are_not_believed_do_not_pay_for_axes() -> None:
+    cut = predicted("a", "ddp", "cut", seconds=1.0, axes=(("data", 2), ("pipeline", 4)))
+    divided = predicted("b", "ddp", "split", seconds=1.01, axes=(("data", 2), ("tensor", 4)))
+    plain = predicted("c", "ddp", "compile", "amp", seconds=1.09, axes=(("data", 8),))
+    found = prefer([cut, divided, plain], TIME, 0)
+    assert found.candidate is plain
+    assert "simpler than ddp + cut, which is predicted 1.09× as fast (1.00 s against 1.09 s)" in found.reason
+    assert "a gain up to 10% is not believed, by 26 pairs of runs" in found.reason
+    assert prefer([cut, divided], TIME, 0).candidate is divided
+    assert prefer([cut, plain], Objective(SearchSettings(objective="memory")), 0).candidate is cut
+    slow = predicted("d", "ddp", "compile", "amp", seconds=1.11, axes=(("data", 8),))
+    assert prefer([cut, slow], TIME, 0) == (cut, "")
+    fewer = predicted("e", "ddp", "amp", seconds=1.15, axes=(("data", 8),))
+    assert prefer([plain, fewer], TIME, 0).candidate is fewer
+
+
+def test_the_more_two_plans_differ_the_larger_a_gain_must_be() -> None:
+    known = Intervals(gain=1.1)
+    steps = [("mesh", [1]), ("ddp", None), ("amp", "bf16")]
+    assert unsure_gain(steps, steps, known) == 1.0
+    assert unsure_gain(steps, [("mesh", [2]), *steps[1:]], known) == pytest.approx(1.1)
+    assert unsure_gain(steps, [steps[0], ("fsdp", None), steps[2]], known) == pytest.approx(
+        1.1
+    )  # one for one
+    others = [("mesh", [2]), ("fsdp", None), ("cut", None), ("half", None), ("compile", None)]
+    assert unsure_gain(steps, others, known) == pytest.approx(1.1 ** math.sqrt(5))
+
+
+def test_methods_of_the_plain_strategy_do_not_count() -> None:
+    sharded, replicated = predicted("a", "fsdp", seconds=1.0), predicted("b", "ddp", seconds=1.01)
+    assert prefer([sharded, replicated], TIME, 0).candidate is sharded
+    assert prefer([sharded, replicated], TIME, 0, ["ddp"]).candidate is replicated
+
+
+def test_what_fits_for_sure_is_preferred_unless_the_steps_lie_apart() -> None:
+    limit = 10 * GIB
+    tight = predicted("a", "fsdp", seconds=1.0, peak=9.5 * GIB)
+    sure, slow = (predicted(f"b{s}", "fsdp", "checkpoint", seconds=s, peak=6 * GIB) for s in (1.3, 1.6))
+    found = prefer([tight, sure, slow], TIME, limit)
+    assert found.candidate is sure
+    assert "fits for sure, which fsdp does not with 9.50 GiB (9.50–10.5) of 10.0 GiB" in found.reason
+    assert "1.30× as fast (1.00 s against 1.30 s)" in found.reason
+    assert prefer([tight, slow], TIME, limit) == (tight, "")  # 1.2 s at most against 1.28 s at least
+    assert prefer([tight], TIME, limit) == (tight, "")
+    assert prefer([tight, sure], TIME, 0) == (tight, "")
+    small, larger = predicted("c", "fsdp", seconds=1.0), predicted("d", seconds=1.05, peak=9.5 * GIB)
+    assert prefer([small, larger], TIME, limit) == (small, "")  # though simpler

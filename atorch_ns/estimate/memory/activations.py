@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import ModelShard, is_recomputed, saved_share
+from atorch_ns.estimate.model_shard import ModelShard, is_recomputed, saved_results
 from atorch_ns.pipeline import BUFFERS
 from atorch_ns.profile import Growth, PhaseCost, SegmentCost, Trace
 from atorch_ns.strategy import Plan
@@ -255,12 +255,12 @@ class Activations:
         return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
 
     def _kept_inside(self, s: int) -> np.ndarray | float:
-        """Bytes of a block that selective recomputation keeps: the share of operators' results that it saves."""
-        if self.plan.recomputation.kind != "selective":
-            return 0.0
-        cost = self.costs[s]
-        share = saved_share(self.plan, cost, lambda each: float(self.bytes.value(each.moved, s).max()))
-        return np.asarray(share * np.maximum(self.bytes.value(cost.saved, s) - self.bytes.outputs[s], 0.0))
+        """Bytes of a block that selective recomputation keeps beside its output: results of operators. A compiled graph
+        keeps those that the backward pass needs."""
+        saved = saved_results(self.plan, self.costs[s])
+        is_compiled = self.plan.compiler in _COMPILERS and self.trace.segments[s].is_block
+        kept = (each.read_again if is_compiled else each.size for each in saved)
+        return sum((self.bytes.value(growth, s) for growth in kept), 0.0)
 
     def _num_recomputed(self, s: int, count: Place) -> Place:
         if not self._recomputable[s]:

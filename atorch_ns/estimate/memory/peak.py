@@ -1,4 +1,4 @@
-"""Peak memory of plans: states + reserve + max over moments of (gradients + activations + temporaries).
+"""Peak memory of plans: states + max over moments of (gradients + activations + temporaries) + what a GPU holds besides.
 
 States are parameters and optimizer states as they are kept between steps. Legend: N plans, R of them of one kind.
 """
@@ -19,10 +19,11 @@ from atorch_ns.estimate.memory.moments import (
     owned_moments,
     replicated_moments,
 )
+from atorch_ns.estimate.memory.reserved import CACHED_SHARE, outside_bytes, workspace_bytes
 from atorch_ns.estimate.memory.sharded import sharded_moments
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
-from atorch_ns.estimate.model_shard import Memo, ModelShard, computed_in, cost_of
+from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, computed_in, cost_of
 from atorch_ns.estimate.stages import staged
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.profile import Trace
@@ -30,21 +31,28 @@ from atorch_ns.strategy import Plan
 
 
 def price_memory(
-    table: PlanTable, trace: Trace, workload: Workload, *, device_type: str = "cpu", memo: Memo | None = None
+    table: PlanTable,
+    trace: Trace,
+    workload: Workload,
+    *,
+    device_type: str = "cpu",
+    capability: tuple[int, int] | None = None,
+    memo: Memo | None = None,
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """The peak of every plan, in bytes of tensors on the rank that holds most, in parts.
 
-    Workspaces inside kernels are not known: oneDNN's products in 16 bits take some 100 KiB on a CPU.
+    Of workspaces inside kernels cuBLAS's are known; oneDNN's products in 16 bits take some 100 KiB on a CPU.
 
     Args:
         table: the plans.
         workload: the batch of a step.
         device_type: ``"cpu"`` or ``"cuda"``: on the CPU, gloo's collectives work on copies, and what is
-            offloaded is in the same memory.
+            offloaded is in the same memory; on CUDA devices memory is reserved beyond what tensors need.
+        capability: of a CUDA device.
         memo: results shared between calls with the same table, trace and workload.
 
     Returns:
-        [N, 6] columns as :class:`MemoryParts`; [N] at which moment; and the moments in words.
+        [N, 7] columns as :class:`MemoryParts`; [N] at which moment; and the moments in words.
     """
     memory = np.zeros((len(table), len(MemoryParts._fields)))
     worst = np.zeros(len(table), dtype=np.int64)
@@ -55,9 +63,19 @@ def price_memory(
             parts, owners = staged(trace, sizes, memo)
             kind = _kind(plan, trace, workload, parts, device_type, memo)
             found, moments = _price(kind)
+            if device_type == "cuda":
+                _reserve(found, parts.sizes, capability)
             most = owners.largest(found.sum(axis=1))  # of the stages of each plan
             memory[rows], worst[rows] = found[most], moments[most]
     return memory, worst, moment_names(trace)
+
+
+def _reserve(found: np.ndarray, sizes: Sizes, capability: tuple[int, int] | None) -> None:
+    """Adds to [R, 7] parts what a CUDA device needs beyond tensors."""
+    temporaries, reserve, outside = map(MemoryParts._fields.index, ("temporaries", "reserve", "outside"))
+    found[:, temporaries] += workspace_bytes(capability)
+    found[:, reserve] += CACHED_SHARE * found[:, :reserve].sum(axis=1)
+    found[:, outside] = outside_bytes(sizes)
 
 
 def _kind(
@@ -126,7 +144,7 @@ def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
 
 
 def _price(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
-    """[R, 6] parts of the peak, and [R] the moment of the peak."""
+    """[R, 7] parts of the peak, and [R] the moment of the peak."""
     moments = list(_moments(kind))
     names = np.asarray([moment.name for moment in moments])
     found = np.empty((len(moments), 3, len(kind.row)))
@@ -148,6 +166,7 @@ def _price(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
         "activations": activations + batch,
         "temporaries": temporaries + weights * sum(extra.parameter_copies for extra in plan.extras),
         "reserve": float(sum(extra.fixed_bytes for extra in plan.extras)),
+        "outside": 0.0,
     }
     priced = np.empty((len(rows), len(MemoryParts._fields)))
     for place, name in enumerate(MemoryParts._fields):

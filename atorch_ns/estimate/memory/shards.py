@@ -6,7 +6,6 @@ Legend: P distinct parameters (those of a repeated block once), U units, N numbe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -147,26 +146,30 @@ def _pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndar
     return held, padding
 
 
-def whole_share(parameters: Parameters, degrees: np.ndarray, weigh: Callable[[int], float]) -> Share:
+def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) -> Share:
     """Whole parameters given to ranks, the largest first to the rank that has least so far, as
     ``ZeroRedundancyOptimizer`` does and, with parameters sorted beforehand, OSS.
 
     Args:
-        parameters: only those that train are given.
+        parameters: parameters of the model, or [N, P] of parts of it; only those that train are given.
         degrees: [N] numbers of ranks.
-        weigh: cost of a parameter to its rank, by its index; the most expensive rank counts.
+        costs: [P] or [N, P] costs of a parameter to its rank; the most expensive rank counts.
     """
     own = np.flatnonzero(parameters.trainable)
-    expanded = np.repeat(own, parameters.copies[own])
-    order = expanded[np.argsort(-parameters.elements[expanded], kind="stable")]
-    held = np.zeros((len(degrees), len(parameters.elements)))
+    shape = (len(degrees), len(parameters.trainable))
+    elements, copies, costs = (
+        np.broadcast_to(each, shape) for each in (parameters.elements, parameters.copies, costs)
+    )
+    held = np.zeros(shape)
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
-        owner = _dealt(parameters.elements[order].tolist(), int(degree))
-        costs = np.bincount(owner, weights=[weigh(int(one)) for one in order], minlength=int(degree))
-        mine = order[owner == int(np.argmax(costs))]
-        number = np.bincount(mine, minlength=len(parameters.elements))
-        held[index] = number * parameters.elements / parameters.copies
+        expanded = np.repeat(own, copies[index, own])
+        order = expanded[np.argsort(-elements[index, expanded], kind="stable")]
+        owner = _dealt(elements[index, order].tolist(), int(degree))
+        total = np.bincount(owner, weights=costs[index, order], minlength=int(degree))
+        mine = order[owner == int(np.argmax(total))]
+        number = np.bincount(mine, minlength=shape[1])
+        held[index] = number * elements[index] / np.maximum(copies[index], 1)
         counts[index] = len(mine)
     return Share(held, held, counts)
 

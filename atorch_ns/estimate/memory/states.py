@@ -144,7 +144,8 @@ def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, deg
         units = dict(zip(parameters.unit.tolist(), parameters.copies.tolist(), strict=True))
         return replace(share, parameters=np.full(len(degrees), sum(units.values())))
     costs = state_bytes_of(plan, parameters, spec, parameters.elements) + (spec.fixed_bytes if spec else 0)
-    return whole_share(parameters, degrees, lambda index: float(costs[index]))
+    # Experts and what is beside them are given to the ranks that have the same experts.
+    return whole_share(parameters, degrees.reshape(len(degrees), -1).min(axis=1), costs)
 
 
 def state_bytes_of(

@@ -94,8 +94,10 @@ class PricingContext:
     @cached_property
     def shard_groups(self) -> Groups:
         """The ranks that states are divided over, as :meth:`Sizes.shards` counts them."""
-        more = ("sequence",) if self.plan.sharding.layout == "rows" else ()
-        return self._chosen(self.groups(("zero", *more)), self.groups(("data", "expert", *more)))
+        layout = self.plan.sharding.layout
+        more = ("sequence",) if layout == "rows" else ()
+        seen = ("data",) if layout == "parameters" else ("data", "expert")
+        return self._chosen(self.groups(("zero", *more)), self.groups((*seen, *more)))
 
     @cached_property
     def replica_groups(self) -> Groups:

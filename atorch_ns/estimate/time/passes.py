@@ -9,18 +9,21 @@ between machines: all are Python.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_share
+from atorch_ns.cluster import AttentionKind
+from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_results
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.profile import Growth, OperatorCost, ParameterSpec, PhaseCost, Segment, precision_key
+from atorch_ns.profile import Growth, ParameterSpec, PhaseCost, Segment, precision_key
 from atorch_ns.strategy import NarrowProducts, Plan
 
 _PRODUCTS = ("aten.mm", "aten.addmm")
 """Operators of linear layers; products of activations are batched ones."""
+_ATTENTION = "scaled_dot_product"
+"""What names of fused attention hold."""
 
 
 class LowBitShare(NamedTuple):
@@ -46,12 +49,22 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
     operators = cost_of(plan, segment).operators
     products = [each for each in operators if each.name.removesuffix(".default") in _PRODUCTS]
     total = _sum((each.flops for each in operators), num_samples, num_tokens)
-    share = _eligible(plan.precision.narrow, segment)
+    share = plan.precision.narrow.share * _eligible(plan.precision.narrow, segment)
     if not total or not share:
         return LowBitShare()
     flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
     moved = share * _sum((each.moved for each in products), num_samples, num_tokens) / total
-    return LowBitShare(flops, moved * plan.precision.narrow.casts_per_operand)
+    casts = plan.precision.narrow.casts_per_operand
+    if plan.compiler == "inductor":
+        casts *= _FUSED_CASTS
+    return LowBitShare(flops, moved * max(0.0, casts - _SMALLER_OPERANDS))
+
+
+_FUSED_CASTS: Final = 3 / 5
+"""Share of the casts' bytes that is left where a compiler finds the largest value in the kernel that makes a tensor: of two
+reads in 16 bits and a write in 8, one read."""
+_SMALLER_OPERANDS: Final = 1 / 3
+"""Share of its bytes that a product saves: of three tensors it reads two in half the bytes."""
 
 
 def _sum(values: Iterable[Growth], num_samples: float, num_tokens: float) -> float:
@@ -62,11 +75,12 @@ def _eligible(narrow: NarrowProducts, segment: Segment) -> float:
     """Share of the elements of a segment's matrices that belong to such layers."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2]
     total = sum(each.num_elements for each in matrices)
-    chosen = sum(each.num_elements for each in matrices if _is_chosen(narrow, segment, each))
+    chosen = sum(each.num_elements for each in matrices if is_chosen(narrow, segment, each))
     return chosen / total if total else 0.0
 
 
-def _is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+def is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
+    """Whether a matrix of a segment belongs to a layer that computes in fewer bits."""
     path = f"{segment.paths[0]}.{matrix.name}" if segment.paths else matrix.name
     name = path.rpartition(".")[0]
     if any(size % narrow.multiple for size in matrix.shape) or any(part in name for part in narrow.exclude):
@@ -88,6 +102,8 @@ _BROADCAST: Final = 2.0
 """Operators per updated parameter that is broadcast."""
 _RECOMPUTED: Final = 40.0
 """Operators per recomputed block: saved-tensor hooks, random states, the error checks of the second pass."""
+_DISPATCHED: Final = 2.0
+"""Operators per operator of a selectively recomputed block: both of its forward passes ask a policy in Python."""
 _GUARDED: Final = 16.0
 """Operators per compiled block, forward and backward: guards and the calls around the graph."""
 _UPDATE: Final = (0.5, 1.2, 4.0)
@@ -144,8 +160,10 @@ COMPILED_LAUNCHES = 0.25
 """Share of operators that a compiled block still launches: TorchInductor fuses chains of element-wise operators
 and reductions, three to six into one (its own fusion logs on transformer blocks)."""
 
-COMPILED_MOVED = 0.5
-"""Share of bytes that a compiled block still moves: what lies between fused operators stays in registers."""
+
+_EAGER_STREAM = 0.87
+"""Rate at which torch's own kernels stream memory, over that of triads and copies: its layer norm reaches 2.70 TB/s on an
+H100 whose triads reach 3.08 (benchmarks of pauliano22/triton-gpu-kernels, 2025)."""
 
 
 @dataclass(frozen=True)
@@ -211,18 +229,42 @@ def _segment_seconds(context: PricingContext, segment: Segment, again: float) ->
     plan, cost = context.plan, cost_of(context.plan, segment)
     forward = phase_seconds(context, segment, cost.forward, "forward")
     backward = phase_seconds(context, segment, cost.backward, "backward")
-    kept = 0.0
-    if again and plan.recomputation.kind == "selective":
-        kept = saved_share(plan, cost, _flops_of_a_sample)
+    kept = _kept_share(context, segment) if again else 0.0
     launched = COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0
+    asked = _DISPATCHED if plan.recomputation.kind == "selective" and not plan.compiled else 0.0
     guards = _GUARDED if plan.compiled and segment.is_block else 0.0
     return SegmentSeconds(
         forward=forward,
         backward=backward,
         recompute=forward * again * (1 - kept),
         operators=(cost.forward.num_operators + cost.backward.num_operators) * launched + guards,
-        more_operators=again * (cost.forward.num_operators * launched + _RECOMPUTED),
+        more_operators=again * (cost.forward.num_operators * (launched + asked) + _RECOMPUTED),
     )
+
+
+def _kept_share(context: PricingContext, segment: Segment) -> np.ndarray | float:
+    """[R] share of a forward pass's seconds that selective recomputation does not spend again."""
+    forward = cost_of(context.plan, segment).forward
+    saved = saved_results(context.plan, cost_of(context.plan, segment))
+    if not saved:
+        return 0.0
+    flops, moved = (sum((getattr(each, name) for each in saved), Growth()) for name in ("flops", "moved"))
+    attention = sum((each.flops for each in saved if _ATTENTION in each.name), Growth())
+    at = context.trace.num_samples, context.trace.num_tokens
+    products = forward.flops.at(*at) - forward.attention.at(*at)
+    kept = replace(
+        forward,
+        flops=flops,
+        attention=attention,
+        operands=forward.operands * ((flops.at(*at) - attention.at(*at)) / (products or 1.0)),
+        moved=moved,
+        fused=forward.fused * (moved.at(*at) / (forward.moved.at(*at) or 1.0)),
+    )
+    spent, saved_seconds = (
+        _Running(context, segment, phase, "forward").seconds(context.num_samples, context.num_tokens)
+        for phase in (forward, kept)
+    )
+    return np.asarray(np.minimum(1.0, saved_seconds / spent))
 
 
 def _is_fused(context: PricingContext, segment: Segment) -> bool:
@@ -235,53 +277,73 @@ def _is_fused(context: PricingContext, segment: Segment) -> bool:
 def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, which: str) -> np.ndarray:
     """[R] seconds of computation of one pass of one instance, without starting its operators."""
     device, plan = context.hardware.device, context.plan
-    fused = _is_fused(context, segment)
     factor = float(np.prod([extra.compute_factor for extra in plan.extras]))
-    moved = COMPILED_MOVED if fused else 1.0
     place = context.trace.segments.index(segment) if context.parts.divides else None
     narrow = low_bit_share(plan, segment, context.trace.num_samples, context.trace.num_tokens)
-    seconds = factor * _roofline(
-        context, phase, moved, context.num_samples, context.num_tokens, place, narrow
-    )
+    running = _Running(context, segment, phase, which)
+    seconds = factor * running.seconds(context.num_samples, context.num_tokens, place, narrow)
     measured = context.trace.seconds.get(f"{segment.fingerprint}:{precision_key(*computed_in(plan))}:{which}")
-    if measured is None or fused or not segment.fingerprint:
+    if measured is None or _is_fused(context, segment) or not segment.fingerprint:
         return seconds
     # On a CPU the time of a block holds that of starting its operators, which is counted by itself.
     started = phase.num_operators * device.launch_s if device.type == "cpu" else 0.0
-    traced = _roofline(context, phase, moved, context.trace.num_samples, context.trace.num_tokens)
+    traced = running.seconds(context.trace.num_samples, context.trace.num_tokens)
     return np.asarray(seconds * np.maximum(0.1 * measured, measured - started) / traced)
 
 
-def _roofline(
-    context: PricingContext,
-    phase: PhaseCost,
-    moved: float,
-    num_samples: np.ndarray | float,
-    num_tokens: int,
-    place: int | None = None,
-    narrow: LowBitShare | None = None,
-) -> np.ndarray:
-    """[R] seconds of a pass; of a rank's part of it where the segment's ``place`` is given.
+@dataclass(frozen=True)
+class _Running:
+    """One pass of one segment on the cluster's device."""
 
-    Measured times are in the precision of the weights or of autocast, so they are held against a pass without
-    ``narrow`` products.
-    """
-    device = context.hardware.device
-    weights, autocast = computed_in(context.plan)
-    peak = device.flops_of(autocast or weights) * device.efficiency
-    flops = np.asarray(phase.flops.at(num_samples, num_tokens), dtype=float)
-    num_bytes = np.asarray(phase.moved.at(num_samples, num_tokens), dtype=float)
-    if place is not None:
-        flops = flops * context.parts.share(place, phase.flops.divided)
-        num_bytes = num_bytes * context.parts.share(place, phase.moved.divided, phase.moved.words)
-    flops, num_bytes = np.maximum(flops, 0), np.maximum(num_bytes, 0)
-    products = flops / peak
-    if narrow is not None and context.plan.precision.narrow is not None and narrow.flops:
-        rate = device.flops_per_s.get(context.plan.precision.narrow.dtype)
-        faster = peak if rate is None else rate * device.efficiency
-        products = flops * ((1 - narrow.flops) / peak + narrow.flops / faster)
-        num_bytes = num_bytes + flops * narrow.bytes_per_flop
-    return np.asarray(products + num_bytes * moved / device.memory_bytes_per_s)
+    context: PricingContext
+    segment: Segment
+    phase: PhaseCost
+    passes: str
+
+    def seconds(
+        self,
+        num_samples: np.ndarray | float,
+        num_tokens: int,
+        place: int | None = None,
+        narrow: LowBitShare | None = None,
+    ) -> np.ndarray:
+        """[R] seconds: operations at the rates of their kernels, and bytes at that of memory.
+
+        They are of a rank's part where the segment's ``place`` is given. A product takes the time of both: the best
+        one's operations, and the operands that it moves, which smaller ones have more of for each operation. On a CPU
+        caches hold the operands. Measured times are in the precision of the weights or of autocast, so they are held
+        against a pass without ``narrow`` products.
+        """
+
+        def on_rank(growth: Growth) -> np.ndarray:
+            value = np.asarray(growth.at(num_samples, num_tokens), dtype=float)
+            if place is not None:
+                value = value * self.context.parts.share(place, growth.divided, growth.words)
+            return np.asarray(np.maximum(value, 0.0))
+
+        device, segment, low_bit = (
+            self.context.hardware.device,
+            self.segment,
+            self.context.plan.precision.narrow,
+        )
+        weights, autocast = computed_in(self.context.plan)
+        dtype = autocast or weights
+        kind = AttentionKind(self.passes, segment.head_width, segment.is_causal, num_tokens)
+        attention, flops = on_rank(self.phase.attention), on_rank(self.phase.flops)
+        is_gpu, is_fused = device.type != "cpu", _is_fused(self.context, segment)
+        num_bytes = on_rank(self.phase.fused if is_fused else self.phase.moved)
+        if is_gpu:
+            num_bytes = num_bytes / (1.0 if is_fused else _EAGER_STREAM) + on_rank(self.phase.operands)
+        narrowed = np.zeros_like(flops)
+        if narrow is not None and low_bit is not None:
+            narrowed = np.minimum(narrow.flops * flops, flops - attention)
+            num_bytes = num_bytes + flops * narrow.bytes_per_flop
+        faster = device.products_of(dtype)
+        if low_bit is not None and low_bit.dtype in device.flops_per_s:
+            faster = low_bit.rate * device.products_of(low_bit.dtype)
+        seconds = (flops - attention - narrowed) / device.products_of(dtype)
+        seconds = seconds + attention / device.attention_of(dtype, kind) + narrowed / faster
+        return np.asarray(seconds + num_bytes / device.memory_bytes_per_s)
 
 
 def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
@@ -314,7 +376,3 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
         num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
         each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
     return np.asarray((1.0 if found is None else found) * context.micro_batches * context.parts.total(each))
-
-
-def _flops_of_a_sample(cost: OperatorCost) -> float:
-    return cost.flops.per_sample + cost.flops.per_token + cost.flops.constant

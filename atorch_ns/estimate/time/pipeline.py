@@ -39,6 +39,7 @@ def as_pipeline(
 ) -> tuple[PricingContext, Waiting]:
     """The context of each pipeline's slowest rank, and what it waits for.
 
+    A rank takes what its device takes, or its host, which starts the operators of every pass, where that is longer.
     While the slowest rank works without a pause, all others are hidden behind it. Before and after, each of the
     others takes one micro-batch once, forward and backward: the bubble. Schedules with several stages on a rank,
     or with the backward pass in two parts, leave a share of it.
@@ -46,21 +47,18 @@ def as_pipeline(
     none = np.zeros(len(context.sizes))
     if not (context.sizes.pipeline > 1).any():
         return context, Waiting(none, none, none)
-    launch = context.hardware.device.launch_s if context.hardware.device.type == "cpu" else 0.0
-    seconds = np.stack(
-        [
-            np.broadcast_to(
-                one.forward + one.backward + other.seconds + launch * (one.operators + other.operators),
-                none.shape,
-            )
-            for one, other in zip(segments, exchanges, strict=True)
-        ]
-    )  # [S, R]
-    recompute = np.stack(
-        [np.broadcast_to(one.recompute + launch * one.more_operators, none.shape) for one in segments]
-    )
+    launch = context.hardware.device.launch_s
+    of_pass = [
+        one.forward + one.backward + other.seconds for one, other in zip(segments, exchanges, strict=True)
+    ]
+    in_pass = [
+        launch * (one.operators + other.operators) for one, other in zip(segments, exchanges, strict=True)
+    ]
+    seconds, started = _rows(of_pass, none), _rows(in_pass, none)  # [S, R]
+    recompute = _rows([one.recompute for one in segments], none)
+    restarted = _rows([launch * one.more_operators for one in segments], none)
     by_share = context.plan.recomputation.share is not None
-    backward = np.stack([np.broadcast_to(one.backward, none.shape) for one in segments])
+    backward = _rows([one.backward for one in segments], none)
     again = _recomputed(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
     recomputed = np.full(len(none), np.nan)
@@ -72,8 +70,11 @@ def as_pipeline(
         rows = np.flatnonzero((sizes.pipeline == num_ranks) & (sizes.pipelined == place))
         stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, context.memo)
         shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
-        of_rank = stages.on_rank @ seconds[:, rows]  # [p, R']
-        of_rank = of_rank + shares[:, None] * (stages.on_rank @ recompute[:, rows])
+        of_rank, host = (  # [p, R']
+            stages.on_rank @ first[:, rows] + shares[:, None] * (stages.on_rank @ more[:, rows])
+            for first, more in ((seconds, recompute), (started, restarted))
+        )
+        of_rank = of_rank + host if context.hardware.device.type == "cpu" else np.maximum(of_rank, host)
         slowest = of_rank.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
         recomputed[rows] = shares[slowest]
@@ -88,6 +89,11 @@ def as_pipeline(
         counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
     )
     return replace(context, parts=staged), waiting
+
+
+def _rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
+    """[S, R] a value of each segment, for all plans or for each."""
+    return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
 
 _SECOND_WALK = sum(part[0] for part in split_backward([1.0])) - 1.0
@@ -148,16 +154,20 @@ def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whol
 
 
 def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
-    """[R] seconds of sends that nothing hides: those of the first and the last micro-batch."""
-    p = len(stages.numbers)
+    """[R] seconds of sends that nothing hides: those of the first and the last micro-batch; and on GPUs all of a rank.
+
+    There the sends and receives of two ranks run in the order in which they are started, each when both have come to it,
+    and with passes in alternation what is received was sent last.
+    """
+    p, v = stages.numbers.shape
     inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
     output = cost_of(context.plan, context.trace.segments[inner]).output
-    num_bytes = np.asarray(output.at(context.num_samples[rows], context.num_tokens), dtype=float)
+    num_bytes = np.asarray(output.at(context.num_samples, context.num_tokens), dtype=float)
+    num_bytes = (num_bytes * context.parts.share(inner, output.divided, output.words))[rows]
     groups = context.groups(("pipeline",))
     inside = groups.within[rows] > 1
-    near = context.hardware.within_node.rate_of("send")
-    far = context.hardware.between_nodes.rate_of("send")
-    each = np.where(
-        inside, near.latency_s + num_bytes / near.bytes_per_s, far.latency_s + num_bytes / far.bytes_per_s
-    )
-    return np.asarray(2.0 * (p - 1) * each)
+    near, far = context.hardware.within_node, context.hardware.between_nodes
+    each = np.where(inside, near.message_seconds("send", num_bytes), far.message_seconds("send", num_bytes))
+    all_sent = context.hardware.device.type != "cpu"
+    steady = context.micro_batches[rows] * v if all_sent else 0
+    return np.asarray(2.0 * (steady + p - 1) * each)

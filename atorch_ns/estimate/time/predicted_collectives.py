@@ -68,7 +68,8 @@ def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
 def _of_parts(plan: Plan, trace: Trace) -> list[Collective]:
     """torch's ``replicate``: all gradients of a part of the model in one tensor."""
     sizes = _trainable_bytes(plan, trace, plan.sharding.reduce_dtype)
-    return [Collective("all_reduce", "data", 1, sum(sizes))]
+    updates = _broadcast_updates(plan, trace) if plan.size(plan.sharding.optimizer_over) > 1 else []
+    return [Collective("all_reduce", "data", 1, sum(sizes)), *updates]
 
 
 def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:

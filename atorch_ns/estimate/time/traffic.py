@@ -5,7 +5,7 @@ Legend: R plans of one kind, B samples in a micro-batch, T tokens, D model, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,8 @@ from atorch_ns.estimate.model_shard import (
     stored_dtype,
 )
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.estimate.time.passes import Passes, recomputed_shares
-from atorch_ns.profile import ParameterSpec, Trace
+from atorch_ns.estimate.time.passes import Passes, is_chosen, recomputed_shares
+from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import Plan
 
 
@@ -81,10 +81,10 @@ def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
     seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
     last = seconds / max(1, count)
     backward = context.parts.total([each.backward for each in passes.segments])
-    hidden = context.hardware.within_node.overlap * np.asarray(backward)
+    exposed = seconds - context.hardware.within_node.overlap * np.minimum(seconds, backward)
     # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
     moved = num_bytes * (2 + 3 * (context.micro_batches - 1))
-    return np.asarray(np.maximum(last, seconds - hidden) + moved / device.update_bytes_per_s)
+    return np.asarray(np.maximum(last, exposed) + moved / device.update_bytes_per_s)
 
 
 def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
@@ -113,13 +113,13 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
         each = passes.segments[unit.segment]
         # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
         # has none, and in the backward pass the last reduction has none.
-        ahead = np.maximum(0.0, gathered - overlap * each.forward)
+        ahead = gathered - overlap * np.minimum(gathered, each.forward)
         gather = gather + passes_gathered * (count * ahead + is_first * (gathered - ahead))
-        behind = overlap * (each.backward + each.recompute)
+        behind = each.backward + each.recompute
         if not plan.sharding.keeps_gathered:
-            gather = gather + passes_gathered * count * np.maximum(0.0, gathered - behind)
+            gather = gather + passes_gathered * count * (gathered - overlap * np.minimum(gathered, behind))
             behind = np.maximum(0.0, behind - gathered)
-        exposed = np.maximum(0.0, reduced - behind)
+        exposed = reduced - overlap * np.minimum(reduced, behind)
         reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
         is_first = False
     return gather, reduce
@@ -151,9 +151,12 @@ def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
     plan = context.plan
     if not plan.sharding.optimizer_over:
         return np.zeros(len(context.micro_batches))
-    parameters = [p for unit in context.units for p in unit.parameters * unit.count if p.trainable]
-    num_bytes = float(gathered_bytes(plan, parameters))
-    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, len(parameters))
+    num_bytes = number = np.zeros(len(context.micro_batches))
+    for unit in context.units:
+        parameters, count = [p for p in unit.parameters if p.trainable], context.count(unit)
+        num_bytes = num_bytes + count * context.share_of(unit) * gathered_bytes(plan, parameters)
+        number = number + count * len(parameters)
+    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, number)
 
 
 _OPERATORS = 4.0
@@ -173,7 +176,8 @@ class Exchange(NamedTuple):
 
 
 def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
-    """The exchanges of every segment along the axes ``tensor``, ``sequence`` and ``expert``. Nothing hides it."""
+    """The exchanges of every segment along the axes ``tensor``, ``sequence`` and ``expert``. Nothing hides them, unless
+    those along ``tensor`` are asynchronous."""
     segments = context.trace.segments
     if not context.parts.divides:
         return (Exchange(0.0, 0.0),) * len(segments)
@@ -221,7 +225,11 @@ def _tensor(
     if segment.is_block:
         # Recomputation stops before its last sum.
         count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
-        return collective_seconds("all_reduce", output * count, groups, context.hardware, count), count
+        seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count)
+        if context.sizes.asynchronous.any():
+            joined = context.sizes.asynchronous & (groups.within == groups.size)
+            seconds = seconds - np.where(joined, _hidden(context, groups, s, again), 0.0)
+        return seconds, count
     words = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2]
     if not words:
         return np.zeros(len(context.sizes)), 0.0
@@ -236,6 +244,60 @@ def _tensor(
     numbers = seen * LOSS_NUMBERS * DTYPE_BYTES["float32"]
     sums = collective_seconds("all_reduce", numbers, groups, context.hardware, LOSS_CALLS)
     return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
+
+
+def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:
+    """[R] seconds of gathers and scattered sums that asynchronous exchange hides in a block of segment ``s``.
+
+    torch cuts a product and the exchange beside it into a piece for each of n ranks; copies of n - 1 pieces go on while
+    others are multiplied, by copy engines, which take no multiprocessor from the products. So at most 1 - 1/n of a
+    product's time hides an exchange. Each piece reads the weight anew, and the partial sums that ranks have sent are read and
+    added by a kernel of their own. Joined are both exchanges forward, the gather backward, and the scattered sum backward
+    where one layer reads what was gathered: gradients of several are added in between.
+    """
+    plan, device = context.plan, context.hardware.device
+    if plan.compiler != "inductor":
+        return np.zeros(len(context.sizes))
+    segment, n = context.trace.segments[s], groups.size
+    weights, autocast = computed_in(plan)
+    dtype = autocast or weights
+    tokens = context.num_samples * context.num_tokens / context.sizes.sequence
+    output = _output(context, s) / context.sizes.sequence
+    exchange = collective_seconds("all_gather", output, groups, context.hardware)
+
+    def saved(matrices: Sequence[ParameterSpec], *, is_scattered: bool) -> np.ndarray:
+        elements = sum(each.num_elements for each in matrices) / n
+        product = 2 * tokens * elements / device.products_of(dtype)
+        moved = (n - 1) * elements * DTYPE_BYTES.get(dtype, 4)
+        if is_scattered:
+            moved = moved + output * (1 + 1 / n)
+        return np.asarray(np.minimum(exchange, product * (1 - 1 / n)) - moved / device.memory_bytes_per_s)
+
+    total = np.zeros(len(context.sizes))
+    for place, (columns, row) in enumerate(regions := _regions(plan, segment)):
+        gathered, scattered = saved(columns, is_scattered=False), saved([row], is_scattered=True)
+        # Recomputation stops before its last sum.
+        total = total + (1 + again) * gathered + (1 + again * (place < len(regions) - 1)) * scattered
+        total = total + saved([row], is_scattered=False)
+        if len(columns) == 1:
+            total = total + saved(columns, is_scattered=True)
+    return total
+
+
+def _regions(plan: Plan, segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
+    """The matrices of column layers with that of the row layer behind them, of layers that are not in fewer bits."""
+    matrices = [each for each in segment.parameters if len(each.shape) == 2 and each.tensor_dim is not None]
+    narrow = plan.precision.narrow
+    found: list[tuple[list[ParameterSpec], ParameterSpec]] = []
+    columns: list[ParameterSpec] = []
+    for each in matrices:
+        if each.tensor_dim == matrices[0].tensor_dim:  # a block begins with one of columns
+            columns.append(each)
+        elif columns:
+            in_full = narrow is None or not any(is_chosen(narrow, segment, one) for one in (*columns, each))
+            found += [(columns, each)] if in_full else []
+            columns = []
+    return found
 
 
 def _sequence(

@@ -148,8 +148,9 @@ class Prices:
         """Forward and backward pass of one rank's part of a call."""
         call = one.call
         share = 1 / self.degree if rule.divides else 1.0
-        rate = self.device.flops_per_s.get(self.compute_dtype) or max(self.device.flops_per_s.values())
-        flops = share * (work.forward_flops + work.backward_flops) / (rate * self.device.efficiency)
+        flops = (
+            share * (work.forward_flops + work.backward_flops) / self.device.products_of(self.compute_dtype)
+        )
         if not work.moved:
             return self.device.launch_s
         local = sum(

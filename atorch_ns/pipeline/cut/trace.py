@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.blocks import NamedModule
-from atorch_ns.capture.nests import floats_to, map_tensors, tensors_of
+from atorch_ns.capture.nests import floats_to, map_tensors, samples_and_tokens, tensors_of
 from atorch_ns.capture.operators import count_flops, is_free, moved_bytes
 from atorch_ns.capture.random_states import buffers_and_generators_kept, random_states_kept
-from atorch_ns.capture.real_values import RealValues, fake_like
+from atorch_ns.capture.real_values import RealValues, fake_like, largest_real
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
@@ -128,9 +129,10 @@ class CallTracer:
         with random_states_kept(), self._mode, quiet_fake_kernels():
             if how.weights is not None:
                 _cast(self._copy, how.weights)
-            fake = map_tensors(lambda tensor: fake_like(tensor, self._device), batch)
+            largest = largest_real(math.prod(samples_and_tokens(batch)))
+            fake = map_tensors(lambda tensor: fake_like(tensor, self._device, largest=largest), batch)
             costs = CallCosts(follower, self._copy.parameters())
-            with RealValues(), costs.counting():
+            with RealValues(largest), costs.counting():
                 try:
                     _run(self._copy, fake, follower, how, self._device)
                 except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.nests import map_tensors, resized, resized_shape
-from atorch_ns.capture.real_values import RealValues, fake_like, may_be_real
+from atorch_ns.capture.real_values import RealValues, fake_like, largest_real, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
 from atorch_ns.profile.record.steps import Precision, RecordedStep, Subject, record_step
-from atorch_ns.torch_compat import fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
+from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
 
 
 class FakeSteps:
@@ -46,7 +46,8 @@ class FakeSteps:
             model = copy_structure(self._subject.model, partial(self._tensor, precision), self._containers)
             if sizes not in self._batches:
                 self._batches[sizes] = map_tensors(partial(self._resized, sizes), self._subject.batch)
-            with RealValues():
+            kernels = nullcontext() if self._subject.counts_workspaces else DropoutOfGpus()
+            with RealValues(largest_real(math.prod(sizes))), kernels:
                 yield model, self._batches[sizes]
 
     def _tensor(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,8 @@ class FakeSteps:
     def _resized(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the batch of B and T."""
         shape = resized_shape(tuple(tensor.shape), self._subject.sizes, sizes)
-        if not may_be_real(tensor, math.prod(shape), self._device):
+        largest = largest_real(math.prod(sizes))
+        if not may_be_real(tensor, math.prod(shape), self._device, largest=largest):
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
         with outside_fake_mode():
             return resized(tensor.detach().to(self._device), shape)

@@ -17,7 +17,15 @@ from torch import nn
 
 from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import unique_tensors_of
-from atorch_ns.capture.operators import count_flops, is_free, label, moved_bytes, workspace_bytes
+from atorch_ns.capture.operators import (
+    count_flops,
+    is_causal,
+    is_free,
+    label,
+    moved_bytes,
+    position_of,
+    workspace_bytes,
+)
 from atorch_ns.torch_compat import TorchDispatchMode
 
 
@@ -34,6 +42,21 @@ class Product(NamedTuple):
     right: int
     transposed: bool
     bias: int | None = None
+
+
+class Attention(NamedTuple):
+    """A fused attention.
+
+    Attributes:
+        queries, keys: numbers of heads.
+        width: features of a head.
+        is_causal: whether no token sees a later one.
+    """
+
+    queries: int
+    keys: int
+    width: int
+    is_causal: bool
 
 
 class Event(IntEnum):
@@ -61,7 +84,7 @@ class Recording:
         reads, writes: inputs and outputs of the operator at each event: a storage by its number, a given
             tensor as -1 less its number.
         products: the operators, by their events, that are products of matrices.
-        heads: numbers of query and key heads of fused attentions, by event.
+        attentions: fused attentions of forward passes, by event.
     """
 
     kinds: list[int] = field(default_factory=list)
@@ -76,7 +99,7 @@ class Recording:
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
     writes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     products: dict[int, Product] = field(default_factory=dict)
-    heads: dict[int, tuple[int, int]] = field(default_factory=dict)
+    attentions: dict[int, Attention] = field(default_factory=dict)
 
     def add(self, kind: Event, key: int, name: str = "", size: int = 0, moved: tuple[int, ...] = ()) -> None:
         """Appends one event."""
@@ -203,6 +226,7 @@ class Recorder(TorchDispatchMode):
         if self._counts_workspaces:
             self._pass_through(workspace_bytes(func, args, out))
         self._note_operands(event, func, args, read, made)
+        self._note_attention(event, func, args, kwargs)
         if func is torch.ops.aten._to_copy.default:
             self._note_cast(read[0], made[0])
         return out
@@ -212,8 +236,6 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         self.recording.reads[event] = tuple(self._mark(tensor) for tensor in read)
         self.recording.writes[event] = tuple(self._mark(tensor) for tensor in made)
-        if _ATTENTION in self.recording.labels[event] and args[0].dim() == args[1].dim() == 4:
-            self.recording.heads[event] = (args[0].shape[1], args[1].shape[1])
         factors = _FACTORS.get(func)
         if factors is not None:
             left, right, bias = factors
@@ -223,6 +245,19 @@ class Recorder(TorchDispatchMode):
                 self._mark(args[right]),
                 strides[-1] != 1 and strides[-2] == 1,
                 None if bias is None else self._mark(args[bias]),
+            )
+
+    def _note_attention(
+        self, event: int, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if (
+            _ATTENTION in self.recording.labels[event]
+            and position_of(func, "query") == 0
+            and args[0].dim() == 4
+        ):
+            query, key = args[:2]
+            self.recording.attentions[event] = Attention(
+                query.shape[1], key.shape[1], query.shape[3], is_causal(func, args, kwargs)
             )
 
     def _mark(self, tensor: torch.Tensor) -> int:

@@ -66,7 +66,7 @@ def accuracy_info(outcome: SearchOutcome, quantity: Quantity) -> AccuracyInfo:
         if quantity == "time":
             predicted, measured = estimate.step_seconds, trial.median_seconds
         else:
-            predicted, measured = estimate.peak_bytes, float(trial.max_peak_bytes)
+            predicted, measured = estimate.allocated_bytes, float(trial.max_peak_bytes)
         if predicted > 0 and measured > 0:
             points.append(AccuracyPoint(row.candidate.key, row.candidate.label, number, predicted, measured))
     errors = [abs(point.error) for point in points]
@@ -173,7 +173,7 @@ def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
     spread = outcome.noise_seconds if len(outcome.step_seconds) > 1 else 0.0
     return ActualInfo(
         predicted_seconds=estimate.step_seconds if estimate else None,
-        predicted_bytes=estimate.peak_bytes if estimate else None,
+        predicted_bytes=estimate.allocated_bytes if estimate else None,
         trial_seconds=seconds(winner) if winner else unknown,
         trial_bytes=peak(winner) if winner else unknown,
         actual_seconds=Figure(outcome.median_seconds, "measured", len(outcome.step_seconds), spread),

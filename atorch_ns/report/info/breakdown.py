@@ -54,9 +54,10 @@ class MemoryInfo(NamedTuple):
     limit_bytes: int
 
     def over(self, bar: Bar) -> float:
-        """Bytes by which a candidate is over the limit, measured where it was; negative if it fits."""
-        value = bar.measured.value if bar.measured and bar.measured.value is not None else bar.predicted
-        return value - self.limit_bytes
+        """Bytes by which a candidate is over the limit, tensors measured where they were; negative if it fits."""
+        if bar.measured is None or bar.measured.value is None:
+            return bar.predicted - self.limit_bytes
+        return bar.measured.value + sum(bar.parts[self.names.index("reserve") :]) - self.limit_bytes
 
 
 class TimeInfo(NamedTuple):

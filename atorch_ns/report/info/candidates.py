@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from atorch_ns.estimate.intervals import Range
 from atorch_ns.search import Fate, Row, SearchOutcome, TrialStatus
-from atorch_ns.text import bytes_text, measured_text, seconds_text
+from atorch_ns.text import bytes_text, measured_text, range_text, seconds_text
 
 Source = Literal["measured", "corrected", "predicted", "unknown"]
 """Source of a figure. ``corrected``: predicted, with a correction learned from the trials."""
@@ -20,26 +22,34 @@ class Figure(NamedTuple):
         source: source of the number.
         num: number of steps or ranks that it was measured on; 0 for predictions.
         spread: standard error of a measured time, or lowest to highest rank of measured bytes; 0 otherwise.
+        interval: of a prediction; ``None`` otherwise.
     """
 
     value: float | None
     source: Source
     num: int = 0
     spread: float = 0.0
+    interval: Range | None = None
 
     def as_seconds(self) -> str:
         """The time as text: ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
         if self.source != "measured":
-            return f"{seconds_text(self.value)} ({self.source})"
+            return f"{seconds_text(self.value)} ({self._between(seconds_text)}{self.source})"
         shown = measured_text(self.value, self.spread if self.num > 1 else None)
         return f"{shown} (measured, n={self.num})"
 
     def as_bytes(self) -> str:
         """The memory as text: ``"812 MiB (measured, the highest of 2 ranks)"``."""
         if self.source != "measured":
-            return f"{bytes_text(self.value)} ({self.source})"
+            return f"{bytes_text(self.value)} ({self._between(bytes_text)}{self.source})"
         among = f", the highest of {self.num} ranks" if self.num > 1 else ""
         return f"{bytes_text(self.value)} (measured{among})"
+
+    def _between(self, text: Callable[[float], str]) -> str:
+        if self.value is None or self.interval is None:
+            return ""
+        within = range_text(self.value, self.interval, text)
+        return f"{within}, " if within else ""
 
 
 def seconds(row: Row) -> Figure:
@@ -49,7 +59,9 @@ def seconds(row: Row) -> Figure:
         spread = trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0
         return Figure(trial.median_seconds, "measured", len(trial.step_seconds), spread)
     estimate = row.candidate.estimate
-    return _without_trial(row.corrected_seconds, estimate.step_seconds if estimate else None)
+    if estimate is None or row.corrected_seconds is not None:
+        return _without_trial(row.corrected_seconds)
+    return Figure(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
 
 
 def peak(row: Row) -> Figure:
@@ -59,13 +71,13 @@ def peak(row: Row) -> Figure:
         highest, lowest = max(trial.peak_bytes), min(trial.peak_bytes)
         return Figure(float(highest), "measured", len(trial.peak_bytes), float(highest - lowest))
     estimate = row.candidate.estimate
-    return _without_trial(row.corrected_bytes, estimate.peak_bytes if estimate else None)
+    if estimate is None or row.corrected_bytes is not None:
+        return _without_trial(row.corrected_bytes)
+    return Figure(estimate.peak_bytes, "predicted", interval=estimate.peak_bytes_interval)
 
 
-def _without_trial(corrected: float | None, predicted: float | None) -> Figure:
-    if corrected is not None:
-        return Figure(corrected, "corrected")
-    return Figure(predicted, "unknown" if predicted is None else "predicted")
+def _without_trial(corrected: float | None) -> Figure:
+    return Figure(corrected, "unknown" if corrected is None else "corrected")
 
 
 def is_planned(outcome: SearchOutcome) -> bool:
@@ -87,6 +99,8 @@ class CandidateLine(NamedTuple):
         is_baseline: others are compared with it.
         on_front: no other candidate beats it in both time and memory.
         predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
+        allocated_bytes: what tensors need of ``predicted_bytes``, as trials measure.
+        seconds_interval, bytes_interval: intervals of these predictions.
         time: best known step, in seconds.
         memory: best known peak, in bytes.
         speedup: the baseline's step over this one's, measured against measured or else predicted against
@@ -106,6 +120,9 @@ class CandidateLine(NamedTuple):
     on_front: bool
     predicted_seconds: float | None
     predicted_bytes: float | None
+    allocated_bytes: float | None
+    seconds_interval: Range | None
+    bytes_interval: Range | None
     time: Figure
     memory: Figure
     speedup: float | None
@@ -165,6 +182,9 @@ def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
         on_front=candidate.key in outcome.pareto,
         predicted_seconds=estimate.step_seconds if estimate else None,
         predicted_bytes=estimate.peak_bytes if estimate else None,
+        allocated_bytes=estimate.allocated_bytes if estimate else None,
+        seconds_interval=estimate.step_seconds_interval if estimate else None,
+        bytes_interval=estimate.peak_bytes_interval if estimate else None,
         time=seconds(row),
         memory=memory,
         speedup=_speedup(row, outcome.baseline),
@@ -292,7 +312,7 @@ def _value(row: Row, outcome: SearchOutcome) -> float:
         return held
     if objective == "batch":
         estimate, batch = row.candidate.estimate, row.candidate.largest_batch
-        ratio = held / estimate.peak_bytes if estimate is not None and estimate.peak_bytes else 1.0
+        ratio = held / estimate.allocated_bytes if estimate is not None and estimate.allocated_bytes else 1.0
         return ratio / batch if batch else math.inf
     return seconds(row).value or math.inf
 

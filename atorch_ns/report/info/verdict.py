@@ -198,7 +198,7 @@ def _choice(outcome: SearchOutcome) -> list[str]:
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
     if baseline is winner and is_planned(outcome):
-        sentences.append("The baseline itself is the best: nothing else is predicted to be better")
+        sentences.append("The baseline itself is the best: nothing else is believed to be better")
     elif baseline is winner:
         others = any(row.trial is not None for row in outcome.rows if row is not baseline)
         sentences.append(

@@ -21,7 +21,7 @@ from atorch_ns.search import (
     TrialOutcome,
     TrialStarted,
 )
-from atorch_ns.text import bytes_text, counted, measured_text, seconds_text
+from atorch_ns.text import UNKNOWN, bytes_text, counted, interval_text, measured_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -148,11 +148,12 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
 
 
 def predicted_text(candidate: Candidate) -> str:
-    """The prediction: ``"predicted 42.1 ms, 812 MiB"``."""
+    """The prediction: ``"predicted 42.1 ms (40.0–58.0), 812 MiB (803–820)"``."""
     if candidate.estimate is None:
         return "not priced"
-    time, memory = candidate.estimate.step_seconds, candidate.estimate.peak_bytes
-    return f"predicted {seconds_text(time)}, {bytes_text(memory)}"
+    known = candidate.estimate
+    time = interval_text(known.step_seconds, known.step_seconds_interval, seconds_text)
+    return f"predicted {time}, {interval_text(known.peak_bytes, known.peak_bytes_interval, bytes_text)}"
 
 
 def trial_text(outcome: TrialOutcome) -> str:
@@ -240,8 +241,10 @@ def _cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
     spread = trial.noise_seconds if trial and len(trial.step_seconds) > 1 else None
     return (
         candidate.label + (" (baseline)" if candidate.is_baseline else ""),
-        seconds_text(estimate.step_seconds if estimate else None),
-        bytes_text(estimate.peak_bytes if estimate else None),
+        interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
+        if estimate
+        else UNKNOWN,
+        interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text) if estimate else UNKNOWN,
         measured_text(trial.median_seconds, spread) if trial and succeeded else "",
         bytes_text(max(trial.peak_bytes)) if trial and succeeded and trial.peak_bytes else "",
     )

@@ -7,6 +7,7 @@ from functools import partial
 from io import StringIO
 from typing import NamedTuple, TypeVar
 
+from atorch_ns.cluster.measured import Comparison
 from atorch_ns.estimate import Collective, Estimate
 from atorch_ns.report.info.accuracy import AccuracyInfo
 from atorch_ns.report.info.breakdown import Bar, MemoryInfo, TimeInfo, TimelineInfo, TimelineRow, used_parts
@@ -25,6 +26,7 @@ from atorch_ns.text import (
     bytes_text,
     compared_text,
     count_text,
+    interval_text,
     measured_text,
     number_text,
     percent_text,
@@ -142,13 +144,21 @@ def candidates_table(info: CandidatesInfo) -> Table:
     def measured_peak(line: CandidateLine) -> str:
         return bytes_text(line.memory.value) if line.memory.source == "measured" else UNKNOWN
 
+    def predicted_peak(line: CandidateLine) -> str:
+        whole = interval_text(line.predicted_bytes, line.bytes_interval, bytes_text)
+        if line.allocated_bytes == line.predicted_bytes:
+            return whole
+        return f"{whole}, {bytes_text(line.allocated_bytes)} allocated"
+
     columns: _Columns[CandidateLine] = {
         "#": lambda line: str(line.number),
         "strategy": label,
-        "step predicted": lambda line: seconds_text(line.predicted_seconds),
+        "step predicted": lambda line: interval_text(
+            line.predicted_seconds, line.seconds_interval, seconds_text
+        ),
         "step measured": lambda line: _measured_seconds(line.time.value, line.time.spread, line.time.num),
         "against the baseline": lambda line: "" if line.is_baseline else compared_text(line.speedup),
-        "peak predicted": lambda line: bytes_text(line.predicted_bytes),
+        "peak predicted": predicted_peak,
         "peak measured": measured_peak,
         "fate": lambda line: fate_text(line, planned=info.planned),
         "why": lambda line: line.reason,
@@ -163,8 +173,16 @@ def memory_table(info: MemoryInfo) -> Table:
         over = info.over(bar)
         return f"{bytes_text(over)} over" if over > 0 else f"{bytes_text(-over)} free"
 
+    def allocated(bar: Bar) -> str:
+        return bytes_text(sum(bar.parts[: info.names.index("reserve")]))
+
+    def reserved(bar: Bar) -> str:
+        return bytes_text(sum(bar.parts[: info.names.index("outside")]))
+
+    has_more = any(bar.parts[info.names.index("outside")] for bar in info.bars)
     columns: _Columns[Bar] = {
         **_part_columns(info, bytes_text),
+        **({"allocated": allocated, "reserved": reserved} if has_more else {}),
         "measured": lambda bar: bytes_text(bar.measured.value) if bar.measured else UNKNOWN,
         "of the limit": left if info.limit_bytes else lambda bar: UNKNOWN,
         "worst moment": lambda bar: bar.note,
@@ -264,13 +282,16 @@ def timeline_table(info: TimelineInfo) -> Table:
 def parts_table(estimate: Estimate) -> Table:
     """Memory and time in parts, each with its share; parts of nothing left out."""
     rows = []
-    for of, parts, whole, total, text in (
-        ("memory", estimate.memory, "peak", estimate.peak_bytes, bytes_text),
-        ("time", estimate.time, "step", estimate.step_seconds, seconds_text),
+    for of, parts, whole, total, interval, text in (
+        ("memory", estimate.memory, "peak", estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text),
+        ("time", estimate.time, "step", estimate.step_seconds, estimate.step_seconds_interval, seconds_text),
     ):
         used = [(part, value) for part, value in parts._asdict().items() if value]
         rows += [(of, part, text(value), percent_text(value / total)) for part, value in used]
-        rows.append((of, whole, text(total), ""))
+        if of == "memory" and estimate.allocated_bytes < total:
+            rows.append((of, "allocated", text(estimate.allocated_bytes), ""))
+            rows.append((of, "reserved", text(estimate.reserved_bytes), ""))
+        rows.append((of, whole, interval_text(total, interval, text), ""))
     return Table(("of", "part", "predicted", "share"), tuple(rows), frozenset({0, 1}))
 
 
@@ -297,6 +318,23 @@ def operators_table(info: OperatorsInfo) -> Table:
         "mostly in": lambda line: line.mostly_in,
     }
     return _table(info.lines, columns, {"operator", "mostly in"})
+
+
+def comparisons_table(found: Iterable[Comparison]) -> Table:
+    """Measured speeds beside the table's, and the measured speed as a share of the table's."""
+
+    def shown(value: float | None, unit: str) -> str:
+        if unit == "s":
+            return seconds_text(value)
+        return count_text(value, unit) if unit else percent_text(value)
+
+    columns: _Columns[Comparison] = {
+        "figure": lambda one: one.figure,
+        "measured": lambda one: shown(one.measured, one.unit),
+        "table": lambda one: shown(one.table, one.unit),
+        "of the table": lambda one: percent_text(one.share),
+    }
+    return _table(found, columns, {"figure"})
 
 
 def _table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from atorch_ns.cluster.measured import Comparison
 from atorch_ns.estimate import Estimate
 from atorch_ns.job import Report
 from atorch_ns.report.info.accuracy import QUANTITIES, ActualInfo, accuracy_info
@@ -12,6 +13,7 @@ from atorch_ns.report.info.breakdown import Bar, TimelineInfo, TimelineRow, memo
 from atorch_ns.report.info.candidates import (
     CandidateLine,
     CandidatesInfo,
+    Figure,
     candidates_info,
     fate_text,
     history_info,
@@ -25,6 +27,7 @@ from atorch_ns.report.text.tables import (
     as_text,
     candidates_table,
     collectives_table,
+    comparisons_table,
     history_table,
     memory_table,
     operators_table,
@@ -33,7 +36,14 @@ from atorch_ns.report.text.tables import (
     waterfall_table,
 )
 from atorch_ns.search import SearchOutcome
-from atorch_ns.text import bytes_text, change_text, counted, percent_text, seconds_text
+from atorch_ns.text import (
+    bytes_text,
+    change_text,
+    counted,
+    percent_text,
+    range_text,
+    seconds_text,
+)
 
 KIND_NAMES = {
     "F": "forward",
@@ -205,22 +215,37 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
     if not limit_bytes:
         return "The memory of the device is unknown, so nothing is said about whether it fits."
     over = estimate.peak_bytes - limit_bytes
+    least, most = estimate.peak_bytes_interval
+    within = range_text(estimate.peak_bytes, (least, most), bytes_text)
     peak, limit = bytes_text(estimate.peak_bytes), bytes_text(limit_bytes)
+    said = f"predicted, {within}" if within else "predicted"
+    if estimate.allocated_bytes < estimate.peak_bytes:
+        allocated, reserved = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
+        said = f"{said}; tensors need {allocated}, for which torch reserves {reserved}"
+    held = f"{peak} of {limit} a rank ({said})"
     if over <= 0:
-        return f"It fits: {peak} of {limit} a rank (predicted), {bytes_text(-over)} free."
+        return (
+            f"It fits{', but not for sure' if most > limit_bytes else ''}: {held}, {bytes_text(-over)} free."
+        )
+    if estimate.least_bytes <= limit_bytes:
+        return (
+            f"It fits only if torch's allocator gives back what it keeps, which costs time: {held}, "
+            f"{bytes_text(over)} too much."
+        )
     parts = estimate.memory._asdict()
     largest = max(parts, key=lambda part: parts[part])
     return (
-        f"It does not fit: {peak} of {limit} a rank (predicted), {bytes_text(over)} too much. The largest part "
-        f"is {largest} with {bytes_text(parts[largest])}; the worst moment is the {estimate.peak_at}."
+        f"It does not fit{', but not for sure' if least <= limit_bytes else ''}: {held}, {bytes_text(over)} too much. "
+        f"The largest part is {largest} with {bytes_text(parts[largest])}; the worst moment is the {estimate.peak_at}."
     )
 
 
 def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WIDTH) -> str:
     """Whether the estimate fits, its parts, and what each step communicates."""
+    step = Figure(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
     lines = [
         fits_text(estimate, limit_bytes),
-        f"One step takes {seconds_text(estimate.step_seconds)} (predicted).\n",
+        f"One step takes {step.as_seconds()}.\n",
         as_text(parts_table(estimate), width=width),
     ]
     if estimate.collectives:
@@ -244,6 +269,11 @@ def estimates_text(before: Estimate, after: Estimate, *, width: int = TEXT_WIDTH
                 rows.append((of, part, text(first), text(second), change))
     columns = ("of", "part", "before (predicted)", "after (predicted)", "change")
     return as_text(Table(columns, tuple(rows), frozenset({0, 1})), width=width)
+
+
+def comparisons_text(found: Iterable[Comparison], *, width: int = TEXT_WIDTH) -> str:
+    """Measured speeds of a cluster beside the table's."""
+    return as_text(comparisons_table(found), width=width)
 
 
 def operators_text(info: OperatorsInfo, *, width: int = TEXT_WIDTH) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from atorch_ns.estimate import Estimate
 from atorch_ns.method import ORDER, Chosen, Phase, Resolved
-from atorch_ns.strategy import MODEL_AXES, Step, Strategy, canonical_text
+from atorch_ns.strategy import MODEL_AXES, AxisSize, Step, Strategy, canonical_text
 from atorch_ns.text import bytes_text
 
 Fate = Literal["won", "lost", "failed", "pruned", "untried"]
@@ -50,6 +50,7 @@ class Candidate:
         largest_batch_bytes: the peak that is predicted for that step.
         given_batch: samples of the step that the estimate and the trials are of, given with ``largest_batch``.
         refusal_keys: methods that declare what their refusal depends on, each with a digest of that.
+        axes: sizes of the mesh's axes, the innermost first.
     """
 
     key: str
@@ -63,6 +64,7 @@ class Candidate:
     largest_batch_bytes: float | None = None
     given_batch: int | None = None
     refusal_keys: tuple[tuple[str, str], ...] = ()
+    axes: tuple[AxisSize, ...] = ()
 
     @property
     def strategy(self) -> Strategy:

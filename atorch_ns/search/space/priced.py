@@ -107,7 +107,7 @@ def price_rows(
     """
     templates = found.distinct
     options = axis_options(choices)
-    rows = _Rows(choices, options, profile, workload, max_micro_batches)
+    rows = _Rows(choices, options, profile, workload, max_micro_batches, cluster.local_world_size)
     columns = [rows.of(index, one) for index, one in enumerate(templates)]
     template, shapes, option, counts = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     peak, seconds = np.zeros(len(template)), np.zeros(len(template))
@@ -155,7 +155,7 @@ def batch_divisors(
 ) -> list[int]:
     """The numbers of equal parts that some row divides a global batch into: data-parallel ranks times micro-batches."""
     anything = replace(workload, global_batch=0)  # which every number divides
-    rows = _Rows(choices, axis_options(choices), profile, anything, max_micro_batches)
+    rows = _Rows(choices, axis_options(choices), profile, anything, max_micro_batches, per_node=0)
     columns = (rows.of(index, one) for index, one in enumerate(found.distinct))
     products = (_data_ranks(shapes) * counts for _, shapes, _, counts in columns)
     return sorted({number for product in products for number in product.tolist()})
@@ -213,6 +213,7 @@ class _Rows:
         choices: the alternatives of every method.
         options: options for the axes that divide the model.
         max_micro_batches: largest number of micro-batches without a pipeline.
+        per_node: ranks of a node; 0 for any number.
         known: meshes with their micro-batches, by group and setting of the axes.
         possible: options that are possible, by group and what a template sets itself.
         axes: axes that methods use, by identity of the choice.
@@ -223,6 +224,7 @@ class _Rows:
     profile: Profile
     workload: Workload
     max_micro_batches: int
+    per_node: int
     known: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     possible: dict[tuple[object, ...], list[tuple[int, AxisUse]]] = field(default_factory=dict)
     axes: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -236,6 +238,8 @@ class _Rows:
         parts = [(np.zeros((0, 2 + len(MODEL_AXES)), int), none, none)]
         for place, use in self._possible(template.group, own, filled):
             if not can_split and _splits_backward(use.pipeline.schedule) and template.group.has("pipeline"):
+                continue
+            if use.tensor.asynchronous and template.plan.compiler != "inductor":
                 continue
             shapes, counts = self._columns(template.group, use)
             parts.append((shapes, np.full(len(counts), place), counts))
@@ -281,6 +285,8 @@ class _Rows:
                 len(counts) > 1
             ):  # with one micro-batch a pipeline takes its usual number, which is among the others
                 kept &= micro_batches > 1
+        if use.tensor.asynchronous:  # along the innermost axis, between the devices of a node
+            kept &= self.per_node % shapes[:, 2 + MODEL_AXES.index("tensor")] == 0
         if group.has("sequence") and use.sequence.exchange == "ulysses" and self.profile.trace is not None:
             sizes = shapes[:, [2 + MODEL_AXES.index(name) for name in ("tensor", "sequence")]].prod(axis=1)
             kept &= _divides_heads(self.profile.trace, sizes)

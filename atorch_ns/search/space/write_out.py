@@ -28,7 +28,7 @@ from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import Plan, Strategy
-from atorch_ns.text import bytes_text
+from atorch_ns.text import bytes_text, interval_text
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class SearchContext:
 MEMORY_ERROR = 0.05
 """Relative error of the predicted peak: candidates over the limit by less are tried."""
 
+CPU_RESERVE = 0.1
+"""Share of a CPU's memory that is left to what shares it; of a GPU's, estimates count all that is held."""
+
 MAX_FITTING = 160
 MAX_TOO_LARGE = 40
 MAX_PER_TEMPLATE = 6
@@ -90,15 +93,18 @@ class Limits:
 
     def refusal(self, estimate: Estimate) -> str:
         """The message for an estimate that does not fit."""
-        needed, limit = bytes_text(estimate.peak_bytes), bytes_text(self.num_bytes)
-        return f"needs {needed} of {limit} (predicted; {largest_part(estimate)})"
+        needed = interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)
+        return f"needs {needed} of {bytes_text(self.num_bytes)} (predicted; {largest_part(estimate)})"
 
 
 def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
     """The memory limit of one rank: as set, or the device's memory less the reserve."""
     if settings.memory_limit_gib is not None:
         return Limits(int(settings.memory_limit_gib * 2**30))
-    return Limits(int(cluster.rank_memory_bytes * (1 - settings.memory_reserve)))
+    reserve = settings.memory_reserve
+    if reserve is None:
+        reserve = CPU_RESERVE if cluster.device_type == "cpu" else 0.0
+    return Limits(int(cluster.rank_memory_bytes * (1 - reserve)))
 
 
 @dataclass(frozen=True)
@@ -249,6 +255,7 @@ class CandidateWriter:
             pruned=pruned,
             setup_seconds=_setup_seconds(resolved, self._context.cluster),
             refusal_keys=refusal_keys(resolved),
+            axes=resolved.plan.axes,
         )
 
     def _implied(self, resolved: Resolved) -> list[str]:

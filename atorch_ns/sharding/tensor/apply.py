@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from atorch_ns.sharding.rank_context import Region, TensorGroup
 from atorch_ns.sharding.tensor.attention import without_fast_path
 from atorch_ns.sharding.tensor.divisibility import names_of, parameter_dims
-from atorch_ns.sharding.tensor.layers import as_divided, attention_by_heads
+from atorch_ns.sharding.tensor.layers import as_divided, attention_by_heads, can_trace
 from atorch_ns.sharding.tensor.narrow_inputs import narrow_inputs
 from atorch_ns.sharding.tensor.plan import Layout, Packing, RegionSpec, common_parent, kind_of
 from atorch_ns.sharding.tensor.sequence import StreamSpec, divide_stream, gather_into
@@ -151,6 +151,12 @@ def _regions(
             num_rows=len(spec.rows),
             random=spec.random and not divided,
             sequence_dim=stream.dim if stream is not None and divided else None,
+            traced=divided
+            and group.traced
+            and stream is not None
+            and stream.tight
+            and spec.one_input
+            and all(can_trace(kind_of(modules[path])) for path in spec.layers),
         )
         if region.random:
             region.watch(modules[common_parent(spec.layers)])

@@ -18,7 +18,14 @@ from atorch_ns.sharding.tensor.divisibility import (
     no_layer_divides,
 )
 from atorch_ns.sharding.tensor.find import find_tensor_plan, grouped, open_ends, plan_from, with_vocabulary
-from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, TensorPlan, is_inside, model_plan
+from atorch_ns.sharding.tensor.plan import (
+    Layout,
+    RegionSpec,
+    TensorPlan,
+    common_parent,
+    is_inside,
+    model_plan,
+)
 from atorch_ns.sharding.tensor.regions import candidate_regions, layout_of, regions_in
 from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
 from atorch_ns.sharding.tensor.sequence import StreamSpec, stream_of
@@ -119,6 +126,7 @@ def choose_plan(
     stream = None
     if sequence_dim is not None:
         stream, partial = _choose_stream(model, test, graph, layout, regions, sequence_dim)
+        regions = [replace(spec, one_input=_has_one_input(graph, spec, sequence_dim)) for spec in regions]
     partial |= _partial_by_flow(graph, regions)
     _check_partial(graph, partial, stream)
     return ChosenPlan(plan, layout, tuple(regions), stream, frozenset(partial), tuple(notes))
@@ -315,6 +323,12 @@ def _choose_stream(
         f"sequence=True cannot be used with {type(model).__name__}: with its sequence divided, "
         f"{failure.path or 'the model'} does not compute what it does whole: {failure.reason}. Set sequence=False."
     )
+
+
+def _has_one_input(graph: LayerGraph, spec: RegionSpec, dim: int) -> bool:
+    calls = [graph.calls.get(path) for path in (common_parent(spec.columns), *spec.columns)]
+    streams = [None if call is None else stream_of(call.args, call.kwargs, dim) for call in calls]
+    return all(stream is not None and stream is streams[0] for stream in streams)
 
 
 def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec | None) -> None:

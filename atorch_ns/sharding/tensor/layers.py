@@ -18,15 +18,15 @@ from torch import nn
 from atorch_ns.sharding.rank_context import Region, TensorGroup, divide_class, local_part
 from atorch_ns.sharding.tensor.attention import DividedAttention
 from atorch_ns.sharding.tensor.overlap import can_overlap, overlapped_columns, overlapped_rows
-from atorch_ns.sharding.tensor.plan import LayerKind
+from atorch_ns.sharding.tensor.plan import CONV1D, LINEAR, LayerKind
 from atorch_ns.sharding.vocabulary.logits import DividedLogits
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _not_compiled(forward: F) -> F:
-    """A compiler breaks its graph around a divided layer. Inside one, torch's collectives in place and gradients of
-    DTensors' parts are lost without an error (torch 2.13)."""
+    """A compiler breaks its graph around a divided layer. Inside one, torch's collectives in place are lost without an
+    error (torch 2.13), with the gradients of what they return."""
     return torch.compiler.disable(forward)  # type: ignore[no-any-return]
 
 
@@ -94,6 +94,36 @@ class _Row:
         return out
 
 
+def can_trace(kind: LayerKind | None) -> bool:
+    """Whether a compiler can take divided layers of that kind into a graph: not those whose own code computes them."""
+    return kind in (LINEAR, CONV1D)
+
+
+class _TracedColumn:
+    """Column-parallel, in a compiler's graphs: [B, T / n or T, I] to this rank's [B, T, O / n]."""
+
+    _tensor: _Setting
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        assert setting.region is not None
+        # The bias apart: inductor joins products of two factors.
+        out = setting.kind.compute(self, setting.region.enter(x), local_part(self.weight), None)
+        return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
+
+
+class _TracedRow:
+    """Row-parallel, in a compiler's graphs: this rank's [B, T, I / n] to its piece of the sum, [B, T / n, O]."""
+
+    _tensor: _Setting
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        setting: _Setting = self._tensor
+        assert setting.region is not None
+        out = setting.region.leave(setting.kind.compute(self, x, local_part(self.weight), None))
+        return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
+
+
 class _GatheredColumn:
     """Column-parallel with gathered outputs: […, I] to the whole […, O], each rank computing O / n of it."""
 
@@ -137,6 +167,7 @@ _CLASSES = {
     "colwise_gather_output": _GatheredColumn,
     "embedding_rowwise": _VocabularyRows,
 }
+_TRACED = {"colwise": _TracedColumn, "rowwise": _TracedRow}
 
 
 def as_divided(
@@ -148,7 +179,8 @@ def as_divided(
     name = count.get(style)
     if name and isinstance(getattr(module, name, None), int):
         setattr(module, name, getattr(module, name) // group.size)
-    divide_class(module, _CLASSES[style])
+    traced = region is not None and region.traced
+    divide_class(module, (_TRACED if traced else _CLASSES)[style])
 
 
 def keep_divided(module: nn.Module) -> None:

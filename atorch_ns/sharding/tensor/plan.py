@@ -303,11 +303,13 @@ class RegionSpec:
         columns: paths of the column-parallel layers that begin it.
         rows: paths of the row-parallel layers that end it.
         random: whether random numbers are drawn inside.
+        one_input: whether the columns all take the stream that the module around them is called with, as it is.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     random: bool = True
+    one_input: bool = False
 
     @property
     def layers(self) -> tuple[str, ...]:

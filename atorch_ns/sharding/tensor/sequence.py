@@ -55,19 +55,20 @@ def divide_stream(modules: Mapping[str, nn.Module], spec: StreamSpec, group: Ten
 def gather_into(module: nn.Module, region: Region, group: TensorGroup, spec: StreamSpec) -> None:
     """Gathers the sequence before ``module``, which holds the column-parallel layers of ``region``."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         def whole(x: torch.Tensor) -> torch.Tensor:
             if not spec.tight:
                 return group.gather(x, spec.dim)
             entered = group.enter_whole(x, spec.dim)
-            region.entered(entered)
+            if not region.traced:
+                region.entered(entered)
             return entered
 
         return _on_stream(whole, args, kwargs, spec.dim)
 
     region.gathers = False
-    module.register_forward_pre_hook(gather, with_kwargs=True)
+    hook = gather if region.traced else torch.compiler.disable(gather)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @dataclass(eq=False)

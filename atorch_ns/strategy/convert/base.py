@@ -15,7 +15,6 @@ import yaml
 
 from atorch_ns.errors import StrategyFileError
 from atorch_ns.strategy.file import Requires
-from atorch_ns.strategy.plan import MODEL_AXES
 from atorch_ns.strategy.strategy import Strategy
 
 _STRING_OR_COMMENT: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -292,15 +291,6 @@ def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int |
         converter.carry("the axis data", "takes the ranks that are left; it is fitted when the job starts")
     axes = [[axis, large[axis]] for axis in _AXIS_ORDER if axis in large]
     converter.use("parallel_mode", axes=axes)
-    divided = [f"{axis}={size}" for axis, size in large.items() if axis in MODEL_AXES]
-    if divided and converter.config("zero1") is not None:
-        converter.drop("zero1")
-        converter.use("zero2")
-        converter.carry(
-            "ZeRO 1",
-            f"→ zero2. zero1 is for ranks that hold the whole model, and here {', '.join(divided)} divides it. zero2 "
-            "shards gradients too, and trains the same",
-        )
 
 
 def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool) -> dict[str, int]:

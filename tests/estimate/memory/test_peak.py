@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atorch_ns.estimate import Workload
+from atorch_ns.estimate import Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate.memory.peak import price_memory
+from atorch_ns.estimate.memory.reserved import CACHED_SHARE, CONTEXT_BYTES, NCCL_BYTES, workspace_bytes
 from atorch_ns.estimate.table import PlanTable, with_chosen_reductions
 from atorch_ns.profile import (
     Growth,
@@ -51,6 +52,8 @@ STRATEGIES: dict[str, list[list[Any]]] = {
         [("fsdp", {"atorch_wrap_cls": "LlamaModel"})],
         [("fsdp", {"reduce_each_micro_batch": True}), ("gradient_accumulation", 4), ("amp_native", "bf16")],
         [("fsdp", {"reduce_each_micro_batch": True}), ("gradient_accumulation", 2), "checkpoint"],
+        ["ddp", ("checkpoint", {"save_operators": "every_second_product"})],
+        ["fsdp", ("checkpoint", {"save_operators": "all_but_attention"}), ("amp_native", "bf16")],
     ],
 }
 
@@ -132,12 +135,12 @@ def test_a_plain_step_in_figures() -> None:
     """One process: the last block's backward pass, with what everything before it has saved."""
     memory, at, moments = price_memory(PlanTable.of([Plan()]), _trace(), Workload(global_batch=2))
     weight = 4 * 64 * 64
-    parameters, gradients, optimizer, activations, temporaries, reserve = memory[0]
+    parameters, gradients, optimizer, activations, temporaries, reserve, outside = memory[0]
     assert parameters == 6 * weight
     assert gradients == weight  # of what comes after the blocks
     assert optimizer == 6 * (2 * weight + 4)
     assert activations == 2 * (1000 + 4 * 40_000 + 4 * 64 + 10_000)
-    assert temporaries == reserve == 0
+    assert temporaries == reserve == outside == 0
     assert moments[at[0]] == "backward of blocks.3"
 
 
@@ -199,7 +202,27 @@ def test_offloaded_states_are_not_on_the_device() -> None:
 
 
 def test_gloo_works_on_copies() -> None:
-    assert _peak(SHARDED, device_type="cuda") <= _peak(SHARDED, device_type="cpu")
+    on_gpu = price_memory(PlanTable.of([SHARDED]), _trace(), WORKLOAD, device_type="cuda")[0][0]
+    needed = float(on_gpu[: MemoryParts._fields.index("reserve")].sum()) - workspace_bytes(None)
+    assert needed <= _peak(SHARDED, device_type="cpu")
+
+
+def test_a_gpu_holds_more_than_tensors() -> None:
+    """One process: the tensors, cuBLAS's workspaces, a share of both that the allocator keeps, and the context."""
+    (parts,), *_ = price_memory(
+        PlanTable.of([Plan()]), _trace(), WORKLOAD, device_type="cuda", capability=(9, 0)
+    )
+    found = Estimate(memory=MemoryParts(*map(float, parts)), time=TimeParts(*[0.0] * 9))
+    assert found.allocated_bytes == pytest.approx(_peak(Plan()) + 3 * 32 * 2**20)
+    assert found.reserved_bytes == pytest.approx(found.allocated_bytes * (1 + CACHED_SHARE))
+    assert found.peak_bytes == pytest.approx(found.reserved_bytes + CONTEXT_BYTES)
+
+
+def test_each_axis_has_a_communicator() -> None:
+    plans = [replace(Plan(), axes=axes) for axes in ((), (("data", 2),), (("data", 4), ("tensor", 2)))]
+    memory, *_ = price_memory(PlanTable.of(plans), _trace(), WORKLOAD, device_type="cuda")
+    outside = memory[:, MemoryParts._fields.index("outside")] - CONTEXT_BYTES
+    assert outside.tolist() == [0, NCCL_BYTES[False], NCCL_BYTES[False] + NCCL_BYTES[True]]
 
 
 def test_costs_of_other_methods() -> None:

@@ -59,7 +59,7 @@ def test_whole_parameters_are_dealt_as_the_optimizer_deals_them(
     shapes: list[list[int]], num_ranks: int, copies: int
 ) -> None:
     parameters = _parameters(shapes, copies)
-    share = whole_share(parameters, np.asarray([num_ranks]), lambda index: float(parameters.elements[index]))
+    share = whole_share(parameters, np.asarray([num_ranks]), parameters.elements)
     # ZeroRedundancyOptimizer: sorted by size, largest first, each to the rank with the least so far.
     totals = [0] * num_ranks
     for size in sorted(np.repeat(parameters.elements, copies).tolist(), reverse=True):

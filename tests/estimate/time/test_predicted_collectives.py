@@ -68,6 +68,8 @@ PARTS_ON_FOUR: tuple[tuple[Any, ...], ...] = (
     (_mesh(tensor=2, pipeline=2), ("gradient_accumulation", 4)),
     (_mesh(data=2, pipeline=2), "fsdp", _PASSES),
     (_mesh(data=2, pipeline=2), _PASSES),
+    (_mesh(tensor=2, data=2), "zero1"),
+    (_mesh(data=2, pipeline=2), "zero1", _PASSES),
 )
 
 

@@ -238,11 +238,15 @@ SAME = {
     "micro-batches": [fp8(), ("gradient_accumulation", 2)],
 }
 # Scales of a rank's tensors are not those of the whole, so these are compared without the rounding.
-EXACT = {
-    "tensor, its sequence": [_mesh(("tensor", 2)), ("tensor_parallel", {"sequence": True})],
-    "sequence": [_mesh(("sequence", 2))],
-    "fsdp, amp": ["fsdp", ("amp_native", "bf16")],
-    "half": [("half", {"dtype": "bf16", "master_weights": True})],
+EXACT: dict[str, tuple[str, list[Any]]] = {
+    "tensor, its sequence": (
+        "tensorwise",
+        [_mesh(("tensor", 2)), ("tensor_parallel", {"sequence": True})],
+    ),
+    "tensor, rows": ("rowwise", [_mesh(("tensor", 2)), ("tensor_parallel", {"sequence": True}), "fsdp"]),
+    "sequence": ("tensorwise", [_mesh(("sequence", 2))]),
+    "fsdp, amp": ("tensorwise", ["fsdp", ("amp_native", "bf16")]),
+    "half": ("tensorwise", [("half", {"dtype": "bf16", "master_weights": True})]),
 }
 GATHERED = {
     "fsdp": (["fsdp"], 2e-4, 1e-5),
@@ -265,13 +269,13 @@ def runs(request: pytest.FixtureRequest) -> Runs:
     torchao.load()
     names = selected(request, {**SAME, **EXACT, **GATHERED})
     scenarios = {name: Scenario("tied_llama", strategy) for name, strategy in SAME.items() if name in names}
-    for name, rest in EXACT.items():
+    for name, (recipe, rest) in EXACT.items():
         if name not in names:
             continue
         scenarios[f"{name}, plain"] = Scenario("tied_llama", rest)
-        scenarios[f"{name}, rounded"] = Scenario("tied_llama", [fp8("tensorwise"), *rest])
+        scenarios[f"{name}, rounded"] = Scenario("tied_llama", [fp8(recipe), *rest])
         step = {"step": _exact_step}
-        scenarios[f"{name}, exact"] = Scenario("tied_llama", [fp8("tensorwise"), *rest], step)
+        scenarios[f"{name}, exact"] = Scenario("tied_llama", [fp8(recipe), *rest], step)
     for name, (rest, *_) in GATHERED.items():
         if name not in names:
             continue
@@ -299,7 +303,7 @@ def test_two_ranks_compute_what_one_process_does_in_fp8(name: str, runs: Runs, a
     assert_parity(compare(alone, _on_ranks(runs, name)))
 
 
-@pytest.mark.parametrize("name", named(EXACT, often=("fsdp, amp",)))
+@pytest.mark.parametrize("name", named(EXACT, often=("fsdp, amp", "tensor, rows")))
 def test_nothing_but_rounding_is_different(name: str, runs: Runs) -> None:
     plain, exact, rounded = (_on_ranks(runs, f"{name}, {kind}") for kind in ("plain", "exact", "rounded"))
     assert_parity(compare(plain, exact))

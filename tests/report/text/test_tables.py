@@ -16,7 +16,7 @@ from atorch_ns.report.text.tables import (
     waterfall_table,
 )
 from atorch_ns.text import UNKNOWN
-from tests.report.outcomes import estimated, searched
+from tests.report.outcomes import MIB, estimated, searched
 
 
 def _table(*rows: tuple[str, ...]) -> Table:
@@ -70,6 +70,20 @@ def test_memory_is_compared_with_the_limit_if_there_is_one() -> None:
     assert "offload" not in "".join(table.columns)  # a part that no candidate has
     unknown = replace(searched(), setting=replace(searched().setting, memory_limit_bytes=0))
     assert {row[at] for row in memory_table(memory_info(unknown)).rows} == {UNKNOWN}
+
+
+def test_memory_of_a_gpu_is_allocated_and_reserved() -> None:
+    plain = estimated(20, 400)
+    on_gpu = replace(plain, memory=plain.memory._replace(reserve=50.0 * MIB, outside=100.0 * MIB))
+    rows = tuple(
+        replace(row, trial=None, candidate=replace(row.candidate, estimate=on_gpu)) for row in searched().rows
+    )
+    search = replace(searched(), rows=rows)
+    table = memory_table(memory_info(search))
+    base = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (base["allocated"], base["reserved"], base["predicted"]) == ("400 MiB", "450 MiB", "550 MiB")
+    table = candidates_table(candidates_info(search))
+    assert table.rows[0][table.columns.index("peak predicted")] == "550 MiB (400 MiB allocated)"
 
 
 def test_changes_have_their_sign() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from atorch_ns.estimate import Intervals
 from atorch_ns.report import estimate_text, estimates_text, search_text
 from atorch_ns.report.text.text import fits_text, report_text
 from tests.report.outcomes import MIB, estimated, searched
@@ -21,6 +22,25 @@ from tests.report.outcomes import MIB, estimated, searched
 )
 def test_whether_an_estimate_fits(limit_mib: int, words: str) -> None:
     assert words in fits_text(estimated(20, 400), limit_mib * MIB)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "words"),
+    [
+        (
+            600,
+            "It fits: 550 MiB of 600 MiB a rank (predicted; tensors need 400 MiB, for which torch reserves 450 MiB)",
+        ),
+        (520, "It fits only if torch's allocator gives back what it keeps"),
+        (450, "It does not fit: 550 MiB of 450 MiB a rank (predicted; tensors"),
+    ],
+)
+def test_whether_an_estimate_fits_on_a_gpu(limit_mib: int, words: str) -> None:
+    plain = estimated(20, 400)
+    on_gpu = replace(plain, memory=plain.memory._replace(reserve=50.0 * MIB, outside=100.0 * MIB))
+    assert words in fits_text(on_gpu, limit_mib * MIB)
+    assert "allocated" in estimate_text(on_gpu, limit_mib * MIB)
+    assert "allocated" not in estimate_text(plain, limit_mib * MIB)
 
 
 def test_an_estimate_without_collectives_says_nothing_of_them() -> None:
@@ -47,3 +67,19 @@ def test_a_search_that_measured_nothing_has_no_trials_and_no_accuracy() -> None:
     assert "Trials in their order" not in text
     assert "Predicted against measured" not in text
     assert "and measured" not in text
+
+
+def test_predictions_are_shown_with_their_intervals() -> None:
+    sure = Intervals(time=(0.9, 1.25), memory=(0.95, 1.1))
+    text = estimate_text(replace(estimated(20, 400), intervals=sure), 420 * MIB)
+    assert "It fits, but not for sure: 400 MiB of 420 MiB a rank (predicted, 380–440), 20.0 MiB free." in text
+    assert "One step takes 20.0 ms (18.0–25.0, predicted)." in text
+    assert " 400 MiB (380–440)" in text
+    assert "It does not fit, but not for sure: " in fits_text(
+        replace(estimated(20, 400), intervals=sure), 390 * MIB
+    )
+    first, *others = searched().rows
+    candidate = replace(first.candidate, estimate=replace(estimated(20, 400), intervals=sure))
+    text = search_text(replace(searched(), rows=(replace(first, candidate=candidate), *others)))
+    assert "(18.0–25.0)" in text
+    assert "400 MiB (380–440)" in text

@@ -14,7 +14,7 @@ from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.estimate import PlanTable, Workload, price
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import Profile, profile_model
-from atorch_ns.search import Candidate, SearchSettings, explore, from_json, to_json
+from atorch_ns.search import Candidate, SearchSettings, explore, from_json, memory_limit, to_json
 from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.space import Space
 from atorch_ns.strategy import Strategy
@@ -202,7 +202,8 @@ def test_what_does_not_fit_is_pruned_with_its_numbers_and_near_misses_are_kept()
     tight = baseline(peak * 0.7).pruned
     assert tight is not None
     assert tight.kind == "memory"
-    assert "MiB of" in tight.reason
+    assert " MiB (" in tight.reason
+    assert " MiB (predicted; " in tight.reason
 
 
 def test_an_excluded_method_that_would_help_is_named() -> None:
@@ -463,3 +464,13 @@ def test_gradients_are_reduced_after_each_micro_batch_where_whole_ones_do_not_fi
     )
     smallest = free(space(settings={"objective": "memory"}, **wanted))[0]
     assert dict(smallest.steps)["fsdp"]["reduce_each_micro_batch"] is True
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_reserve", "share"),
+    [("cuda", None, 1.0), ("cuda", 0.25, 0.75), ("cpu", None, 0.9), ("cpu", 0.0, 1.0)],
+)
+def test_what_is_left_free_of_the_memory(device: str, memory_reserve: float | None, share: float) -> None:
+    place = Cluster(device_type=device, device_memory_bytes=1000)
+    settings = SearchSettings(memory_reserve=memory_reserve)
+    assert memory_limit(place, settings).num_bytes == share * 1000

@@ -1,0 +1,256 @@
+"""Measured clusters: the file that ``atorch-ns calibrate`` writes, its comparison with the table, and its use in a job.
+
+The file is a cluster specification with every figure written out (:mod:`~atorch_ns.cluster.spec`), and ``measured``: when
+and on which machine, and the seconds of each probe, from which the figures come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from atorch_ns.cluster.calibrate import Measurement
+from atorch_ns.cluster.cluster import Cluster, cpu_device
+from atorch_ns.cluster.hardware import Device, Hardware, Link
+from atorch_ns.cluster.kernels import AttentionKind
+from atorch_ns.cluster.spec import cluster_from_spec, read_spec
+from atorch_ns.cluster.speed_probes import messages_of, probe_flops
+from atorch_ns.errors import InputError
+from atorch_ns.system import cpu_model, write_whole
+
+LEVELS: Final[Mapping[str, str]] = {"within_node": "within a node", "between_nodes": "between nodes"}
+"""The levels of links, in words."""
+
+_HEADER: Final = """\
+# Speeds of a cluster, by atorch-ns calibrate. For its jobs: auto_accelerate(search_calibration="{name}").
+# To plan for it: atorch-ns plan --cluster {name}, atorch_ns.planning.plan(cluster="{name}").
+# For more nodes, change nodes and name the link: between_nodes: ib400.
+"""
+
+
+def machine_name(cluster: Cluster) -> str:
+    """The device as the driver calls it, on CPU the model: figures are good for this one alone."""
+    return cluster.device_name if cluster.device_type == "cuda" else cpu_model()
+
+
+def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
+    """The file's content: all fields of the device and of the links that were measured or are taken from the table."""
+    hardware = found.hardware
+    between = {"between_nodes": _link(hardware.between_nodes)} if cluster.num_nodes > 1 else {}
+    return {
+        "devices_per_node": cluster.local_world_size,
+        "nodes": cluster.num_nodes,
+        "device": _device(hardware.device),
+        "within_node": _link(hardware.within_node),
+        **between,
+        "to_host": _link(hardware.to_host),
+        "measured": {
+            "machine": machine_name(cluster),
+            "at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "torch": str(cluster.torch),  # torch has a type of its own for it
+            "seconds": dict(found.seconds),
+        },
+    }
+
+
+def _device(device: Device) -> dict[str, Any]:
+    plain = _plain(device)
+    usual = {one.name: one.default for one in fields(Device) if one.default is not MISSING}
+    kept = {name: value for name, value in plain.items() if getattr(device, name) != usual.get(name, MISSING)}
+    return {("memory" if name == "memory_bytes" else name): value for name, value in kept.items()}
+
+
+def _link(link: Link) -> dict[str, Any]:
+    plain = _plain(link)
+    return {"name": plain.pop("name"), **plain.pop("rate"), **plain}
+
+
+def _plain(value: Device | Link) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
+    plain: dict[str, Any] = TypeAdapter[Any](type(value)).dump_python(value, mode="json")
+    return plain
+
+
+def write_measured(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes the file in one step, as JSON or YAML by its suffix.
+
+    Raises:
+        InputError: if it cannot be written; what was there is as before.
+    """
+    try:
+        write_whole(path, _as_json(document) if path.suffix == ".json" else _as_yaml(document, path.name))
+    except OSError as error:
+        raise InputError(f"{path} was not written: {error.strerror or error}.") from error
+
+
+def _as_json(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _as_yaml(document: Mapping[str, Any], name: str) -> str:
+    """YAML with a line for each rate and for each of the seconds, and short figures."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """With floats as ``_short`` writes them."""
+
+    Dumper.add_representer(
+        float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _short(value))
+    )
+    figures = {key: value for key, value in document.items() if key != "measured"}
+    parts = [
+        yaml.dump(
+            part, Dumper=Dumper, sort_keys=False, width=160, allow_unicode=True, default_flow_style=flow
+        )
+        for part, flow in ((figures, None), ({"measured": document["measured"]}, False))
+    ]
+    return _HEADER.format(name=name) + "".join(parts)
+
+
+def _short(value: float) -> str:
+    """The float with an exponent where that is shorter, in the form that YAML 1.1 knows: ``2.951e+10``."""
+    text = f"{value:.4g}" if float(f"{value:.4g}") == value else repr(value)
+    digits, exponent, power = text.partition("e")
+    return f"{digits if '.' in digits else f'{digits}.0'}{exponent}{power}"
+
+
+def holds_something_else(path: Path) -> bool:
+    """Whether a file is there that no calibration has written."""
+    if not path.exists():
+        return False
+    try:
+        return "measured" not in read_spec(path, [])
+    except InputError:
+        return True
+
+
+def measured_for(path: Path, cluster: Cluster) -> Hardware:
+    """The figures of the file, for a job on the cluster where they were measured.
+
+    Raises:
+        InputError: if the file cannot be read, or was measured on something else.
+    """
+    there = cluster_from_spec(path)
+    known = there.hardware
+    assert known is not None
+    section = read_spec(path, []).get("measured")
+    machine = section.get("machine") if isinstance(section, Mapping) else None
+    problems = list(_differences(there, machine, cluster))
+    if problems:
+        raise InputError(
+            f"the figures of {path} are not of this job's cluster: {'; '.join(problems)}. Measure here, with the launcher "
+            f"and the processes of the job: atorch-ns calibrate -o {path.name}; or leave search_calibration out."
+        )
+    on_cpu = cluster.device_type == "cpu"
+    memory = cpu_device(cluster.local_world_size).memory_bytes if on_cpu else cluster.device_memory_bytes
+    return replace(known, device=replace(known.device, memory_bytes=memory))
+
+
+def _differences(there: Cluster, machine: str | None, here: Cluster) -> Iterator[str]:
+    name = machine_name(here)
+    if machine != name or there.device_type != here.device_type:
+        yield f"they are of {there.device_type} {machine}, and this job has {here.device_type} {name}"
+    elif here.device_type == "cpu" and there.local_world_size != here.local_world_size:
+        yield (
+            f"{there.local_world_size} processes shared each machine's cores, and here {here.local_world_size} do"
+        )
+    if here.num_nodes > 1 and there.num_nodes == 1:
+        yield f"they are of one node, and this job has {here.num_nodes}"
+
+
+class Comparison(NamedTuple):
+    """A measured figure beside the table's.
+
+    Attributes:
+        figure: what was measured.
+        unit: ``"FLOP/s"``, ``"B/s"``, ``"s"``, or nothing for a share.
+        measured: in that unit.
+        table: the same by the table; ``None`` where it says nothing.
+    """
+
+    figure: str
+    unit: str
+    measured: float
+    table: float | None
+
+    @property
+    def share(self) -> float | None:
+        """The measured speed, of the table's; ``None`` where there is none."""
+        if not self.table or not self.measured:
+            return None
+        return self.table / self.measured if self.unit == "s" else self.measured / self.table
+
+
+def comparisons(found: Measurement) -> Iterator[Comparison]:
+    """Every figure, of the device and then of each link."""
+    table = found.table
+    yield from _of_device(found.hardware.device, None if table is None else table.device, found.seconds)
+    for level, num_ranks in found.sizes.items():
+        expected = None if table is None else getattr(table, level)
+        yield from _of_link(level, getattr(found.hardware, level), expected, found.seconds, num_ranks)
+
+
+def _of_device(device: Device, table: Device | None, seconds: Mapping[str, float]) -> Iterator[Comparison]:
+    rates = {} if table is None else {
+        dtype: table.products_of(dtype) for dtype in device.flops_per_s
+    }  # fmt: skip
+    timed = {name.split("/")[1] for name in seconds if name.startswith("product/")}
+    for dtype in (name for name in device.flops_per_s if name in timed):
+        yield Comparison(f"products, {dtype}", "FLOP/s", device.flops_per_s[dtype], rates.get(dtype))
+    for name, value in seconds.items():
+        what, *rest = name.split("/")
+        if what in _BY_SIZE:
+            size = _BY_SIZE[what].format(dtype=rest[0], shape=rest[1].replace("x", " × "))
+            expected = rates.get(rest[0])
+            if what != "square" and table is not None:
+                expected = _attention_rate(table, what, *rest)
+            yield Comparison(size, "FLOP/s", probe_flops(name) / value, expected)
+    bandwidth = None if table is None else table.memory_bytes_per_s
+    in_place = None if table is None else table.update_bytes_per_s
+    yield Comparison("element-wise operators, new results", "B/s", device.memory_bytes_per_s, bandwidth)
+    yield Comparison("element-wise operators, in place", "B/s", device.update_bytes_per_s, in_place)
+    yield Comparison("start of an operator", "s", device.launch_s, None if table is None else table.launch_s)
+
+
+def _attention_rate(table: Device, what: str, dtype: str, shape: str) -> float:
+    """FLOP/s of causal attention by the table, of the forward pass or of both."""
+    *_, tokens, width = map(int, shape.split("x"))
+    forward, backward = (
+        table.attention_of(dtype, AttentionKind(passes, width, True, tokens))
+        for passes in ("forward", "backward")
+    )
+    return forward if what == "attention" else 3.5 / (1 / forward + 2.5 / backward)
+
+
+_BY_SIZE: Final[Mapping[str, str]] = {
+    "square": "product, {dtype}, {shape}",
+    "attention": "causal attention forward, {dtype}, {shape}",
+    "attention_training": "causal attention forward and backward, {dtype}, {shape}",
+}
+
+
+def _of_link(
+    level: str, link: Link, table: Link | None, seconds: Mapping[str, float], num_ranks: int
+) -> Iterator[Comparison]:
+    for name, value in seconds.items():
+        of_level, _, rest = name.partition("/")
+        collective, _, size = rest.partition("/")
+        if of_level != level or not size.isdecimal():
+            continue
+        expected = None
+        if table is not None:
+            rate, (messages, parts) = table.rate_of(collective), messages_of(collective, num_ranks)
+            expected = messages * (rate.latency_s + int(size) / parts / rate.bytes_per_s)
+        shown = f"{int(size) // 2**10} KiB" if int(size) < 2**20 else f"{int(size) // 2**20} MiB"
+        yield Comparison(f"{collective} {LEVELS[level]}, {shown}", "s", value, expected)
+    yield Comparison(
+        f"overlap with computation {LEVELS[level]}",
+        "",
+        link.overlap,
+        None if table is None else table.overlap,
+    )

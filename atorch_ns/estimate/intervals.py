@@ -1,0 +1,110 @@
+"""Intervals of predictions: how far runs of a class were from what was predicted for them, read from ``residuals.csv``.
+
+A line of the file is a class with quantiles of measured over predicted. ``python -m benchmarks --only published`` writes
+it, from published runs (GPUs) and from this project's own measurements (CPUs). No prediction is moved by it. Classes are
+generations of devices: finer ones (eager or compiled, model whole or divided) hold fewer runs of sources left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from atorch_ns.cluster import Device, Hardware
+
+Quantity = Literal["step time", "memory", "gain"]
+Range = tuple[float, float]
+
+FILE: Final = Path(__file__).with_name("residuals.csv")
+QUANTILES: Final = (0.1, 0.9)
+"""Of measured over predicted; eight of ten runs of a class lie between them."""
+OTHER: Final = "other"
+"""The class of devices without runs enough; it has the widest intervals of all."""
+_GENERATIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("A100", "A100-PCIe"), "Ampere"),
+    **dict.fromkeys(("H100", "H200"), "Hopper"),
+}
+"""Classes by the device whose kernels a device has."""
+_EXACT: Final = (1.0, 1.0)
+
+
+class Residual(NamedTuple):
+    """How far the runs of a class were from their predictions.
+
+    Attributes:
+        low, high: the quantiles of measured over predicted.
+        num_runs: how many runs, or pairs of runs.
+        sources: where they were published or measured.
+    """
+
+    low: float
+    high: float
+    num_runs: int
+    sources: str
+
+    @property
+    def range(self) -> Range:
+        """The quantiles with 1 between them, so that a prediction lies in its own interval."""
+        return min(self.low, 1.0), max(self.high, 1.0)
+
+
+Residuals = Mapping[tuple[str, str], Residual]
+"""Residuals by quantity and class."""
+
+
+class Intervals(NamedTuple):
+    """Factors on predictions between which eight of ten runs of a class lie.
+
+    Attributes:
+        time, memory: the least and the largest factor, around 1.
+        gain: gains of one plan over another on the same cluster are believed above this factor: most of the error is
+            common to both.
+        num_pairs: pairs of runs by which that is known.
+    """
+
+    time: Range = _EXACT
+    memory: Range = _EXACT
+    gain: float = 1.0
+    num_pairs: int = 0
+
+
+UNKNOWN: Final = Intervals()
+"""Of predictions whose interval nobody knows: the figures alone."""
+
+
+def class_of(device: Device) -> str:
+    """``"Ampere"``, ``"Hopper"``, ``"CPU"``, or ``"other"``."""
+    return "CPU" if device.type == "cpu" else _GENERATIONS.get(device.kernels, OTHER)
+
+
+def intervals_of(hardware: Hardware) -> Intervals:
+    """The intervals of plans on this hardware.
+
+    Times on a CPU were compared where it was measured; on one that was not, they are no surer than on any device.
+    """
+    kind, known = class_of(hardware.device), residuals()
+    gain, memory = residual(known, "gain", kind), residual(known, "memory", kind)
+    unmeasured = kind == "CPU" and not hardware.measured
+    times = [residual(known, "step time", each).range for each in ((kind, OTHER) if unmeasured else (kind,))]
+    time = (min(low for low, _ in times), max(high for _, high in times))
+    return Intervals(time, memory.range, gain.high, gain.num_runs)
+
+
+def residual(known: Residuals, quantity: Quantity, kind: str) -> Residual:
+    """That of a class, or of the other devices."""
+    return known.get((quantity, kind)) or known[quantity, OTHER]
+
+
+@functools.cache
+def residuals() -> Residuals:
+    """The file, by quantity and class."""
+    with FILE.open(encoding="utf-8", newline="") as file:
+        return {
+            (row["quantity"], row["device"]): Residual(
+                float(row["low"]), float(row["high"]), int(row["runs"]), row["sources"]
+            )
+            for row in csv.DictReader(file)
+        }

@@ -1,0 +1,83 @@
+"""Memory of a CUDA device beyond tensors: cuBLAS's workspaces, what torch's allocator keeps, the context, and NCCL.
+
+Legend: R plans of one kind.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from atorch_ns.estimate.model_shard import Sizes
+
+_MIB: Final = 2**20
+
+
+class Reserved(NamedTuple):
+    """Peaks of one training run, in GB or GiB alike.
+
+    Attributes:
+        allocated, reserved: ``max_memory_allocated`` (or active bytes) and ``max_memory_reserved`` of torch.
+        source: where they were published.
+    """
+
+    allocated: float
+    reserved: float
+    source: str
+
+
+PUBLISHED: Final = (
+    Reserved(17.81, 18.77, "pytorch/pytorch#89457: T5, FSDP, eager"),
+    Reserved(15.43, 17.03, "pytorch/pytorch#89457: T5, FSDP, inductor"),
+    Reserved(20.20, 27.36, "meta-llama/llama-cookbook#41: Llama 7B, FSDP and LoRA, logits kept"),
+    Reserved(15.22, 19.36, "meta-llama/llama-cookbook#41: Llama 7B, FSDP and LoRA"),
+    Reserved(14.93, 19.52, "meta-llama/llama-cookbook#165: Llama 7B, FSDP per parameter"),
+    Reserved(59.00, 63.00, "meta-llama/llama-cookbook#120: Llama 70B, FSDP, AdamW"),
+    Reserved(52.00, 58.00, "meta-llama/llama-cookbook#120: Llama 70B, FSDP, AnyPrecisionAdamW"),
+    Reserved(74.24, 80.79, "allenai/OLMo-core#297: OLMo 2, FSDP, compiled, memory budget 0.5"),
+    Reserved(
+        65.20, 74.31, "NVIDIA/Megatron-LM megatron/core/transformer/README.md: 14 layers of DeepSeek-V3"
+    ),
+    Reserved(48.54, 61.05, "the same with offloaded activations"),
+    Reserved(63.36, 66.80, "Ling-V2, docs of continual pretraining: Megatron-LM, 8192 tokens"),
+    Reserved(12.56, 12.94, "huggingface/peft#1469: BERT"),
+    Reserved(10.01, 10.44, "huggingface/peft#1469: BERT, LoRA"),
+    Reserved(5.12, 5.68, "huggingface/peft#1469: ESM 8M"),
+    Reserved(2.53, 3.01, "huggingface/peft#1469: BERT of ESM's size"),
+)
+"""Runs of torch's allocator without options. The runs that predictions are compared with are not among them."""
+
+CACHED_SHARE: Final = statistics.median(run.reserved / run.allocated for run in PUBLISHED) - 1
+"""What torch's allocator has reserved beyond what is allocated at the peak, as a share of that: free memory between blocks
+fits no request, and a stream's pool serves no other stream. The middle of published runs, which are alike with and without
+gathered parameters (0.11); GMLake (arXiv:2401.08156) measured 0.15 on average, STAlloc (arXiv:2507.16274) up to 0.43."""
+
+CONTEXT_BYTES: Final = 426 * _MIB
+"""The context of CUDA with kernels loaded as they are used: unslothai/unsloth-zoo#1053 (torch 2.10, CUDA 13);
+pytorch/pytorch#109888 says 400 MB."""
+
+NCCL_BYTES: Final[Mapping[bool, int]] = {False: 544 * _MIB, True: 688 * _MIB}
+"""A communicator's buffers by whether it has more than two ranks: NVIDIA/nccl#964, A100 with NVLink. They grow with the
+channels and the connections of one rank, not with the number of ranks (NVIDIA/nccl#986)."""
+
+_CUBLAS_BYTES: Final[Mapping[bool, int]] = {False: 8_519_680, True: 32 * _MIB}
+"""cuBLAS's workspace in torch by whether the device is of capability 9 or more: ``:4096:2:16:8``, or what cuBLAS recommends
+for Hopper. There is one for each thread that computes, and torch has one for forward, one for backward passes."""
+_CUBLASLT_BYTES: Final[Mapping[bool, int]] = {False: 4 * _MIB, True: 32 * _MIB}
+"""cuBLASLt's workspace: pytorch/pytorch#120925."""
+
+
+def workspace_bytes(capability: tuple[int, int] | None) -> int:
+    """Bytes of the workspaces that cuBLAS is given by torch's allocator, of a device of this CUDA capability."""
+    is_recent = capability is not None and capability >= (9, 0)
+    return 2 * _CUBLAS_BYTES[is_recent] + _CUBLASLT_BYTES[is_recent]
+
+
+def outside_bytes(sizes: Sizes) -> np.ndarray:
+    """[R] bytes of a device that torch's allocator does not see: the context, and a communicator for each axis."""
+    axes = (sizes.data, sizes.zero, sizes.tensor, sizes.sequence, sizes.expert, sizes.pipeline)
+    buffers = [np.where(axis > 2, NCCL_BYTES[True], NCCL_BYTES[False]) * (axis > 1) for axis in axes]
+    return np.asarray(CONTEXT_BYTES + np.sum(buffers, axis=0), dtype=float)

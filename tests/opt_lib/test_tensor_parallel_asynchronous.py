@@ -1,0 +1,185 @@
+"""Asynchronous tensor parallelism: parity with one process, the operators that inductor makes, and what it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import _symmetric_memory
+from torch.distributed.device_mesh import init_device_mesh
+
+from atorch_ns.cluster import cluster_from_spec
+from atorch_ns.errors import StrategyError
+from atorch_ns.estimate import Workload
+from atorch_ns.method import load_registry, resolve
+from atorch_ns.planning import profile
+from atorch_ns.search import SearchSettings, explore
+from atorch_ns.sharding import Layout, TensorGroup, divide
+from atorch_ns.sharding.tensor.plan import LayerStyle, RegionSpec
+from atorch_ns.sharding.tensor.sequence import StreamSpec
+from atorch_ns.strategy import Strategy
+from atorch_ns.testing.models import CASES
+from atorch_ns.testing.parity import accelerate_case
+from atorch_ns.testing.workers import run_ranks
+from atorch_ns.torch_compat import join_fake_group, micro_pipelined
+from opt_lib.tensor_parallel import TensorParallel, TensorParallelConfig
+from tests.opt_lib.tensor_cases import TENSOR, check
+
+ASYNCHRONOUS = ("tensor_parallel", {"sequence": True, "asynchronous": True})
+NODES = cluster_from_spec("8xH100-80GB, 2 nodes, ib400")
+
+
+@pytest.fixture
+def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs, and by backends that compile in a moment: exchanges are waited for, and their numbers are the same."""
+    monkeypatch.setattr(TensorParallel, "check_plan", lambda *_: [])
+
+
+@pytest.mark.usefixtures("_anywhere")
+@pytest.mark.parametrize(
+    "name",
+    ["hf_llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf_gpt2", "encoder_decoder"))],
+)
+def test_training_is_that_of_one_process(name: str) -> None:
+    compiled = ("compile", "aot_eager")
+    strategies = {
+        "compiled": [TENSOR, ASYNCHRONOUS, compiled],
+        "sharded, recomputed": [TENSOR, ASYNCHRONOUS, compiled, "fsdp", "checkpoint"],
+    }
+    check(CASES[name], 2, strategies)
+
+
+def _report(name: str) -> str:
+    return str(accelerate_case(CASES[name], [TENSOR, ASYNCHRONOUS]).report)
+
+
+@pytest.mark.usefixtures("_anywhere")
+def test_the_report_says_where_exchanges_are_asynchronous() -> None:
+    text = " ".join(run_ranks(_report, 2, args=("encoder_decoder",))[0].split())
+    # Keys and values of attention to an encoder come from another tensor than queries.
+    assert "groups of layers; the others read more than the input of the module around them" in text
+
+
+class _Inner(nn.Module):
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.gate = nn.Linear(16, 32) if num_columns > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = F.silu(self.up(x))
+        out: torch.Tensor = self.down(up if isinstance(self.gate, nn.Identity) else up * self.gate(x))
+        return out
+
+
+class _Block(nn.Module):
+    """A block of a residual stream [B, T, D], whose columns take one input."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), _Inner(num_columns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(self.norm(x))
+        return out
+
+
+class _Net(nn.Module):
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.block = _Block(num_columns)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(x)
+        return out
+
+
+def _joined(num_columns: int) -> tuple[list[list[str]], bool]:
+    """The operators on symmetric memory that torch's pass makes of each graph, and whether its setting is left behind."""
+    from torch._inductor.fx_passes import post_grad
+
+    join_fake_group(0, 2)
+    make, found = post_grad.micro_pipeline_tp_pass, []
+
+    def on_a_copy(graph: torch.fx.Graph) -> None:
+        """Only GPUs can run what it makes."""
+        made = torch.fx.Graph()
+        made.output(made.graph_copy(graph, {}))
+        make(made)
+        names = [str(node.target) for node in made.nodes]
+        found.append([name.split(".")[1] for name in names if name.startswith("symm_mem.")])
+
+    columns = ("block.inner.up", "block.inner.gate")[:num_columns]
+    rows = ("block.inner.down",)
+    layout = Layout(
+        {**dict.fromkeys(columns, LayerStyle("colwise")), **dict.fromkeys(rows, LayerStyle("rowwise"))}
+    )
+    model = _Net(num_columns)
+    with pytest.MonkeyPatch.context() as patch, _symmetric_memory._test_mode():
+        patch.setattr(post_grad, "micro_pipeline_tp_pass", on_a_copy)
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        group = TensorGroup(init_device_mesh("cpu", (2,)), traced=True)
+        divide(model, layout, group, [RegionSpec(columns, rows, one_input=True)], StreamSpec((("block",),)))
+        model.block.compile(options=micro_pipelined(None))
+        model(torch.randn(2, 8, 16)).sum().backward()
+    dist.destroy_process_group()
+    return found, torch._inductor.config._micro_pipeline_tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_columns", [1, 2])
+def test_inductor_joins_exchanges_with_products(num_columns: int) -> None:
+    gather, scatter = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+    ((forward, backward), is_left) = run_ranks(
+        _joined, 1, args=(num_columns,), timeout_s=200, init_process_group=False
+    )[0]
+    assert forward == [gather, scatter]
+    # Gradients of several columns are added before they are summed over ranks.
+    assert sorted(backward) == ([gather, scatter] if num_columns == 1 else [gather])
+    assert not is_left
+
+
+def _refusal(strategy: list[Any], cluster: Any = NODES) -> str:
+    with pytest.raises(StrategyError) as caught:
+        resolve(Strategy.load(strategy), cluster, load_registry())
+    (problem,) = caught.value.problems
+    assert (problem.method, problem.key) == ("tensor_parallel", "asynchronous")
+    return str(problem)
+
+
+def test_what_it_needs_is_said_before_anything_is_built() -> None:
+    mesh = ("parallel_mode", [("tensor", 8), ("data", 2)])
+    resolved = resolve(Strategy.load([mesh, ASYNCHRONOUS, "compile"]), NODES, load_registry())
+    assert resolved.plan.tensor.asynchronous
+    assert "nothing is compiled by it. Add compile" in _refusal([mesh, ASYNCHRONOUS])
+    assert "nothing is compiled by it" in _refusal([mesh, ASYNCHRONOUS, ("compile", "aot_eager")])
+    wide = ("parallel_mode", [("tensor", 16)])
+    assert "in different nodes of 8 ranks" in _refusal([wide, ASYNCHRONOUS, "compile"])
+    outside = ("parallel_mode", [("data", 8), ("tensor", 2)])
+    assert "0, 8 are in different nodes" in _refusal([outside, ASYNCHRONOUS, "compile"])
+    cpus = cluster_from_spec("2xcpu")
+    assert "the device is a CPU" in _refusal([TENSOR, ASYNCHRONOUS, "compile"], cpus)
+    with pytest.raises(ValueError, match="set sequence=True too"):
+        TensorParallelConfig(asynchronous=True)
+
+
+def test_a_search_takes_it_only_where_it_was_asked_for() -> None:
+    case = CASES["tied_llama"]
+    traced = profile(case.build(), case.make_batch(2, 0))
+    workload = Workload(global_batch=16, num_tokens=8)
+
+    def plans(**asked: Any) -> list[Any]:
+        space = explore(traced, NODES, workload, load_registry(), SearchSettings(), **asked)
+        kept = [one for one in space.candidates if one.pruned is None]
+        found = [resolve(Strategy(one.steps), NODES, load_registry()).plan for one in kept]
+        return [plan for plan in found if plan.size("tensor") > 1]
+
+    assert not any(plan.tensor.asynchronous for plan in plans())
+    wanted = plans(included=[ASYNCHRONOUS])
+    assert wanted
+    assert all(plan.tensor.asynchronous and plan.compiler == "inductor" for plan in wanted)
+    assert {plan.size("tensor") for plan in wanted} <= {2, 4, 8}
