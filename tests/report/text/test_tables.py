@@ -83,7 +83,7 @@ def test_memory_of_a_gpu_is_allocated_and_reserved() -> None:
     base = dict(zip(table.columns, table.rows[0], strict=True))
     assert (base["allocated"], base["reserved"], base["predicted"]) == ("400 MiB", "450 MiB", "550 MiB")
     table = candidates_table(candidates_info(search))
-    assert table.rows[0][table.columns.index("peak predicted")] == "550 MiB (400 MiB allocated)"
+    assert table.rows[0][table.columns.index("peak predicted")] == "550 MiB, 400 MiB allocated"
 
 
 def test_changes_have_their_sign() -> None:
