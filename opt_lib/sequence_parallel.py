@@ -180,9 +180,7 @@ def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], lat
     if not kinds:
         return text
     num = sum(run.num_joined for run in runs)
-    text = (
-        f"{text}; hidden states stay divided after {num} block(s); the code after the others sees them whole"
-    )
+    text = f"{text}; hidden states stay divided after {num} block(s); the code between the others sees them whole"
     if not whole:
         return text
     return f"{text}; {first_few(list(whole), 3)} run whole on every rank: {next(iter(whole.values()))}"

@@ -166,7 +166,7 @@ class Run:
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
-        if self.number("dp") == 1 and self["precision"] not in _REDUCED:
+        if self.num_sharding == 1 and self["precision"] not in _REDUCED:
             return []
         if self["zero"] == "0":
             return ["ddp"]
@@ -209,16 +209,20 @@ class Run:
         ]
 
     @property
+    def num_sharding(self) -> int:
+        """Ranks that states may be divided over: those of data, and of context."""
+        return self.number("dp") * self.number("cp")
+
+    @property
     def substitutes(self) -> list[str]:
         """What stands for something that no method says, as phrases."""
         return [text for holds, text in self._substitutes() if holds]
 
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
-        with_masters = self["precision"].endswith("_master") and self.number("dp") > 1
+        with_masters = self["precision"].endswith("_master") and self.num_sharding > 1
         yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         yield self["kernels"] == "fused", "compile for hand-fused kernels"
         yield self["fp8"] != "0" and self["kernels"] == "fused", "torchao for Transformer Engine"
-        yield self.number("cp") > 1 and self["zero"] == "3", "states sharded over data ranks alone"
 
     @property
     def options(self) -> list[str]:
@@ -232,7 +236,7 @@ class Run:
             {"eager": "eager", "compiled": "compiled", "fused": "fused kernels"}[self["kernels"]]: True,
             "fp8": self["fp8"] != "0",
             recomputed.get(self["recompute"], "selective recomputation"): True,
-            "states sharded": self["zero"] != "0" and self.number("dp") > 1,
+            "states sharded": self["zero"] != "0" and self.num_sharding > 1,
             "tensor parallel": self.number("tp") > 1,
             "asynchronous tensor parallel": self["sp"] == "async",
             "context parallel": self.number("cp") > 1,

@@ -1,15 +1,17 @@
-"""Groups of ranks along axes, as pure functions."""
+"""Groups of ranks along axes, as pure functions and as meshes."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch_ns.cluster import AXES, fit, layout
+from atorch_ns.cluster import AXES, Mesh, fit, layout
 from atorch_ns.errors import LayoutError
+from atorch_ns.testing.workers import run_ranks
 
 
 def test_the_specifications_example() -> None:
@@ -88,3 +90,15 @@ def test_4096_ranks_are_quick() -> None:
         "data": (1024, 4),
     }
     assert groups["tensor"][511] == list(range(4088, 4096))
+
+
+def _sharding_groups() -> tuple[list[str], list[int]]:
+    mesh = Mesh([("sequence", 2), ("zero", 2), ("data", 2)], device_type="cpu")
+    both = mesh.replicate_and_shard
+    return list(both.mesh_dim_names or ()), dist.get_process_group_ranks(both.get_group(1))
+
+
+def test_fully_sharded_states_are_divided_over_sequence_ranks_too() -> None:
+    for rank, (names, group) in enumerate(run_ranks(_sharding_groups, 8)):
+        assert names == ["data", "zero_sequence"]
+        assert group == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from atorch_ns.errors import InputError
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, assert_parity, compare, reference_run
+from atorch_ns.testing.parity import (
+    BF16_GLOBAL_BATCH,
+    accelerate_case,
+    assert_parity,
+    assert_ranks_agree,
+    compare,
+    reference_run,
+)
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.sequence_cases import KINDS, check, cut, strategy, train
 
@@ -26,6 +38,70 @@ def test_over_four_ranks(kind: str) -> None:
             (odd, strategy(kind, "zero2", ("gradient_accumulation", 2), **two)),
         ],
     )
+
+
+@pytest.mark.timeout(200)
+def test_states_are_sharded_over_data_and_sequence_ranks() -> None:
+    """Untied and tied, the loss in the model or outside, gradients clipped."""
+    llama, tied, two = get_case("hf_llama"), get_case("tied_llama"), {"sequence": 2, "data": 2}
+    runs = [
+        (llama, strategy("ring", "fsdp", sequence=4)),
+        (tied, strategy("ulysses", "zero2", **two)),
+        (llama, strategy("ulysses", "ddp", **two)),
+        (tied, strategy("ring", "fsdp", ("checkpoint", {"no_reentrant": False}), **two)),
+    ]
+    references = {case.name: reference_run(case, max_norm=0.05) for case in (llama, tied)}
+    found = run_ranks(train, 4, args=(runs, {"max_grad_norm": 0.05}), timeout_s=150)
+    for place, (case, _) in enumerate(runs):
+        assert_ranks_agree([trajectories[place] for trajectories in found])
+        assert_parity(compare(references[case.name], found[0][place]))
+
+
+def _tails() -> list[Any]:
+    """What reports say, and the outputs outside of a training step."""
+    found: list[Any] = []
+    for name, config in (
+        ("hf_llama", {}),
+        ("tied_llama", {}),
+        ("hf_vit", {}),
+        ("hf_llama", {"parallel_loss": False}),
+    ):
+        result = accelerate_case(get_case(name), strategy("ring", **config))
+        found.append(result.job.explained("sequence_parallel")[-1])
+    batch = result.prepare_input(next(iter(result.dataloader)), torch.device("cpu"))
+    with torch.no_grad():
+        logits = result.model(**batch).logits
+    return [*found, type(logits), logits.shape[1] == batch["input_ids"].shape[1]]
+
+
+def test_head_and_loss_see_parts_where_they_divide() -> None:
+    divided = "head and loss are computed on each rank's own positions"
+    for found in run_ranks(_tails, 2):
+        llama, tied, vit, asked, kind, is_whole = found
+        assert (llama, tied) == (divided, divided)
+        assert vit == "head and loss see whole samples: they are needed whole by __getitem__"
+        assert asked == "head and loss see whole samples, since parallel_loss=False"
+        assert kind is torch.Tensor
+        assert is_whole
+
+
+def _refused(loss: Any) -> str:
+    case = dataclasses.replace(get_case("tied_llama"), loss_func=loss)
+    with pytest.raises(InputError) as caught:
+        accelerate_case(case, strategy("ring", parallel_loss=True))
+    report = accelerate_case(case, strategy("ring")).job.explained("sequence_parallel")[-1]
+    return f"{caught.value}; {report}"
+
+
+def _in_place(batch: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    output = output.mul_(0.5)
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_a_loss_that_changes_logits_in_place_sees_whole_samples() -> None:
+    text, _ = run_ranks(_refused, 2, args=(_in_place,))
+    assert "parallel_loss=True cannot be used" in text
+    assert "head and loss see whole samples: loss_func changes them in place, by mul_" in text
 
 
 def test_with_compiled_and_recomputed_blocks() -> None:

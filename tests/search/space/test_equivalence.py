@@ -55,3 +55,12 @@ def test_what_changes_something_stays() -> None:
         {"sharding": {"keeps_gathered": True}},
     ):
         assert canonical(SHARDED.changed(**change)) != canonical(SHARDED), change
+
+
+def test_ranks_along_sequence_alone_shard_states_too() -> None:
+    along = {"axes": (("sequence", 4),), "sequence": {"parallel_loss": True}}
+    axes = Plan(axes=(("sequence", 4),)).unit_axes
+    over = dict.fromkeys(("parameters_over", "gradients_over", "optimizer_over"), axes)
+    sharded = canonical(SHARDED.changed(**along, sharding=over))
+    assert sharded.gradient_sync == "reduce_scatter"
+    assert sharded.sharding.parameters_over == ("sequence",)
