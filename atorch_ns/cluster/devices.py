@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from atorch_ns.cluster.hardware import Device
-from atorch_ns.cluster.kernels import Figure, product_rate
+from atorch_ns.cluster.kernels import Figure, product_share
 
 _LAUNCH: Final = Figure(6e-6, "assumed: host time of one eager operator with autograd")
 _EFFICIENCY: Final = Figure(0.77, "assumed: between the best bf16 products of A100 and those of GB200")
@@ -103,12 +103,8 @@ def _sheet(
     """A sheet; ``kernels`` names the device of ``kernels.csv`` whose products have the same share of the peak."""
     share, why = kind
     streamed, how = _STREAMED
-    rates = {dtype: product_rate(kernels, dtype) for dtype in tflops}
-    efficiencies = {
-        dtype: Figure(rate.value / 1e12 / _PEAKS[kernels][dtype], rate.source)
-        for dtype, rate in rates.items()
-        if rate is not None
-    }
+    found = {dtype: product_share(kernels, dtype) for dtype in tflops}
+    efficiencies = {dtype: figure for dtype, figure in found.items() if figure is not None}
     return DeviceSheet(
         efficiency=efficiencies.pop("bfloat16", _EFFICIENCY),
         efficiencies=MappingProxyType(efficiencies),
@@ -137,16 +133,6 @@ _H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 _NVLINK3, _NVLINK4, _NVLINK5 = ("nvlink3", "pcie4"), ("nvlink4", "pcie5"), ("nvlink5", "pcie5")
 _A100_FLOPS, _H100_FLOPS = _tensor(19.5, 156, 312), _tensor(67, 494.5, 989.5, 1979)
-_B200_FLOPS, _GB200_FLOPS = _tensor(75, 1125, 2250, 4500), _tensor(80, 1250, 2500, 5000)
-_MI300X_FLOPS = _tensor(163.4, 653.7, 1307.4, 2614.9)
-_PEAKS: Final[Mapping[str, Mapping[str, float]]] = {
-    **dict.fromkeys(("A100", "A100-PCIe"), _A100_FLOPS),
-    **dict.fromkeys(("H100", "H200"), _H100_FLOPS),
-    "B200": _B200_FLOPS,
-    "GB200": _GB200_FLOPS,
-    "MI300X": _MI300X_FLOPS,
-}
-"""TFLOP/s of the devices of ``kernels.csv``."""
 
 DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
     {
@@ -237,12 +223,12 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
         ),
         "B200": _sheet(
             "NVIDIA HGX B200 data sheet, an eighth of its figures", gib=180, kind=_HBM, gb_per_s=8000,
-            tflops=_B200_FLOPS, kernels="B200", watts=1000, capability=(10, 0), links=_NVLINK5, names=("B200-180GB",),
+            tflops=_tensor(75, 1125, 2250, 4500), kernels="B200", watts=1000, capability=(10, 0), links=_NVLINK5, names=("B200-180GB",),
             reported=(("B200",),),
         ),
         "GB200": _sheet(
             "NVIDIA GB200 NVL72 data sheet, half of a superchip", gib=186, kind=_HBM, gb_per_s=8000,
-            tflops=_GB200_FLOPS, kernels="GB200", watts=1200, capability=(10, 0), links=("nvlink5", "pcie6"),
+            tflops=_tensor(80, 1250, 2500, 5000), kernels="GB200", watts=1200, capability=(10, 0), links=("nvlink5", "pcie6"),
             names=("GB200-186GB",), reported=(("GB200",),),
         ),
         "MI250X": _sheet(
@@ -252,7 +238,7 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
         ),
         "MI300X": _sheet(
             "AMD Instinct MI300X data sheet", gib=192, kind=_HBM, gb_per_s=5300,
-            tflops=_MI300X_FLOPS, kernels="MI300X", watts=750, capability=(9, 4), links=("xgmi3", "pcie5"),
+            tflops=_tensor(163.4, 653.7, 1307.4, 2614.9), kernels="MI300X", watts=750, capability=(9, 4), links=("xgmi3", "pcie5"),
             reported=(("MI300X",),),
         ),
     }

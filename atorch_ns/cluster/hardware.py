@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share
+from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share, table_rows
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,6 @@ _NCCL_BANDWIDTH: Final = (
     "NCCL src/graph/topo.h: bandwidth of one NVLink in rings, times the links of a device"
 )
 _NCCL_LATENCY: Final = "NCCL src/graph/tuning.cc: hardware latency of one step of a ring, Simple protocol"
-with Path(__file__).with_name("links.csv").open(encoding="utf-8", newline="") as _file:
-    _MEASURED_LINKS: Final = tuple(csv.DictReader(_file))
 _NCCL_OVERLAP: Final = 0.78
 """Share of a collective's time that computation hides: NCCL's 24 blocks keep 24 of an H100's 132 multiprocessors from
 products meanwhile, which take 24/108 longer (NVIDIA developer forum, topic 337991, measures that and more)."""
@@ -194,7 +190,7 @@ class LinkSheet(NamedTuple):
 def _nvlink(num_links: int, gb_per_s: float, name: str = "") -> LinkSheet:
     """NVLink: as its rings were measured at every size, where they are in ``links.csv``."""
     latency, peak = Figure(3.4e-6, _NCCL_LATENCY), Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH)
-    rows = [row for row in _MEASURED_LINKS if row["link"] == name]
+    rows = [row for row in table_rows("links.csv") if row["link"] == name]
     if not rows:
         return LinkSheet("within", latency, peak, overlap=_NCCL_OVERLAP)
     best = max(float(row["gb_per_s"]) for row in rows)

@@ -1,4 +1,4 @@
-"""Kernel rates: floating point operations a second that libraries reach on devices, read from ``kernels.csv``.
+"""Kernel rates: what libraries reach on devices, read from ``kernels.csv``, and rings on links, from ``links.csv``.
 
 A product's rate is that of the best shape; what smaller shapes lose is the time in which their operands move, which
 :mod:`atorch_ns.estimate.time.passes` adds. Priced so, products of 4096 and 8192 squared are within 7 % of cuBLAS on H100
@@ -11,14 +11,13 @@ import csv
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-_FILE: Final = Path(__file__).with_name("kernels.csv")
 _CURVES, _WIDTH = "H100", 128
 """Device and width whose rates of attention are known for every length, with a mask and without. Others follow these
-curves from the rates that they have: FlashAttention-2 is one kernel."""
+curves, from the rates that they have or else from the same share of their products': FlashAttention-2 is one kernel."""
 
 
 class Figure(NamedTuple):
@@ -49,24 +48,20 @@ class AttentionKind(NamedTuple):
     num_tokens: int
 
 
-@functools.cache
-def product_rate(device: str, dtype: str) -> Figure | None:
-    """FLOP/s of the best products, ``None`` for a device that the table lacks."""
-    for row in _rows():
-        if (row["kernel"], row["device"], row["dtype"]) == ("product", device, dtype):
-            return Figure(float(row["tflops"]) * 1e12, row["source"])
-    return None
+def product_share(device: str, dtype: str) -> Figure | None:
+    """Share of the peak that the best products reach, ``None`` for a device that the table lacks."""
+    row = _product(device, dtype)
+    return None if row is None else Figure(float(row["tflops"]) / float(row["peak"]), row["source"])
 
 
 @functools.cache
 def attention_share(device: str, kind: AttentionKind) -> float:
-    """Rate of fused attention in 16 bits, over that of the best products; 1 for devices that the table lacks.
+    """Rate of fused attention in 16 bits, over that of the best products; 1 for devices whose products the table lacks.
 
     Of causal attention the operations on and below the diagonal are counted. Between lengths of the table rates are
     interpolated in the logarithm; beyond them they stay.
     """
-    products, known = product_rate(device, "bfloat16"), _attention(device, kind.passes, _WIDTH, False)
-    if products is None or not known:
+    if _product(device, "bfloat16") is None:
         return 1.0
     width = min((64, _WIDTH), key=lambda each: abs(each - kind.width))
     rate = _at(_attention(_CURVES, kind.passes, width, False), kind.num_tokens)
@@ -74,7 +69,17 @@ def attention_share(device: str, kind: AttentionKind) -> float:
         masked, whole = (_attention(_CURVES, "forward", _WIDTH, is_causal) for is_causal in (True, False))
         rate *= _at(masked, kind.num_tokens) / _at(whole, kind.num_tokens)
     best = max(_attention(_CURVES, kind.passes, _WIDTH, False).values())
-    return rate * max(known.values()) / best / products.value
+    known = _attention(device, kind.passes, _WIDTH, False)
+    row = _product(device if known else _CURVES, "bfloat16")
+    assert row is not None
+    return rate * max(known.values(), default=best) / best / float(row["tflops"])
+
+
+@functools.cache
+def _product(device: str, dtype: str) -> Mapping[str, str] | None:
+    wanted = ("product", device, dtype)
+    rows = table_rows("kernels.csv")
+    return next((row for row in rows if (row["kernel"], row["device"], row["dtype"]) == wanted), None)
 
 
 def _at(rates: Mapping[int, float], num_tokens: int) -> float:
@@ -84,16 +89,17 @@ def _at(rates: Mapping[int, float], num_tokens: int) -> float:
 
 @functools.cache
 def _attention(device: str, passes: str, width: int, is_causal: bool) -> Mapping[int, float]:
-    """FLOP/s by tokens."""
+    """TFLOP/s by tokens."""
     wanted = (f"attention {passes}", device, str(width), "yes" if is_causal else "no")
     return {
-        int(row["tokens"]): float(row["tflops"]) * 1e12
-        for row in _rows()
+        int(row["tokens"]): float(row["tflops"])
+        for row in table_rows("kernels.csv")
         if (row["kernel"], row["device"], row["width"], row["causal"]) == wanted
     }
 
 
 @functools.cache
-def _rows() -> tuple[Mapping[str, str], ...]:
-    with _FILE.open(encoding="utf-8", newline="") as file:
+def table_rows(name: str) -> tuple[Mapping[str, str], ...]:
+    """The lines of a table beside this module, by column."""
+    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
         return tuple(csv.DictReader(file))

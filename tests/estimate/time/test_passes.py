@@ -173,6 +173,12 @@ def test_attention_has_the_rate_of_its_kernel() -> None:
     )
     assert _phase_seconds("H100", flops=flops) == pytest.approx(1 / 794.5)
     assert _phase_seconds("A100", flops=flops, attention=flops) == pytest.approx(370 / 319 / 230)
+    slower = 794.5 / 319  # than products: devices whose attention nobody published follow H100's share
+    for device in ("H200", "B200", "MI300X", "A100-PCIe-80GB"):
+        products, attention = (
+            _phase_seconds(device, flops=flops, **more) for more in ({}, {"attention": flops})
+        )
+        assert attention / products == pytest.approx(slower), device
     assert _phase_seconds("L4", flops=flops, attention=flops) == _phase_seconds("L4", flops=flops)
 
 
