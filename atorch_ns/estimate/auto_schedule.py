@@ -143,7 +143,7 @@ def _costs(context: PricingContext) -> BlockCosts:
     segments, exchanges = segments_of(context), exchanges_of(context)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
     every, kept = _kept_bytes(context)
-    send = context.hardware.within_node.rate_of("send")
+    link = context.hardware.within_node
     columns = []
     for s, (one, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
         moved = _first(other.seconds) / 3.0
@@ -156,7 +156,7 @@ def _costs(context: PricingContext) -> BlockCosts:
             float(every[s, 0]),
             float(kept[s, 0]),
             output,
-            send.latency_s + output / send.bytes_per_s,
+            float(link.message_seconds("send", output)),
         )
         columns += [tuple(float(f"{value:.{_DIGITS - 1}e}") for value in column)] * segment.count
     forward, backward, recompute, states, saved, recomputed, outputs, sends = zip(*columns, strict=True)

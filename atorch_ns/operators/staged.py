@@ -146,8 +146,8 @@ def _send_seconds(shallow: Shallow, prices: Prices) -> float:
             ):
                 taken[one.segment].add(value)
     sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in taken.values())
-    rate = prices.hardware.within_node.rate_of("send")
-    return rate.latency_s + (sizes[len(sizes) // 2] if sizes else 0) / rate.bytes_per_s
+    middle = sizes[len(sizes) // 2] if sizes else 0
+    return float(prices.hardware.within_node.message_seconds("send", middle))
 
 
 def _borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:

@@ -460,7 +460,7 @@ def call_costs(
     added, as for models of many small operators; only their proportions matter for a cut. Of the ``places``
     to cut, those in ``refused`` cannot be; ``blocks`` are the paths of the repeated blocks.
     """
-    device, link = hardware.device, hardware.within_node.rate_of("send")
+    device, link = hardware.device, hardware.within_node
     flops = device.products_of(plan.precision.compute_dtype or plan.precision.parameter_dtype)
     forward = tuple(call.flops / flops + call.moved_bytes / device.memory_bytes_per_s for call in graph.calls)
     able = [_recomputed(plan, call.path, blocks) for call in graph.calls]
@@ -472,7 +472,7 @@ def call_costs(
         backward_weight=for_weight,
         backward=tuple(2 * seconds for seconds in forward),
         recompute=tuple(seconds if one else 0.0 for seconds, one in zip(forward, able, strict=True)),
-        send=tuple(link.latency_s + size / link.bytes_per_s for size in sizes),
+        send=tuple(float(link.message_seconds("send", size)) for size in sizes),
         state_bytes=tuple(size * _copies(plan) for size in parameter_bytes(units, graph)),
         activation_bytes=tuple(float(call.saved_bytes) for call in graph.calls),
         recomputed_bytes=tuple(

@@ -368,7 +368,6 @@ def test_masks_of_all_pairs_are_those_that_training_builds(
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=num_tokens,
-        use_cache=False,
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

@@ -81,10 +81,15 @@ def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
     seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
     last = seconds / max(1, count)
     backward = context.parts.total([each.backward for each in passes.segments])
-    exposed = seconds - context.hardware.within_node.overlap * np.minimum(seconds, backward)
+    exposed = _exposed(seconds, backward, context.hardware.within_node.overlap)
     # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
     moved = num_bytes * (2 + 3 * (context.micro_batches - 1))
     return np.asarray(np.maximum(last, exposed) + moved / device.update_bytes_per_s)
+
+
+def _exposed(seconds: np.ndarray, computing: np.ndarray | float, overlap: float) -> np.ndarray:
+    """[R] what is left of collectives beside a computation, which hides a share ``overlap`` of what runs beside it."""
+    return np.asarray(seconds - overlap * np.minimum(seconds, computing))
 
 
 def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
@@ -113,13 +118,13 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
         each = passes.segments[unit.segment]
         # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
         # has none, and in the backward pass the last reduction has none.
-        ahead = gathered - overlap * np.minimum(gathered, each.forward)
+        ahead = _exposed(gathered, each.forward, overlap)
         gather = gather + passes_gathered * (count * ahead + is_first * (gathered - ahead))
         behind = each.backward + each.recompute
         if not plan.sharding.keeps_gathered:
-            gather = gather + passes_gathered * count * (gathered - overlap * np.minimum(gathered, behind))
+            gather = gather + passes_gathered * count * _exposed(gathered, behind, overlap)
             behind = np.maximum(0.0, behind - gathered)
-        exposed = reduced - overlap * np.minimum(reduced, behind)
+        exposed = _exposed(reduced, behind, overlap)
         reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
         is_first = False
     return gather, reduce
