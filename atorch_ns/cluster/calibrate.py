@@ -13,6 +13,7 @@ import numpy as np
 
 from atorch_ns.cluster.cluster import Cluster, cpu_hardware
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.cluster.kernels import AttentionKind
 from atorch_ns.cluster.speed_probes import (
     ComputeSpeed,
     compute_probes,
@@ -20,6 +21,7 @@ from atorch_ns.cluster.speed_probes import (
     fit_rates,
     link_probes,
     measured_overlap,
+    probe_flops,
 )
 from atorch_ns.errors import InputError
 
@@ -107,7 +109,7 @@ def measure(
     within = links.get("within_node", known.within_node)
     hardware = replace(
         known,
-        device=_measured_device(known.device, speed, source),
+        device=_measured_device(known.device, speed, times, source),
         within_node=within,
         between_nodes=links.get("between_nodes", within if cluster.num_nodes == 1 else known.between_nodes),
         measured=True,
@@ -225,10 +227,10 @@ def _maximum(values: list[float], group: dist.ProcessGroup | None, device: str) 
     return [float(value) for value in shared.tolist()]
 
 
-def _measured_device(known: Device, speed: ComputeSpeed, source: str) -> Device:
+def _measured_device(known: Device, speed: ComputeSpeed, times: Mapping[str, float], source: str) -> Device:
     # Dtypes that were not measured keep what the table takes them to reach.
     reached = {dtype: known.products_of(dtype) for dtype in known.flops_per_s}
-    return replace(
+    device = replace(
         known,
         flops_per_s={**reached, **speed.flops_per_s},
         memory_bytes_per_s=speed.memory_bytes_per_s,
@@ -236,8 +238,31 @@ def _measured_device(known: Device, speed: ComputeSpeed, source: str) -> Device:
         launch_s=speed.launch_s,
         efficiency=1.0,
         efficiencies={},
+        attention_factors={},
         source=source,
     )
+    return replace(device, attention_factors=_attention_factors(device, times))
+
+
+def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, float]:
+    """Measured rates of fused attention, of those that the device has without them; the median of sizes, by pass."""
+    shares: dict[str, list[float]] = {"forward": [], "backward": []}
+    for name, seconds in times.items():
+        what, *rest = name.split("/")
+        if what != "attention":
+            continue
+        dtype, shape = rest
+        whole = f"attention_training/{dtype}/{shape}"
+        tokens, width = map(int, shape.split("x")[2:])
+        done = {
+            "forward": (probe_flops(name), seconds),
+            "backward": (probe_flops(whole) - probe_flops(name), times[whole] - seconds),
+        }
+        for passes, (flops, spent) in done.items():
+            expected = device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
+            if spent > 0:
+                shares[passes].append(flops / spent / expected)
+    return {passes: float(np.median(found)) for passes, found in shares.items() if found}
 
 
 def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int, source: str) -> Link:

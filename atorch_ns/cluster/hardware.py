@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share, table_rows
+from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share, table_rows, usual_attention
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ class Device:
         efficiency: share of the peak that the best matrix products reach.
         efficiencies: the same by dtype, where it differs.
         kernels: the device whose rates of fused attention it has (``kernels.csv``); empty for those of products.
+        attention: the library of fused attention (:data:`~atorch_ns.cluster.kernels.ATTENTION_LIBRARIES`); empty for
+            the one that torch takes on this device.
+        attention_factors: rates of fused attention as they were measured, of those of the table, by pass
+            (``"forward"``, ``"backward"``).
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
         source: where the figures come from, or "measured on …".
@@ -95,6 +99,8 @@ class Device:
     efficiency: float = 1.0
     efficiencies: Mapping[str, float] = field(default_factory=dict)
     kernels: str = ""
+    attention: str = ""
+    attention_factors: Mapping[str, float] = field(default_factory=dict)
     capability: tuple[int, int] | None = None
     price_per_hour: float = 0.0
     in_place_bytes_per_s: float = 0.0
@@ -115,7 +121,9 @@ class Device:
 
     def attention_of(self, dtype: str, kind: AttentionKind) -> float:
         """FLOP/s of fused attention: the share of the rate of products that it has by the table, where it is there."""
-        return self.products_of(dtype) * attention_share(self.kernels, kind)
+        library = self.attention or usual_attention(self.kernels)
+        factor = self.attention_factors.get(kind.passes, 1.0)
+        return factor * self.products_of(dtype) * attention_share(self.kernels, library, kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A product's rate is that of the best shape; what smaller shapes lose is the time in which their operands move, which
 :mod:`atorch_ns.estimate.time.passes` adds. Priced so, products of 4096 and 8192 squared are within 7 % of cuBLAS on H100
-and B200. Fused attention has rates of its own, by pass, width of a head, mask and tokens.
+and B200. Fused attention has rates of its own, by library, pass, width of a head, mask and tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +11,28 @@ import csv
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 _CURVES, _WIDTH = "H100", 128
 """Device and width whose rates of attention are known for every length, with a mask and without. Others follow these
-curves, from the rates that they have or else from the same share of their products': FlashAttention-2 is one kernel."""
+curves, from the rates that they have or else from the same share of their products': a library's kernel is one."""
+_CUDNN, _FLASH = "cuDNN", "FlashAttention-2"
+_SLOWER: Final = {"FlashAttention-1": {"forward": 1.4, "backward": 2.0}}
+"""How many times as long as FlashAttention-2 a library takes: Dao 2023, FlashAttention-2, section 4.1, of the kernel in
+Triton on A100, 1.3 to 1.5 times in the forward pass and about twice in the backward pass."""
+ATTENTION_LIBRARIES: Final = (_CUDNN, _FLASH, *_SLOWER)
+"""Libraries of fused attention whose rates are known."""
+
+
+def usual_attention(device: str) -> str:
+    """The library that ``scaled_dot_product_attention`` takes on a device of the table.
+
+    It is cuDNN for compute capabilities 9 and 10 of NVIDIA, with a cuDNN after 9.15 as torch 2.11 brings it (torch,
+    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``check_prefer_cudnn_attention``).
+    """
+    return _CUDNN if device in ("H100", "H200", "B200", "GB200") else _FLASH
 
 
 class Figure(NamedTuple):
@@ -55,21 +70,25 @@ def product_share(device: str, dtype: str) -> Figure | None:
 
 
 @functools.cache
-def attention_share(device: str, kind: AttentionKind) -> float:
-    """Rate of fused attention in 16 bits, over that of the best products; 1 for devices whose products the table lacks.
+def attention_share(device: str, library: str, kind: AttentionKind) -> float:
+    """Rate of a library's fused attention in 16 bits, over that of the best products; 1 for devices that the table lacks.
 
     Of causal attention the operations on and below the diagonal are counted. Between lengths of the table rates are
     interpolated in the logarithm; beyond them they stay.
     """
     if _product(device, "bfloat16") is None:
         return 1.0
+    if library in _SLOWER:
+        return attention_share(device, _FLASH, kind) / _SLOWER[library][kind.passes]
     width = min((64, _WIDTH), key=lambda each: abs(each - kind.width))
-    rate = _at(_attention(_CURVES, kind.passes, width, False), kind.num_tokens)
+    rate = _at(_attention(library, _CURVES, kind.passes, width, False), kind.num_tokens)
     if kind.is_causal:
-        masked, whole = (_attention(_CURVES, "forward", _WIDTH, is_causal) for is_causal in (True, False))
+        masked, whole = (
+            _attention(library, _CURVES, "forward", _WIDTH, is_causal) for is_causal in (True, False)
+        )
         rate *= _at(masked, kind.num_tokens) / _at(whole, kind.num_tokens)
-    best = max(_attention(_CURVES, kind.passes, _WIDTH, False).values())
-    known = _attention(device, kind.passes, _WIDTH, False)
+    best = max(_attention(library, _CURVES, kind.passes, _WIDTH, False).values())
+    known = _attention(library, device, kind.passes, _WIDTH, False)
     row = _product(device if known else _CURVES, "bfloat16")
     assert row is not None
     return rate * max(known.values(), default=best) / best / float(row["tflops"])
@@ -88,13 +107,13 @@ def _at(rates: Mapping[int, float], num_tokens: int) -> float:
 
 
 @functools.cache
-def _attention(device: str, passes: str, width: int, is_causal: bool) -> Mapping[int, float]:
+def _attention(library: str, device: str, passes: str, width: int, is_causal: bool) -> Mapping[int, float]:
     """TFLOP/s by tokens."""
-    wanted = (f"attention {passes}", device, str(width), "yes" if is_causal else "no")
+    wanted = (f"attention {passes}", library, device, str(width), "yes" if is_causal else "no")
     return {
         int(row["tokens"]): float(row["tflops"])
         for row in table_rows("kernels.csv")
-        if (row["kernel"], row["device"], row["width"], row["causal"]) == wanted
+        if tuple(row[key] for key in ("kernel", "library", "device", "width", "causal")) == wanted
     }
 
 

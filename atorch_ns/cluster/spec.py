@@ -10,6 +10,7 @@ on the line            key in a file                           meaning
 ``ib400``              ``between_nodes: ib400``                between nodes
 ``60GiB``              ``memory: 60GiB``                       of one device, in place of the table's
 ``500W``               ``power: 500``                          limit of one device below what its board takes, watts
+``FlashAttention-2``   ``attention: FlashAttention-2``         library of fused attention, in place of the one that torch takes
 ``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
 ..                     ``to_host: pcie5``                      between a device and its host's memory
 ..                     ``measured``                            when and on what ``atorch-ns calibrate`` measured
@@ -30,6 +31,7 @@ from typing import Any, Final, get_type_hints
 from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, installed_packages
 from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
+from atorch_ns.cluster.kernels import ATTENTION_LIBRARIES
 from atorch_ns.errors import InputError
 from atorch_ns.text import clipped, did_you_mean, with_article
 
@@ -95,6 +97,7 @@ SPEC_KEYS: Final = (
     "to_host",
     "memory",
     "power",
+    "attention",
     "price_per_hour",
     "measured",
 )
@@ -106,6 +109,7 @@ _NODES = re.compile(rf"^{_NUMBER}\s*nodes?$", re.IGNORECASE)
 _MEMORY = re.compile(r"^\d+(\.\d+)?\s*[kmgt]i?b$", re.IGNORECASE)
 _POWER = re.compile(r"^(?P<watts>\d+(\.\d+)?)\s*W$", re.IGNORECASE)
 _PRICE = re.compile(r"^\$\s*(?P<price>\d+(\.\d+)?)\s*(/\s*h(our)?)?$", re.IGNORECASE)
+_LIBRARIES: Final = {name.lower(): name for name in ATTENTION_LIBRARIES}
 _SUFFIXES: Final = (".json", ".yaml", ".yml")
 
 
@@ -147,6 +151,8 @@ def _read_part(part: str) -> tuple[str, Any] | None:
         return "power", found["watts"]
     if found := _PRICE.match(part):
         return "price_per_hour", found["price"]
+    if part.lower() in _LIBRARIES:
+        return "attention", part
     sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
     if sheet is not None:
         return ("within_node" if sheet.level == "within" else "between_nodes"), part
@@ -160,9 +166,9 @@ def _names(device: str) -> tuple[str, ...]:
 
 
 def _unknown_part(part: str) -> str:
-    known = [*DEVICES, "cpu", *LINKS]
+    known = [*DEVICES, "cpu", *LINKS, *ATTENTION_LIBRARIES]
     return (
-        f"{part!r} is no device, link, number of nodes, memory, power or price.{did_you_mean(part, known)} "
+        f"{part!r} is no device, link, number of nodes, memory, power, library of attention or price.{did_you_mean(part, known)} "
         "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
     )
 
@@ -229,6 +235,8 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
         device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
         if "power" in values:
             device = _limited(device, read_number(values["power"], "power", problems), problems)
+        if "attention" in values:
+            device = replace(device, attention=_library(device, str(values["attention"]), problems))
     hardware = None if device is None else _hardware(device, values, per_node, nodes, problems)
     if not problems and per_node * nodes > _MOST_RANKS:
         problems.append(f"{per_node} x {nodes} devices are more than any cluster has; check the counts.")
@@ -314,6 +322,18 @@ def _limited(device: Device, watts: float, problems: list[str]) -> Device:
     return replace(device, flops_per_s={dtype: rate * share for dtype, rate in device.flops_per_s.items()})
 
 
+def _library(device: Device, name: str, problems: list[str]) -> str:
+    """The library of attention by its name, in any case."""
+    if not device.kernels:
+        problems.append(f"attention={name!r}: the table has no rates of fused attention for {device.name}.")
+    if name.lower() not in _LIBRARIES:
+        near = did_you_mean(name, ATTENTION_LIBRARIES)
+        problems.append(
+            f"attention={name!r} is no library of the table.{near} Known: {', '.join(ATTENTION_LIBRARIES)}."
+        )
+    return _LIBRARIES.get(name.lower(), "")
+
+
 def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
     """A device described by its figures, on top of a known one where ``like`` names it."""
     refuse_unknown(given, _DEVICE_KEYS, "device", problems)
@@ -329,11 +349,11 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
     start = base or Device(
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
-    others = ("name", "type", "flops_per_s", "capability", "source")
+    others = ("name", "type", "flops_per_s", "capability", "attention", "source")
     read = _read_fields(Device, given, others, "device", problems)
     if "efficiency" in read:
         read = {"efficiencies": {}, **read}
-    return replace(
+    device = replace(
         start,
         **read,
         name=str(given.get("name", start.name)),
@@ -343,6 +363,9 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         capability=_capability(given.get("capability", start.capability), problems),
         source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
+    if "attention" in given:
+        return replace(device, attention=_library(device, str(given["attention"]), problems))
+    return device
 
 
 def _read_fields(

@@ -27,6 +27,9 @@ _KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
 """Operators whose results are kept, by recomputation."""
 _POWER: Final = {"H100-96GB-HBM2e": "500W"}
 """Limits of power, by device."""
+_LIBRARY: Final = {"flash1": "FlashAttention-1", "flash2": "FlashAttention-2", "cudnn": "cuDNN"}
+"""Libraries of fused attention, as clusters name them: what torch took when the runs were made, or what the source used
+in its place (Transformer Engine takes cuDNN's on Hopper and later: NVIDIA/NeMo#9188)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Run:
         """The cluster's specification."""
         nodes = self.number("nodes")
         parts = [f"{self.number('gpus') // nodes}x{self['gpu']}", f"{nodes} nodes" if nodes > 1 else ""]
-        return ", ".join(filter(None, [*parts, self["interconnect"], _POWER.get(self["gpu"])]))
+        library = _LIBRARY.get(self["attention"])
+        return ", ".join(filter(None, [*parts, self["interconnect"], _POWER.get(self["gpu"]), library]))
 
     @property
     def architecture(self) -> tuple[str, ...]:
@@ -87,11 +91,16 @@ class Run:
             "ffn",
             "vocab",
             "tied",
-            "attention",
             "dropout",
             "seq",
         )
-        return (self["arch"].removeprefix("hf-"), *(self[column] for column in columns))
+        attention = "sdpa" if self.fuses_attention else "eager"
+        return (self["arch"].removeprefix("hf-"), attention, *(self[column] for column in columns))
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether attention is one kernel, whichever library's."""
+        return self["attention"] in _LIBRARY
 
     @property
     def model(self) -> str:
@@ -104,7 +113,7 @@ class Run:
         from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
         dropout = float(self["dropout"] or 0)
-        attention = "sdpa" if self["attention"] == "flash" else "eager"
+        attention = "sdpa" if self.fuses_attention else "eager"
         shared: dict[str, Any] = {
             "vocab_size": self.number("vocab"),
             "tie_word_embeddings": self["tied"] == "1",
@@ -244,7 +253,7 @@ class Run:
             "interleaved pipeline": self.number("vpp") > 1,
             "accumulation": self.number("pp") == 1 and self.number("micro_batches") > 1,
             "8192 tokens or more": self.number("seq") >= 8192,
-            "plain attention": self["attention"] == "math",
+            "plain attention": not self.fuses_attention,
             "more than 64 devices": self.number("gpus") > 64,
         }
         return [name for name, holds in named.items() if holds]

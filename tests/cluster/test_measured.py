@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from atorch_ns.cluster import DEVICES, LINKS, Cluster, Hardware, Link, Rate, cluster_from_spec
+from atorch_ns.cluster import (
+    DEVICES,
+    LINKS,
+    AttentionKind,
+    Cluster,
+    Hardware,
+    Link,
+    Rate,
+    cluster_from_spec,
+)
 from atorch_ns.cluster.calibrate import Measurement, measure
 from atorch_ns.cluster.measured import (
     comparisons,
@@ -17,6 +27,7 @@ from atorch_ns.cluster.measured import (
     measured_for,
     write_measured,
 )
+from atorch_ns.cluster.speed_probes import probe_flops
 from atorch_ns.errors import InputError
 from atorch_ns.system import cpu_model
 
@@ -31,6 +42,8 @@ def _gpus(num_nodes: int = 2) -> tuple[Cluster, Measurement]:
         efficiency=1.0,
         efficiencies={},
         in_place_bytes_per_s=2.9e12,
+        attention="FlashAttention-2",
+        attention_factors={"forward": 1.1, "backward": 0.9},
         price_per_hour=2.5,
         source="measured on 16 × H100-80GB on 2 nodes",
     )
@@ -90,6 +103,17 @@ def test_a_measurement_of_this_machine_is_read_as_it_was_made(tmp_path: Path) ->
     assert read == found.hardware
     assert read is not None
     assert read.measured
+    forward = {name: seconds for name, seconds in found.seconds.items() if name.startswith("attention/")}
+    predicted: dict[str, list[float]] = {"forward": [], "backward": []}
+    for name, seconds in forward.items():
+        _, dtype, shape = name.split("/")
+        tokens, width = map(int, shape.split("x")[2:])
+        both = found.seconds[f"attention_training/{dtype}/{shape}"]
+        for passes, flops, spent in (("forward", 1.0, seconds), ("backward", 2.5, both - seconds)):
+            rate = read.device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
+            predicted[passes].append(flops * probe_flops(name) / rate / spent)
+    for passes, ratios in predicted.items():
+        assert statistics.median(ratios) == pytest.approx(1.0, rel=0.01), passes
     figures = [row.figure for row in comparisons(found)]
     assert "product, float32, 256 × 256 × 256" in figures
     assert any(figure.startswith("causal attention forward and backward, bfloat16") for figure in figures)
@@ -104,8 +128,8 @@ def test_figures_stand_beside_the_table() -> None:
     assert rows["product, bfloat16, 512 × 512 × 512"].measured == pytest.approx(2 * 512**3 / 1e-5)
     attention = rows["causal attention forward and backward, bfloat16, 4 × 16 × 4096 × 128"]
     assert attention.measured == pytest.approx(7 * 4 * 16 * 4096**2 * 128 / 1e-3)
-    # FlashAttention-2 on H100: 319 TFLOP/s forward, and 310 backward by the same share for the mask.
-    assert attention.table == pytest.approx(3.5 / (1 / 319e12 + 2.5 / (310e12 * 319 / 368)), rel=0.01)
+    # cuDNN on H100: 518 TFLOP/s forward, and 499 backward by the same share for the mask.
+    assert attention.table == pytest.approx(3.5 / (1 / 518e12 + 2.5 / (499e12 * 518 / 609)), rel=0.01)
     nvlink = LINKS["nvlink4"].link("nvlink4").rate
     ring = rows["all_reduce within a node, 1 MiB"]
     expected = 14 * (nvlink.latency_s + 2**17 / nvlink.bytes_per_s)

@@ -103,6 +103,19 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
     assert cluster_from_spec(str(as_json)).world_size == 8
 
 
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("8xH100, FlashAttention-4", "Did you mean 'FlashAttention-"),
+        ("8xL4, cuDNN", "no rates of fused attention for L4"),
+        ("8xH100, cuDNN, FlashAttention-2", "attention is given twice"),
+    ],
+)
+def test_a_wrong_library_of_attention_is_told(written: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        cluster_from_spec(written)
+
+
 def test_a_limit_of_power_lowers_the_clock() -> None:
     free, limited = (cluster_from_spec(f"8xH100-80GB{more}") for more in ("", ", 350W"))
     share = _hardware(limited).device.flops_of("bfloat16") / _hardware(free).device.flops_of("bfloat16")
