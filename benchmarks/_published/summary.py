@@ -74,7 +74,6 @@ _PAIRS: Final = (
     ("more devices, 8 to 16", "atorch-3d-tp2pp2dp2", "atorch-3d-tp2pp2dp4"),
     ("more devices, 16 to 64", "atorch-3d-tp2pp2dp4", "atorch-3d-tp2pp2dp16"),
     ("more devices, 32 to 64", "trainy-8b-h200-4n", "trainy-8b-h200-8n"),
-    ("more devices, 8 to 128", "mpt-7b-s2048-8xh100", "mpt-7b-s2048-128xh100"),
     ("more devices, 128 to 512", "mpt-70b-s2048-128xh100", "mpt-70b-s2048-512xh100"),
 )
 """An option, and two runs of one source that differ in it: without, and with."""
