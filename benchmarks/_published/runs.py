@@ -16,13 +16,18 @@ __all__ = ["Run", "read"]
 FILE: Final = Path(__file__).with_name("runs.csv")
 _PRECISIONS: Final[Mapping[str, Sequence[Any]]] = {
     "bf16_amp": [("amp_native", "bf16")],
+    "bf16_autocast": [("amp_native", "bf16")],
     "bf16_true": [("half", {"dtype": "bf16", "master_weights": False})],
     "bf16_master": [("half", {"dtype": "bf16", "master_weights": True})],
     "fp16_master": [("half", "fp16")],
 }
-"""Methods by precision; those of fsdp alone stand in ``_REDUCED``."""
-_REDUCED: Final = {"bf16_mp": "float32", "bf16_pure": "bfloat16"}
-"""dtype of the reduction of gradients, by precisions that are settings of fsdp: it gathers and computes in bf16."""
+"""Methods by precision; those of fsdp alone stand in ``_GATHERED``."""
+_GATHERED: Final = {
+    "bf16_mp": ("bfloat16", "float32"),
+    "bf16_pure": ("bfloat16", "bfloat16"),
+    "bf16_autocast": ("float32", "float32"),
+}
+"""dtypes that fsdp gathers and reduces in, by precisions that say so."""
 _KEPT: Final = {"ops": "every_second_product", "core": "all_but_attention"}
 """Operators whose results are kept, by recomputation."""
 _POWER: Final = {"H100-96GB-HBM2e": "500W"}
@@ -175,16 +180,16 @@ class Run:
         return steps + self._micro_batches()
 
     def _sharding(self) -> list[Any]:
-        if self.num_sharding == 1 and self["precision"] not in _REDUCED:
+        gathered = _GATHERED.get(self["precision"])
+        if self.num_sharding == 1 and gathered is None:
             return []
         if self["zero"] == "0":
             return ["ddp"]
         if self["zero"] == "1":
             return ["zero2"] if self["precision"].endswith("_master") else ["ddp", "zero1"]
         config: dict[str, Any] = {}
-        if self["precision"] in _REDUCED:
-            reduced = _REDUCED[self["precision"]]
-            config["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": reduced}
+        if gathered is not None:
+            config["mixed_precision"] = dict(zip(("param_dtype", "reduce_dtype"), gathered, strict=True))
         if self.number("replicas") > 1:
             config["sharding_strategy"] = "HYBRID_SHARD"
         return [("zero2" if self["zero"] == "2" else "fsdp", config or None)]
