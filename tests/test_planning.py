@@ -130,6 +130,16 @@ def test_what_cannot_be_used_is_said_in_words(known: Profile, arguments: dict[st
             ask()
 
 
+def test_a_batch_that_does_not_divide_is_refused(known: Profile) -> None:
+    with pytest.raises(
+        InputError,
+        match="6 samples does not divide evenly over 4 data-parallel ranks and 1 micro-batch: give 4 or 8",
+    ):
+        estimate(known, "fsdp", CLUSTER, batch=6)
+    with pytest.raises(InputError, match="4 data-parallel ranks and 2 micro-batches: give 8,"):
+        estimate(known, ["fsdp", ("gradient_accumulation", 2)], CLUSTER, batch=4)
+
+
 def test_bad_strategies_settings_and_formats(known: Profile) -> None:
     with pytest.raises(StrategyError, match="fsdq"):
         estimate(known, ["fsdq"], CLUSTER)

@@ -31,8 +31,8 @@ from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Sett
 from atorch_ns.search.conclude import pareto
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.ranking import fits_surely, prefer
-from atorch_ns.strategy import Strategy
-from atorch_ns.text import error_text, with_article, with_period
+from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.text import counted, error_text, with_article, with_period
 
 
 class AssumedLoss:
@@ -309,10 +309,23 @@ def price_strategy(
     cluster = cluster.with_hardware()
     workload = workload_of(profile, cluster, global_batch)
     resolved = resolve(strategy, cluster, registry or load_registry(), profile=profile)
+    _check_batch(resolved.plan, workload.global_batch)
     priced = estimate(resolved.plan, profile, cluster, workload)
     limit = memory_limit(cluster, settings or SearchSettings()).num_bytes
     notes = tuple(note.text for note in resolved.notes)
     return PricedStrategy(resolved.strategy, priced, limit, notes)
+
+
+def _check_batch(plan: Plan, global_batch: int) -> None:
+    ranks, micro_batches = plan.size("data") * plan.size("zero"), plan.num_micro_batches
+    parts = ranks * micro_batches
+    if global_batch % parts == 0:
+        return
+    below, above = global_batch // parts * parts, (global_batch // parts + 1) * parts
+    raise InputError(
+        f"a global batch of {global_batch} samples does not divide evenly over {counted(ranks, 'data-parallel rank')} and "
+        f"{counted(micro_batches, 'micro-batch', 'micro-batches')}: give {f'{below} or {above}' if below else above}, or change the strategy."
+    )
 
 
 def _setting(

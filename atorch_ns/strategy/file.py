@@ -163,8 +163,8 @@ def _entries(items: list[Any]) -> list[Any]:
     for item in items:
         if isinstance(item, str):
             entries.append({"name": item})
-        elif isinstance(item, list) and len(item) == 2:
-            entries.append({"name": item[0], "config": item[1]})
+        elif isinstance(item, list) and len(item) in (1, 2):
+            entries.append(dict(zip(("name", "config"), item, strict=False)))
         else:
             entries.append(item)
     return entries
@@ -187,10 +187,17 @@ def _check(document: Any, name: str) -> dict[str, Any]:
         checked = StrategyDocument.model_validate(document, strict=True)
     except ValidationError as error:
         problems = [
-            Problem(message=issue["msg"], key=".".join(str(part) for part in issue["loc"]))
+            Problem(message=_in_words(issue), key=".".join(str(part) for part in issue["loc"]))
             for issue in error.errors()
         ]
         raise StrategyFileError(problems, source=name) from error
     return checked.model_dump(by_alias=True, exclude_none=True) | {
         "steps": [{"name": step.name, "config": step.config} for step in checked.steps]
     }
+
+
+def _in_words(issue: Any) -> str:
+    """The problem that pydantic found, without its names of our classes."""
+    if issue["type"] != "model_type":
+        return str(issue["msg"])
+    return f'{issue["input"]!r} is no method: write its name, [name, config] or {{"name": …, "config": …}}'

@@ -34,6 +34,14 @@ def test_save_and_load(tmp_path: Path, name: str) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
+def test_names_alone_in_lists_are_read_and_other_entries_are_told() -> None:
+    assert Strategy.load('[["fsdp"], ["amp_native", "bf16"]]') == Strategy.load(
+        '["fsdp", ["amp_native", "bf16"]]'
+    )
+    with pytest.raises(StrategyFileError, match="3 is no method: write its name"):
+        Strategy.load("[3]")
+
+
 def test_a_bare_list_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text("- fsdp\n- [amp_native, bf16]\n")

@@ -82,7 +82,15 @@ class Table(NamedTuple):
     def without_unknown(self) -> Table:
         """The table without the columns in which nothing is known."""
         places = range(len(self.columns))
-        kept = [at for at in places if any(row[at] != UNKNOWN for row in self.rows) or not self.rows]
+        return self._with(
+            [at for at in places if any(row[at] != UNKNOWN for row in self.rows) or not self.rows]
+        )
+
+    def without(self, column: str) -> Table:
+        """The table without a column, for tables whose rows are numbered as in one before."""
+        return self._with([at for at, name in enumerate(self.columns) if name != column])
+
+    def _with(self, kept: list[int]) -> Table:
         return self._replace(
             columns=tuple(self.columns[at] for at in kept),
             rows=tuple(tuple(row[at] for at in kept) for row in self.rows),
@@ -125,6 +133,8 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
 
 def _with_sentences_under_names(table: Table) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     at, last = min(table.words), len(table.columns) - 1
+    if at == last:
+        return table.columns, list(table.rows)
     columns = list(table.columns[:last])
     columns[at] = f"{columns[at]}, and {table.columns[last]}"
     rows = []

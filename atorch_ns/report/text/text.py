@@ -154,9 +154,9 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
     yield from _candidate_parts(candidates_info(outcome), width, top)
     memory, times = memory_info(outcome, limit=top or 12), time_info(outcome, limit=top or 12)
     yield f"\nPeak memory per rank in parts (predicted){_and_measured(memory.bars)}"
-    yield as_text(memory_table(memory), width=width)
+    yield as_text(memory_table(memory).without("strategy"), width=width)
     yield f"\nStep time in parts (predicted){_and_measured(times.bars)}"
-    yield as_text(time_table(times), width=width)
+    yield as_text(time_table(times).without("strategy"), width=width)
     history = history_info(outcome)
     if history.points:
         yield "\nTrials in their order"
