@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -158,6 +159,7 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
     alive = _in_three(_alive, measured)
     kept = _in_three(lambda *both: _gradients_alive(*both)[0], measured)
     passing = _in_three(lambda *both: _gradients_alive(*both)[1], measured)
+    held = _in_three(partial(_held, phases=phases), measured)
     costs = []
     for stretch in range(num):
         forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
@@ -171,6 +173,7 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
                 backward=of_backward,
                 saved=_growth(forward.net, measured.at),
                 output=growth(measured.outputs[merged.index(stretch)]),
+                held=_growth(held[:, phases == forward_of(stretch)].sum(axis=1), measured.at),
                 kept=_growth(forward.net + backward.net, measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
                 operators=_operators(measured, np.concatenate([forward.events, backward.events])),
@@ -357,6 +360,26 @@ def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:
         else:
             change[index] = -sizes[made[key]]
     return np.cumsum(change, axis=0)
+
+
+def _held(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) -> np.ndarray:
+    """[E, 4] bytes made in one forward stretch and let go in a later one that does not read them, at the making, and less
+    these bytes where they are let go."""
+    held = np.zeros_like(sizes)
+    made: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
+        if kind == Event.ALLOCATE:
+            made[key] = index
+        elif kind == Event.OPERATOR:
+            read |= dict.fromkeys(recording.reads.get(index, ()), int(phases[index]))
+        elif kind == Event.FREE and key not in recording.gradients | recording.casts:
+            born, phase = int(phases[made[key]]), int(phases[index])
+            is_forward = born % 2 == phase % 2 == 0
+            if is_forward and born < phase and read.get(key, born) == born:
+                held[made[key]] += sizes[made[key]]
+                held[index] -= sizes[made[key]]
+    return held
 
 
 def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -235,6 +235,8 @@ class SegmentCost:
         backward: the backward pass.
         saved: bytes that the forward pass leaves behind for the backward pass, its output included, copies of
             parameters in the compute dtype not.
+        held: the part of ``saved`` that the backward pass does not need and only the model's code holds until it returns,
+            as local variables, less what of others is let go meanwhile. A stage of a pipeline has returned before others run.
         output: bytes of what the segment hands to the next one: what recomputation keeps of it.
         kept: bytes that are alive after its backward pass of what was made for it, less what it frees of
             others: 0 for most blocks; a block's keys and values where the model's output holds a cache of
@@ -254,6 +256,7 @@ class SegmentCost:
     backward: PhaseCost
     saved: Growth
     output: Growth
+    held: Growth = Growth()
     kept: Growth = Growth()
     incoming: Growth = Growth()
     cast_parameters: int = 0

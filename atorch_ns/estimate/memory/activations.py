@@ -66,6 +66,15 @@ class SegmentBytes:
         )
 
     @cached_property
+    def held(self) -> np.ndarray:
+        """[R] what a rank's segments hold that is gone before their backward pass."""
+        each = (
+            count * self.value(cost.held, s)
+            for s, (cost, count) in enumerate(zip(self.costs, self.parts.counts, strict=True))
+        )
+        return np.asarray(sum(each, np.zeros(self.num_samples.shape)))
+
+    @cached_property
     def forward_peaks(self) -> tuple[np.ndarray, ...]:
         """The most of a forward pass."""
         return tuple(

@@ -189,7 +189,8 @@ def _moments(kind: PlanGroup) -> Iterator[Moment]:
     if not kind.parts.is_cut:
         yield from _of_passes(kind)
         return
-    others = (kind.parts.live - 1) * kind.activations.everything()
+    held = kind.activations.bytes.held
+    others = (kind.parts.live - 1) * (kind.activations.everything() - held) - held
     received = kind.activations.received(kind.micro_batches)
     for moment in _of_passes(kind):
         if moment.name == kind.last_moment():
