@@ -45,8 +45,9 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
         return replace(plan, num_micro_batches=config.num_micro_batches)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[GradientAccumulationConfig]:
-        """Powers of two; the search keeps those that divide a rank's batch."""
-        return (GradientAccumulationConfig(num_micro_batches=2**power) for power in range(1, 11))
+        """All numbers up to 128 and multiples of 16 up to 1,024; the search keeps those that divide a rank's batch."""
+        numbers = (*range(2, 129), *range(144, 1025, 16))
+        return (GradientAccumulationConfig(num_micro_batches=number) for number in numbers)
 
     def apply(self, job: Job, config: GradientAccumulationConfig) -> None:
         """Sets the number of micro-batches of ``train_step``."""

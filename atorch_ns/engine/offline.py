@@ -196,21 +196,17 @@ def profile_offline(
     def forward_loss(module: nn.Module, batch: Any) -> torch.Tensor:
         return first_loss(loss_func(batch, call_model(module, batch, passed)))
 
-    # Fake tensors of a device that torch was built without abort the interpreter.
-    traced_on = device if device == "cpu" or torch.cuda.is_available() else "cpu"
     try:
         profile = profile_model(
             model,
             sample,
             forward_loss,
             make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
-            device=traced_on,
+            device=device,
         )
     except SystemExit as error:
         raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
     notes = [with_period(each[:1].upper() + each[1:]) for each in (why, assumed.assumed) if each]
-    if traced_on != device:
-        notes.append(f"The step was traced with the operators of {traced_on}: this machine has no {device}.")
     if profile.trace is None or not notes:
         return profile
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, *notes)))
@@ -317,7 +313,7 @@ def price_strategy(
 
 
 def _check_batch(plan: Plan, global_batch: int) -> None:
-    ranks, micro_batches = plan.size("data") * plan.size("zero"), plan.num_micro_batches
+    ranks, micro_batches = plan.size("data") * plan.size("zero") * plan.size("expert"), plan.num_micro_batches
     parts = ranks * micro_batches
     if global_batch % parts == 0:
         return

@@ -46,9 +46,9 @@ class SearchSettings(BaseModel):
         description="The search ends when no untried candidate wins by more than the noise with this chance.",
     )
     max_micro_batches: int = Field(
-        default=8,
+        default=128,
         ge=1,
-        description="Largest number of micro-batches that accumulation may use; pipelines may use 4 for each rank. "
+        description="Largest number of micro-batches that a step may have; pipelines may use 4 for each rank in any case. "
         "Unless it is given, more are tried where nothing fits in memory otherwise.",
     )
     trial_deadline_s: float = Field(default=120.0, gt=0, description="Seconds after which a trial hangs.")

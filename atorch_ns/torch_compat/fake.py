@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -66,6 +67,11 @@ def quiet_fake_kernels() -> Iterator[None]:
         logger.setLevel(level)
 
 
+_DROPOUT_OF_HEADS = list(inspect.signature(functional.multi_head_attention_forward).parameters).index(
+    "dropout_p"
+)
+
+
 class DropoutOfGpus(TorchFunctionMode):
     """Runs dropout as GPUs do, where the CPU's kernels stand for theirs: as one operator with a mask of bytes, and in fused
     attention, where the CPU has none, as nothing: its kernels draw the mask again."""
@@ -73,7 +79,7 @@ class DropoutOfGpus(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replaces the two functions, and calls all others."""
+        """Replaces these functions, and calls all others."""
         options = dict(kwargs or {})
         if func is functional.dropout and not options.get("inplace") and options.get("training", True):
             p = args[1] if len(args) > 1 else options.get("p", 0.5)
@@ -82,6 +88,9 @@ class DropoutOfGpus(TorchFunctionMode):
                 return torch.native_dropout(given, p, True)[0]
         if func is functional.scaled_dot_product_attention and len(args) < 5:
             options["dropout_p"] = 0.0
+        # What it calls is not seen here. Without weights it computes fused attention.
+        if func is functional.multi_head_attention_forward and not options.get("need_weights", True):
+            args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
         return func(*args, **options)
 
 

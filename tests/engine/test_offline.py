@@ -19,11 +19,12 @@ from atorch_ns.engine.offline import (
     workload_of,
 )
 from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.estimate import Workload, estimate
 from atorch_ns.profile import Profile
 from atorch_ns.search import SearchSettings
 from atorch_ns.search.conclude import pareto
 from atorch_ns.search.space.candidate import Pruned
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import Plan, Strategy
 from tests.report.outcomes import estimated, row
 
 
@@ -93,7 +94,20 @@ def test_a_device_that_torch_was_built_without_is_traced_here() -> None:
         pytest.skip("this machine has CUDA, so nothing is replaced")
     profile = profile_offline(nn.Linear(4, 4), torch.zeros(2, 4), device="cuda")
     assert profile.trace is not None
-    assert "operators of cpu" in profile.trace.notes[-1]
+    assert any("The CPU's kernels stand for those of cuda" in note for note in profile.trace.notes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the device's own kernels are traced")
+def test_attention_with_dropout_is_that_of_the_device() -> None:
+    """The CPU's kernel with dropout keeps scores of all pairs, and no GPU's does."""
+
+    def attention(dropout: float) -> float:
+        layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=dropout, batch_first=True)
+        profile = profile_offline(nn.Sequential(layer, layer), torch.zeros(2, 512, 64), device="cuda")
+        found = estimate(Plan(), profile, cluster_from_spec("1xH100-80GB"), Workload(global_batch=2))
+        return found.memory.activations
+
+    assert attention(0.1) < 1.5 * attention(0.0)
 
 
 class _Output:

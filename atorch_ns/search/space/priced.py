@@ -281,9 +281,8 @@ class _Rows:
         kept &= micro_batches <= np.maximum(most, PER_STAGE * pipeline * (pipeline > 1))
         if group.has("pipeline"):
             kept &= _can_run(use, pipeline, micro_batches, len(self.profile.blocks))
-            if (
-                len(counts) > 1
-            ):  # with one micro-batch a pipeline takes its usual number, which is among the others
+            # With one micro-batch a pipeline takes its usual number, which is among the others.
+            if len(self.choices.micro_batches) > 1:
                 kept &= micro_batches > 1
         if use.tensor.asynchronous:  # along the innermost axis, between the devices of a node
             kept &= self.per_node % shapes[:, 2 + MODEL_AXES.index("tensor")] == 0
@@ -296,8 +295,9 @@ class _Rows:
     def _allowed(self) -> tuple[np.ndarray, int]:
         """Numbers of micro-batches, and the largest for plans without a pipeline."""
         counts = np.asarray(sorted(self.choices.micro_batches), dtype=np.int64)
+        counts = counts[self.workload.global_batch % counts == 0]
         fixed = 1 not in self.choices.micro_batches
-        return counts, int(counts[-1]) if fixed else self.max_micro_batches
+        return counts, int(counts.max(initial=1)) if fixed else self.max_micro_batches
 
 
 def _data_ranks(shapes: np.ndarray) -> np.ndarray:

@@ -125,7 +125,7 @@ class _Explorer:
         return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
 
     def _priced(self, templates: Templates, choices: Choices, limit: Limits) -> tuple[PricedRows, Selection]:
-        """The rows and the best of them; where nothing fits in few micro-batches, with as many as there can be.
+        """The rows and the best of them; where nothing fits, with as many micro-batches as there can be.
 
         Raises:
             InputError: if no row can divide the batch.

@@ -62,8 +62,12 @@ def test_seventy_billion_parameters_on_a_thousand_gpus() -> None:
         assert plan.size("tensor") * plan.size("pipeline") > 1 or plan.sharding.parameters_over
         assert plan.size("tensor") == 1 or plan.tensor.sequence
     assert any(plan.size("tensor") > 1 for plan in plans)
-    cut = next(plan for plan in map(_plan, fitting) if plan.size("pipeline") > 1)
-    assert cut.pipeline.schedule == "Interleaved1F1B"
+    cut = [plan for plan in map(_plan, fitting) if plan.size("pipeline") > 1]
+    assert any(plan.pipeline.schedule == "Interleaved1F1B" for plan in cut)
+    # As many micro-batches as samples of a rank keep the stages of a plain schedule busy.
+    assert any(
+        plan.num_micro_batches == work.global_batch // plan.size("data") // plan.size("zero") for plan in cut
+    )
     # 6 floating point operations for each parameter and token, and 2 of 8 more with recomputation.
     best = fitting[0].estimate
     assert best is not None

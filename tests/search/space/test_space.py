@@ -118,7 +118,8 @@ def test_estimates_equal_a_fresh_pricing_of_the_strategy() -> None:
 def test_micro_batches_divide_a_ranks_batch() -> None:
     found = free(space(work=Workload(global_batch=12, num_tokens=8), excluded=WHOLE))
     used = {resolve(one.strategy, cluster(), REGISTRY).plan.num_micro_batches for one in found}
-    assert used == {1, 2}
+    assert used <= {1, 2, 3, 6}
+    assert {1, 3, 6} <= used
     few = free(space(settings={"max_micro_batches": 4}, excluded=WHOLE))
     assert max(resolve(one.strategy, cluster(), REGISTRY).plan.num_micro_batches for one in few) == 4
 
