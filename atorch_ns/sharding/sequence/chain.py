@@ -8,7 +8,7 @@ needs in a recomputation is in its arguments, or was remembered in the forward p
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,20 +101,20 @@ class BlockChain:
             block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
             block.module.register_forward_hook(self._leaving(place), always_call=True)
 
-    def join(self, places: Mapping[int, Iterable[tuple[Path, Path]]]) -> None:
+    def join(self, places: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
         """Makes blocks hand their results on divided; must not be called between a forward pass and its backward.
 
         Args:
             places: blocks whose result the next one takes and nothing else sees, by index; for each, the paths of the
-                same tensors in its result and in the next one's arguments. What is a part in the one and whole in
-                the other is gathered.
+                same tensors in its result and in the next one's arguments, those of the hidden states first. What is a
+                part in the one and whole in the other is gathered, and all but hidden states while that is not known.
         """
         self._joined, self._due = {}, None
         for place, links in places.items():
             if self._whole.keys() & {place, place + 1}:
                 continue
             following = self._plans.get(place + 1)
-            divided: Container[Path] = () if following is None else following.divided
+            divided: Container[Path] = {links[0][1]} if following is None else following.divided
             self._joined[place] = frozenset(source for source, path in links if path not in divided)
 
     def divide_tail(self, root: nn.Module) -> None:
@@ -127,6 +127,8 @@ class BlockChain:
         path = plain_name(self.blocks[-1].name)
 
         def before(module: nn.Module, args: Any) -> None:
+            if module is not root:  # a copy
+                return
             handle.remove()
             outermost = next(found for name, found in module.named_modules() if plain_name(name) == path)
             outermost.register_forward_hook(torch.compiler.disable(self._hand_on))
