@@ -114,7 +114,8 @@ class BlockChain:
             if self._whole.keys() & {place, place + 1}:
                 continue
             following = self._plans.get(place + 1)
-            divided: Container[Path] = {links[0][1]} if following is None else following.divided
+            hidden = [path for _, path in links[:1]]
+            divided: Container[Path] = hidden if following is None else following.divided
             self._joined[place] = frozenset(source for source, path in links if path not in divided)
 
     def divide_tail(self, root: nn.Module) -> None:
