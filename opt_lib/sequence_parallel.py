@@ -133,6 +133,8 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             _join_stages(job, attached, partial(whole.links, config.sequence_dim))
         else:
             later = _join_early(job, attached, settings, sample, why)
+        for run in attached:
+            run.divide_head(job.module)
         note = divide_tail(job, tail, whole.blocks[-1], attached) if tail.divides else tail.note
         if later:
             join_at_first_call(job.module, attached, settings)
