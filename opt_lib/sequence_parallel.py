@@ -17,8 +17,11 @@ from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.pipeline.run.forward_pass import Pieces
+from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import BlockChain, Links, SequenceSettings, join_at_first_call, join_blocks
+from atorch_ns.sharding.collectives import gather_from, scatter_to
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_line, first_few
 from atorch_ns.torch_compat import plain_name
@@ -130,6 +133,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         job.gradients.sums.add(names_inside(runs) | tail.parameters, group, mean=True)
         if job.parts.stages:
             later = ""
+            _send_pieces(job, group, config.sequence_dim)
             _join_stages(job, attached, partial(whole.links, config.sequence_dim))
         else:
             later = _join_early(job, attached, settings, sample, why)
@@ -140,6 +144,19 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             join_at_first_call(job.module, attached, settings)
         job.explain(self.name, partial(_found, job, config, attached, later))
         job.explain(self.name, note)
+
+
+def _send_pieces(job: Job, group: dist.ProcessGroup, dim: int) -> None:
+    """Lets stages hand on pieces of the hidden states, which are the same on all ranks of the group between blocks."""
+    pieces = Pieces(
+        dim=dim,
+        num_ranks=group.size(),
+        divide=partial(scatter_to, dim=dim, group=group),
+        join=partial(gather_from, dim=dim, group=group),
+    )
+    for stage in job.parts.stages:
+        if isinstance(stage, StageModule):
+            stage.pieces = pieces
 
 
 def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, why: str) -> str:
