@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,6 +149,7 @@ def test_where_layers_are_divided_too() -> None:
             (get_case("tied_llama"), [axes, RING, STREAM, "checkpoint", ("gradient_accumulation", 2)]),
             (gpt2, [axes, STREAM, "sequence_parallel", "zero2"]),
         ],
+        timeout_s=250,
     )
 
 
@@ -163,6 +166,7 @@ def test_where_the_model_is_cut_too() -> None:
             (get_case("hf_gpt2"), [axes, passes, "sequence_parallel", "zero2"]),
             (tied, [axes, alone, ULYSSES]),
         ],
+        timeout_s=250,
     )
 
 
@@ -176,8 +180,12 @@ def test_where_layers_are_divided_and_the_model_is_cut() -> None:
         [
             (llama, [axes, passes, STREAM, RING, "checkpoint"]),
             (get_case("tied_llama"), [axes, passes, "tensor_parallel", "sequence_parallel"]),
-            (llama, [axes, ("pipeline_parallel", {"schedule": "InterleavedZeroBubble"}), ULYSSES]),
+            (
+                llama,
+                [axes, ("pipeline_parallel", {"schedule": "ZBVZeroBubble", "num_micro_batches": 4}), ULYSSES],
+            ),
         ],
+        timeout_s=350,
     )
 
 
@@ -198,15 +206,19 @@ class _Rows(TorchDispatchMode):
 
 
 def _logits(strategies: list[Any]) -> list[Any]:
-    """Positions of logits on this rank in a step of four samples, and what the report says."""
+    """Positions of logits on this rank in a step of four samples, the largest tensor that it sends to a stage, and what
+    the report says."""
     found: list[Any] = []
     for steps in strategies:
         model = TiedLlama(vocab_size=VOCABULARY, width=WIDTH)
         result = accelerate_case(get_case("tied_llama"), steps, global_batch=4, model=model)
         axes = dict(steps[0][1][0])
-        with _Rows(VOCABULARY // axes.get("tensor", 1)) as rows:
-            result.train_step(next(iter(result.dataloader)))
-        found.append((rows.most, result.job.explained("sequence_parallel")))
+        batch = next(iter(result.dataloader))
+        words = VOCABULARY // axes.get("tensor", 1)
+        with patch.object(dist, "isend", wraps=dist.isend) as sent, _Rows(words) as rows:
+            result.train_step(batch)
+        largest = max((call.args[0].numel() for call in sent.call_args_list), default=0)
+        found.append((rows.most, result.job.explained("sequence_parallel"), largest // WIDTH))
     return found
 
 
@@ -229,7 +241,12 @@ def test_ranks_have_logits_of_their_own_positions_alone() -> None:
     sample = get_case("tied_llama").make_batch(1, 0).size(1)
     most = [max(rank[index][0] for rank in ranks) for index in range(len(strategies))]
     assert most == [4 * sample // 2, 4 * sample, 2 * sample // 2, 2 * sample, 2 * sample]
-    notes = [found[-1] for _, found in ranks[0]]
+    assert [max(rank[index][2] for rank in ranks) for index in range(len(strategies))] == [
+        0,
+        0,
+        *[sample] * 3,
+    ]
+    notes = [found[-1] for _, found, _ in ranks[0]]
     cut_off = "head and loss see whole samples: the model is cut between them and the last block"
     assert (notes[0], notes[2], notes[4]) == (DIVIDED, DIVIDED, cut_off)
     assert "hidden states stay divided after 1 block(s)" in ranks[0][2][1][0]

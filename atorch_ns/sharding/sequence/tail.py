@@ -1,5 +1,4 @@
-"""Study of the code around blocks: between which it does nothing, and whether head and loss can be computed on each rank's own
-positions."""
+"""Study of the code around blocks: whether it leaves hidden states alone, and treats positions alike after the last one."""
 
 from __future__ import annotations
 
