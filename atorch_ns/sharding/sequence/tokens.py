@@ -153,7 +153,8 @@ class DividedTokens(DividedTensor):
         return f"DividedTokens(this rank's {self._part!r}, divided along {self._at.dim})"
 
     def _gathered(self) -> torch.Tensor:
-        part, at = whole_logits(self._part), self._at
+        part: torch.Tensor = whole_logits(self._part)
+        at = self._at
         if at.group is None:
             return part.new_zeros(at.whole_shape(part.shape)) + 0 * part.sum()
         whole = at.layout.gather(scale_gradient(part, float(at.layout.ranks)), at.dim, at.group)
