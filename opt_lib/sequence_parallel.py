@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch.distributed as dist
 from pydantic import Field
-from torch.distributed.tensor import DTensor
 
-from atorch_ns.capture.blocks import NamedModule, fingerprints
+from atorch_ns.capture.blocks import fingerprints
 from atorch_ns.cluster import Cluster, or_refusal
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.pipeline.run.forward_pass import Pieces
+from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.profile import Profile
-from atorch_ns.sharding import BlockChain, LogitOutputs, SequenceSettings, join_at_first_call, join_blocks
+from atorch_ns.sharding import BlockChain, Links, SequenceSettings, join_at_first_call, join_blocks
+from atorch_ns.sharding.collectives import gather_from, scatter_to
 from atorch_ns.strategy import Plan
 from atorch_ns.text import error_line, first_few
+from atorch_ns.torch_compat import plain_name
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
 from opt_lib._model_axes.sample_batch import sample_batch
-from opt_lib._model_axes.sequence_blocks import block_runs, divided_tail, names_inside
+from opt_lib._model_axes.sequence_blocks import (
+    WholeModel,
+    block_runs,
+    divide_tail,
+    divided_tail,
+    names_inside,
+)
 from opt_lib._sharded.units import broadcast_from_first
 
 
@@ -59,7 +69,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
 
     name = "sequence_parallel"
     aliases = ("context_parallel",)
-    phase = Phase.SHARD_LAYERS
+    phase = Phase.SHARD_SAMPLES
     Config = SequenceParallelConfig
     provides = ("axis:sequence",)
     default_for = "axis:sequence"
@@ -106,14 +116,13 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             dim=config.sequence_dim,
             kind=config.kind,
             balanced=config.balanced,
-            head_share=_heads_to_come(job, runs),
+            head_share=job.mesh.size("tensor"),
             restore_precision=job.precision.restore,
             leave_whole=config.blocks is None and not job.parts.stages,
         )
         sample, why = job.cluster.from_first(_sample(job) if dist.get_rank() == 0 else None)
-        find = partial(
-            divided_tail, job, sample, why, runs, dim=config.sequence_dim, wanted=config.parallel_loss
-        )
+        whole = WholeModel.of(job, config.blocks, sample)
+        find = partial(divided_tail, job, whole, why, dim=config.sequence_dim, wanted=config.parallel_loss)
         tail = job.cluster.on_first(lambda: or_refusal(find), what="testing the loss on parts of samples")
         if isinstance(tail, InputError):
             raise tail
@@ -122,16 +131,32 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         for run in attached:
             run.attach()
         job.gradients.sums.add(names_inside(runs) | tail.parameters, group, mean=True)
-        later = "" if job.parts.stages else _join_early(job, attached, settings, sample, why)
-        if tail.divides:
-            attached[-1].divide_tail(job.module)
-            outputs = LogitOutputs()
-            outputs.attach(job.module, ())
-            job.step.context = outputs.stay_divided
+        if job.parts.stages:
+            later = ""
+            _send_pieces(job, group, config.sequence_dim)
+            _join_stages(job, attached, partial(whole.links, config.sequence_dim))
+        else:
+            later = _join_early(job, attached, settings, sample, why)
+        for run in attached:
+            run.divide_head(job.module)
+        note = divide_tail(job, tail, whole.blocks[-1], attached) if tail.divides else tail.note
         if later:
             join_at_first_call(job.module, attached, settings)
         job.explain(self.name, partial(_found, job, config, attached, later))
-        job.explain(self.name, tail.note)
+        job.explain(self.name, note)
+
+
+def _send_pieces(job: Job, group: dist.ProcessGroup, dim: int) -> None:
+    """Lets stages hand on pieces of the hidden states, which are the same on all ranks of the group between blocks."""
+    pieces = Pieces(
+        dim=dim,
+        num_ranks=group.size(),
+        divide=partial(scatter_to, dim=dim, group=group),
+        join=partial(gather_from, dim=dim, group=group),
+    )
+    for stage in job.parts.stages:
+        if isinstance(stage, StageModule):
+            stage.pieces = pieces
 
 
 def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, why: str) -> str:
@@ -157,6 +182,17 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sa
     return ""
 
 
+def _join_stages(job: Job, runs: list[BlockChain], find: Callable[[], dict[tuple[str, str], Links]]) -> None:
+    """Joins blocks of a stage as a run of the whole model shows them, on one rank and without memory; collective."""
+    links = job.cluster.on_first(lambda: or_refusal(find), what="finding blocks that can be joined")
+    if isinstance(links, InputError):
+        raise links
+    for run in runs:
+        names = [plain_name(block.name) for block in run.blocks]
+        pairs = enumerate(itertools.pairwise(names))
+        run.join({place: links[pair] for place, pair in pairs if pair in links})
+
+
 def _sample(job: Job) -> tuple[Any, str]:
     """Two samples, and why there are none."""
     try:
@@ -175,19 +211,10 @@ def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], lat
     because = f", since {later}" if later else ""
     attention = " and ".join(kinds) or f"{config.kind}, settled with the first batch{because}"
     text = f"{count} block(s) on 1/{job.mesh.size('sequence')} of each sequence, attention by {attention}"
-    if job.parts.stages:
-        return f"{text}; in a pipeline every block gathers what it gives"
-    if not kinds:
+    if not kinds and not job.parts.stages:
         return text
     num = sum(run.num_joined for run in runs)
     text = f"{text}; hidden states stay divided after {num} block(s); the code between the others sees them whole"
     if not whole:
         return text
     return f"{text}; {first_few(list(whole), 3)} run whole on every rank: {next(iter(whole.values()))}"
-
-
-def _heads_to_come(job: Job, runs: list[list[NamedModule]]) -> int:
-    """Over how many ranks a method after this one will divide the heads."""
-    assert job.mesh is not None
-    parameters = (p for blocks in runs for block in blocks for p in block.module.parameters())
-    return 1 if any(isinstance(parameter, DTensor) for parameter in parameters) else job.mesh.size("tensor")

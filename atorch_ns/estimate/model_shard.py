@@ -223,9 +223,8 @@ class Sizes:
 
     @cached_property
     def sequence_loss(self) -> np.ndarray:
-        """[R] whether head and loss are computed on parts of samples; stages and divided heads see whole ones."""
-        wanted = self._where(lambda use: use.sequence.parallel_loss)
-        return np.asarray(wanted & (self.tensor == 1) & (self.pipeline == 1))
+        """[R] whether head and loss are computed on parts of samples."""
+        return self._where(lambda use: use.sequence.parallel_loss)
 
     @cached_property
     def pipelines(self) -> tuple[PipelineParallelism, ...]:
@@ -354,7 +353,10 @@ class ModelShard:
         """[R] ranks that the positions of a sample are divided over in segment ``s``."""
         if self.trace.segments[s].is_block:
             return self.sizes.sequence
-        return np.where(self.sizes.sequence_loss, self.sizes.sequence, 1) if s == self.tail else 1.0
+        if s != self.tail or not s:
+            return 1.0
+        # A stage that begins after the last block is handed whole samples.
+        return np.where(self.sizes.sequence_loss & self.has(s - 1), self.sizes.sequence, 1)
 
     def share(self, s: int, divided: float, words: float = 0.0) -> np.ndarray | float:
         """Share of a quantity of segment ``s`` that a rank holds, [R].
@@ -367,13 +369,13 @@ class ModelShard:
         if not self.sizes.divides:
             return 1.0
         is_block = self.trace.segments[s].is_block
-        key = (divided, words, is_block, s == self.tail)
+        key = (divided, words, is_block)
         if key not in self.known:
             inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, divided)
             inside = inside + self.sizes.parallel_loss * words
             share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)
-            self.known[key] = share / self.positions(s)
-        return self.known[key]
+            self.known[key] = share
+        return self.known[key] / self.positions(s)
 
     def of_parameters(self, s: int) -> np.ndarray | float:
         """Share of the elements of one block's own parameters in segment ``s`` that a rank holds, [R]."""

@@ -12,6 +12,7 @@ class Phase(enum.Enum):
     REPLACE = "replace modules"
     FP8 = "replace linear layers by fp8 ones"
     CUT = "cut the model into stages"
+    SHARD_SAMPLES = "divide samples"
     SHARD_LAYERS = "shard inside layers"
     SHARD_EXPERTS = "divide experts"
     RECOMPUTE = "recompute activations"
@@ -27,6 +28,7 @@ ORDER: tuple[Phase, ...] = (
     Phase.REPLACE,  # before anything looks at module classes or wraps them
     Phase.FP8,  # on the final modules, before their weights become shards
     Phase.CUT,  # a rank drops the blocks it does not own before work is spent on them
+    Phase.SHARD_SAMPLES,  # blocks are tested with whole layers, whose own divisions then lie inside that of samples
     Phase.SHARD_LAYERS,  # needs whole weights of the stage's own layers
     Phase.SHARD_EXPERTS,  # blocks that are tried in a new layout communicate nothing while experts are whole
     Phase.RECOMPUTE,  # wraps blocks, so inside what compiles, shards or replicates them

@@ -7,10 +7,10 @@ from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts, UnfitExp
 from atorch_ns.sharding.expert.fused import divide_experts
 from atorch_ns.sharding.expert.list import divide_expert_list
 from atorch_ns.sharding.rank_context import TensorGroup
-from atorch_ns.sharding.sequence.block_chains import join_at_first_call, join_blocks
+from atorch_ns.sharding.sequence.block_chains import Links, join_at_first_call, join_blocks
 from atorch_ns.sharding.sequence.chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings
-from atorch_ns.sharding.sequence.tail import study_tail
+from atorch_ns.sharding.sequence.tail import study_links, study_tail
 from atorch_ns.sharding.tensor.apply import divide, divide_parameters
 from atorch_ns.sharding.tensor.choose import ChosenPlan, choose_plan
 from atorch_ns.sharding.tensor.divisibility import parameter_dims
@@ -34,6 +34,7 @@ __all__ = [
     "GlobalBalance",
     "LayerGraph",
     "Layout",
+    "Links",
     "ListedExperts",
     "LogitOutputs",
     "LogitUses",
@@ -56,6 +57,7 @@ __all__ = [
     "join_blocks",
     "kind_of",
     "parameter_dims",
+    "study_links",
     "study_logits",
     "study_tail",
     "style_named",

@@ -319,7 +319,8 @@ def _piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     size, rest = divmod(x.size(dim), group.size())
     if rest:
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide into {group.size()} pieces")
-    return x.narrow(dim, group.rank() * size, size).contiguous()
+    # Not a view, which would keep all of `x`.
+    return x.narrow(dim, group.rank() * size, size).clone(memory_format=torch.contiguous_format)
 
 
 def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

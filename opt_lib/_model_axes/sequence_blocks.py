@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,17 +12,14 @@ from atorch_ns.capture.blocks import NamedModule, repeated_blocks, select_module
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
-from atorch_ns.sharding import study_tail
+from atorch_ns.sharding import BlockChain, Links, study_links, study_tail
 from atorch_ns.torch_compat import plain_name
-from opt_lib._model_axes.tensor import loss_by_numbers
+from opt_lib._model_axes.tensor import leave_divided, loss_by_numbers
 
 
 def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModule]]:
     """The blocks, in lists of those that may be called one after another: neighbours in a container and on a stage."""
-    if selectors is None:
-        blocks = repeated_blocks(job.module)
-    else:
-        blocks = select_modules(job.module, selectors, outermost=True)
+    blocks = _blocks(job.module, selectors)
     if not blocks and not job.parts.stages:  # a stage may hold the embedding alone
         raise InputError(
             "sequence_parallel found no block to divide: "
@@ -35,6 +32,50 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
         mine = [block for block in blocks if id(block.module) in held]
         runs += _neighbours(job.module, mine)
     return runs
+
+
+def _blocks(model: nn.Module, selectors: Sequence[str] | None) -> list[NamedModule]:
+    if selectors is None:
+        return repeated_blocks(model)
+    return select_modules(model, selectors, outermost=True)
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The model from before it was cut, without a rank's own parts.
+
+    Attributes:
+        model: its parameters may have no memory; not to be changed.
+        blocks: paths of all its blocks.
+        sample: two samples; ``None`` where there are none.
+        run: calls it as training does.
+    """
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    sample: Any
+    run: Callable[[nn.Module, Any], Any]
+
+    @classmethod
+    def of(cls, job: Job, selectors: Sequence[str] | None, sample: Any) -> WholeModel:
+        """That of a job whose layers are whole."""
+        model = job.module if job.parts.full_structure is None else job.parts.full_structure
+        blocks = tuple(plain_name(block.name) for block in _blocks(model, selectors))
+
+        def run(module: nn.Module, data: Any) -> Any:
+            return call_model(module, data, job.inputs.model_input_format)
+
+        return cls(job.in_full_precision(model), blocks, sample, run)
+
+    def links(self, dim: int) -> dict[tuple[str, str], Links]:
+        """:func:`study_links` of the model."""
+        return {} if self.sample is None else study_links(self.model, self.sample, self.run, self.blocks, dim)
+
+    def outside(self) -> frozenset[str]:
+        """The names of the parameters that are in no block."""
+        named = (plain_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False))
+        inside = tuple(f"{block}." for block in self.blocks)
+        return frozenset(name for name in named if not name.startswith(inside))
 
 
 def _neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> list[list[NamedModule]]:
@@ -87,9 +128,8 @@ class Tail:
 
 def divided_tail(
     job: Job,
-    sample: Any,
+    whole: WholeModel,
     why_no_sample: str,
-    runs: list[list[NamedModule]],
     *,
     dim: int,
     wanted: bool | Literal["auto"],
@@ -103,14 +143,10 @@ def divided_tail(
     if wanted is False:
         return Tail(note="head and loss see whole samples, since parallel_loss=False")
     assert job.mesh is not None
-    if job.parts.stages:
-        idle = "the model is cut into stages"
-    elif job.mesh.size("tensor") > 1:
-        idle = "the axis tensor divides them"
-    elif why_no_sample:
+    if why_no_sample:
         idle = f"{why_no_sample} to test them with"
     else:
-        wrong, idle, parameters = _studied(job, sample, runs, dim)
+        wrong, idle, parameters = _studied(job, whole, dim)
     if wrong and wanted is True:
         raise InputError(
             f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
@@ -120,26 +156,39 @@ def divided_tail(
     return Tail(True, parameters, "head and loss are computed on each rank's own positions")
 
 
-def _studied(
-    job: Job, sample: Any, runs: list[list[NamedModule]], dim: int
-) -> tuple[str, str, frozenset[str]]:
+def _studied(job: Job, whole: WholeModel, dim: int) -> tuple[str, str, frozenset[str]]:
     """Why it would be wrong or of no use, and the names of the parameters that are used."""
     assert job.mesh is not None
     degree, name = job.mesh.size("sequence"), job.original.model_class
-
-    def run(module: nn.Module, data: Any) -> Any:
-        return call_model(module, data, job.inputs.model_input_format)
-
-    blocks = [plain_name(block.name) for run_ in runs for block in run_]
-    model = job.in_full_precision(job.module)
-    study = study_tail(model, sample, run, blocks, degree, dim)
+    study = study_tail(whole.model, whole.sample, whole.run, whole.blocks, degree, dim)
     if study.uses.changed:
         return f"{name} changes hidden states or logits in place, by {study.uses.changed[0]}", "", frozenset()
     if study.failure:
         return "", f"{name} does not run on a part of the positions: {study.failure}", frozenset()
     wrong, idle = loss_by_numbers(job, study, degree)
-    parameters = study.parameters
-    if parameters is None:  # a mean over ranks leaves unchanged what each computes whole
-        inside = names_inside(runs)
-        parameters = frozenset({plain_name(name) for name, _ in job.module.named_parameters()} - inside)
-    return wrong, idle, parameters
+    # A mean over ranks leaves unchanged what each computes whole.
+    return wrong, idle, whole.outside() if study.parameters is None else study.parameters
+
+
+def divide_tail(job: Job, tail: Tail, last: str, chains: Sequence[BlockChain]) -> str:
+    """Divides head and loss on the ranks that compute them; collective.
+
+    Args:
+        last: the path of the model's last block.
+        chains: this rank's blocks.
+
+    Returns:
+        What was done, for the report.
+    """
+    stages = job.parts.stages
+    mine = bool(chains) and plain_name(chains[-1].blocks[-1].name) == last
+    if stages:
+        ends = stages[-1] if getattr(stages[-1], "is_last", False) else None
+        held = ends is not None and mine and chains[-1].blocks[-1].module in set(ends.modules())
+        if not any(job.cluster.gathered(held)):
+            return "head and loss see whole samples: the model is cut between them and the last block"
+        mine = held
+    if mine:
+        chains[-1].divide_tail(job.module)
+        leave_divided(job)
+    return tail.note

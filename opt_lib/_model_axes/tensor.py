@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -281,7 +282,8 @@ def _reasons(
     def run(module: nn.Module, data: Any) -> Any:
         return call_model(module, data, job.inputs.model_input_format)
 
-    study = study_logits(model, batch, run, heads, degree)
+    with job.step.context():  # outputs stay as they are
+        study = study_logits(model, batch, run, heads, degree)
     if study.uses.changed:
         return f"{job.original.model_class} changes them in place, by {study.uses.changed[0]}", ""
     if study.failure:
@@ -318,9 +320,20 @@ def divide_logits(job: Job, found: LossOnParts, layout: Layout) -> None:
     modules = {plain_name(path): module for path, module in job.module.named_modules()}
     heads = [modules[path] for path in found.heads if path in layout.layers]
     if heads:
-        outputs = LogitOutputs()
-        outputs.attach(job.module, heads)
-        job.step.context = outputs.stay_divided
+        leave_divided(job, heads)
+
+
+def leave_divided(job: Job, heads: Sequence[nn.Module] = ()) -> None:
+    """Leaves outputs of the model divided in training steps, also those of ``heads``, and gathers them elsewhere."""
+    outputs, others = LogitOutputs(), job.step.context
+    outputs.attach(job.module, heads)
+
+    @contextmanager
+    def stay_divided() -> Iterator[None]:
+        with others(), outputs.stay_divided():
+            yield
+
+    job.step.context = stay_divided
 
 
 def guard_loss(job: Job) -> None:

@@ -68,6 +68,8 @@ ON_FOUR: list[list[Any]] = [
     [_mesh(data=2, pipeline=2), PASSES],
     [_mesh(data=2, pipeline=2), "fsdp", PASSES],
     [_mesh(tensor=2, pipeline=2), PASSES],
+    [_mesh(tensor=2, sequence=2), ("tensor_parallel", {"sequence": True}), "checkpoint"],
+    [_mesh(sequence=2, pipeline=2), PASSES, "checkpoint"],
 ]
 
 
@@ -236,6 +238,25 @@ def test_a_loss_on_parts_of_samples_and_states_over_sequence_hold_less(llama: Pr
         for sizes in ({"data": 2}, {"data": 2, "sequence": 4})
     )
     assert one[2] / eight[2] == pytest.approx(4, rel=0.05)
+
+
+def test_head_and_loss_are_divided_beside_other_axes_too(llama: Profile) -> None:
+    """Also of a pipeline's last stage; of logits [B, T, V / 2] a fourth."""
+    assert llama.trace is not None
+    samples = 16 * BATCH
+    work = Workload(global_batch=samples, num_tokens=llama.trace.num_tokens)
+    logits = 4 * samples * llama.trace.num_tokens * llama.trace.vocabulary_size // 2
+    for sizes in ({"tensor": 2}, {"tensor": 2, "pipeline": 2}):
+        plans = [
+            _plan(sequence=4, **sizes).changed(
+                sequence={"parallel_loss": parts}, recomputation={"kind": "blocks"}
+            )
+            for parts in (False, True)
+        ]
+        (whole, parts), *_ = price_memory(PlanTable.of(plans), llama.trace, work)
+        assert 0.75 * logits < whole.sum() - parts.sum() < 8 * logits
+        times = [_times(llama, plan, 2**12) for plan in plans]
+        assert times[1].compute < times[0].compute
 
 
 def test_slow_links_are_dearer_to_a_tensor_axis(llama: Profile) -> None:

@@ -54,10 +54,10 @@ def train(runs: list[tuple[Case, Any]], arguments: dict[str, Any]) -> list[Traje
     return [accelerated_run(case, steps, **arguments) for case, steps in runs]
 
 
-def check(num_ranks: int, runs: list[tuple[Case, Any]]) -> None:
+def check(num_ranks: int, runs: list[tuple[Case, Any]], *, timeout_s: float = 100) -> None:
     """Every run is that of one process."""
     references = {case.name: reference_run(case) for case, _ in runs}
-    found = run_ranks(train, num_ranks, args=(runs, {}), timeout_s=100)
+    found = run_ranks(train, num_ranks, args=(runs, {}), timeout_s=timeout_s)
     for place, (case, _) in enumerate(runs):
         assert_ranks_agree([trajectories[place] for trajectories in found])
         assert_parity(compare(references[case.name], found[0][place]))

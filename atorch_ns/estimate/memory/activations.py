@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -61,9 +61,18 @@ class SegmentBytes:
         """Bytes that are saved for the backward pass."""
         return tuple(
             self.value(cost.saved, s)
+            - self._let_go(s)
             + self.parts.gathered_inputs(s) * cost.output.at(self.num_samples, self.num_tokens)
             for s, cost in enumerate(self.costs)
         )
+
+    def _let_go(self, s: int) -> np.ndarray | float:
+        """[R] bytes of hidden states that other ranks along ``sequence`` keep, of those that enter the first block."""
+        segments = self.parts.trace.segments
+        if segments[s].is_block or s + 1 == len(segments) or not segments[s + 1].is_block:
+            return 0.0
+        handed = replace(self.costs[s].output, constant=0.0)
+        return self.value(handed, s) * (1.0 - 1.0 / np.asarray(self.parts.positions(s + 1)))
 
     @cached_property
     def held(self) -> np.ndarray:

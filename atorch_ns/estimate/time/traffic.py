@@ -225,8 +225,8 @@ def _tensor(
     bytes. Around the blocks the embedding's rows are summed, and the logits gathered; a loss on parts of the logits
     sums three numbers for each token instead.
     """
-    segment = context.trace.segments[s]
-    output = _output(context, s) / context.sizes.sequence
+    segment, positions = context.trace.segments[s], context.parts.positions(s)
+    output = _output(context, s) / positions
     if segment.is_block:
         # Recomputation stops before its last sum.
         count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
@@ -241,12 +241,12 @@ def _tensor(
     if s < len(context.trace.segments) - 1:
         return collective_seconds("all_reduce", output, groups, context.hardware), 1.0
     weights, autocast = computed_in(context.plan)
-    tokens = context.num_samples * context.num_tokens * DTYPE_BYTES.get(autocast or weights, 4)
-    logits = collective_seconds("all_gather", tokens * words[0].shape[0], groups, context.hardware)
-    hidden = collective_seconds("all_reduce", tokens * words[0].shape[1], groups, context.hardware)
+    tokens = context.num_samples * context.num_tokens / positions
+    num_bytes = tokens * DTYPE_BYTES.get(autocast or weights, 4)
+    logits = collective_seconds("all_gather", num_bytes * words[0].shape[0], groups, context.hardware)
+    hidden = collective_seconds("all_reduce", num_bytes * words[0].shape[1], groups, context.hardware)
     parts = context.sizes.parallel_loss
-    seen = context.num_samples * context.num_tokens * context.trace.loss_share
-    numbers = seen * LOSS_NUMBERS * DTYPE_BYTES["float32"]
+    numbers = tokens * context.trace.loss_share * LOSS_NUMBERS * DTYPE_BYTES["float32"]
     sums = collective_seconds("all_reduce", numbers, groups, context.hardware, LOSS_CALLS)
     return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
 

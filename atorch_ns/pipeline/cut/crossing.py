@@ -28,6 +28,7 @@ class Carried:
         call: the call that returned it; for an argument the first call after the cut.
         leaf: index among the tensors of that output, or of those arguments.
         is_argument: whether it reaches the stage's code as an argument.
+        in_pieces: whether ranks that have the same stage each send a piece of it, of which ``spec`` is.
     """
 
     value: int
@@ -35,6 +36,7 @@ class Carried:
     call: int
     leaf: int
     is_argument: bool = False
+    in_pieces: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

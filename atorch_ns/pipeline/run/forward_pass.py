@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,40 @@ class StageRange:
     sent: Crossing | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """The division of what crosses cuts over ranks that would all send the same.
+
+    Attributes:
+        dim: the dimension that is divided.
+        num_ranks: the ranks.
+        divide: this rank's piece of a tensor.
+        join: the tensor, of all pieces.
+    """
+
+    dim: int
+    num_ranks: int
+    divide: Callable[[torch.Tensor], torch.Tensor]
+    join: Callable[[torch.Tensor], torch.Tensor]
+
+    def of(self, stage: StageRange) -> StageRange:
+        """A stage that receives and sends pieces of what has a gradient and divides."""
+        received, sent = (self._crossing(one) for one in (stage.received, stage.sent))
+        return replace(stage, received=received, sent=sent)
+
+    def _crossing(self, crossing: Crossing | None) -> Crossing | None:
+        if crossing is None:
+            return None
+        return replace(crossing, carried=tuple(map(self._carried, crossing.carried)))
+
+    def _carried(self, one: Carried) -> Carried:
+        shape = list(one.spec.shape)
+        if not one.spec.requires_grad or len(shape) <= self.dim + 1 or shape[self.dim] % self.num_ranks:
+            return one
+        shape[self.dim] //= self.num_ranks
+        return replace(one, spec=replace(one.spec, shape=tuple(shape)), in_pieces=True)
+
+
 class PassSwitch:
     """The pass that runs now, if any, shared by the units of a rank."""
 
@@ -55,6 +89,7 @@ class StagePass:
         received: the tensors that crossed the cut before it.
         device: where stand-ins' outputs are made.
         seed: the seed of the pass, the same on every stage of the pipeline.
+        pieces: how what crosses cuts in pieces is divided and joined; ``None`` where nothing does.
 
     Attributes:
         sent: once the stage has ended, the tensors that cross the cut after it.
@@ -69,6 +104,7 @@ class StagePass:
         *,
         device: torch.device,
         seed: int,
+        pieces: Pieces | None = None,
     ) -> None:
         self.sent: tuple[torch.Tensor, ...] | None = None
         self.seed = seed
@@ -78,7 +114,11 @@ class StagePass:
         self.num_calls = 0
         self._is_inside = False
         carried = stage.received.carried if stage.received else ()
-        self._arrived = dict(zip(((c.is_argument, c.call, c.leaf) for c in carried), received, strict=True))
+        self._pieces = pieces
+        self._arrived = {
+            (one.is_argument, one.call, one.leaf): pieces.join(tensor) if pieces and one.in_pieces else tensor
+            for one, tensor in zip(carried, received, strict=True)
+        }
         # Memory of its own, where the code between units may write into a stand-in.
         self._is_dense = graph.mutates or any(one.is_argument for one in carried)
         self._wanted = {(c.call, c.leaf) for c in _outputs(stage.sent)}
@@ -174,11 +214,15 @@ class StagePass:
         assert self._stage.sent is not None
         given = tensors_of((args, kwargs))
         received = {id(tensor) for tensor in self._arrived.values()}
+        crossing = (
+            (one, given[one.leaf] if one.is_argument else self._outputs[one.call, one.leaf])
+            for one in self._stage.sent.carried
+        )
         self.sent = tuple(
             _sendable(
-                given[one.leaf] if one.is_argument else self._outputs[one.call, one.leaf], one, received
+                self._pieces.divide(tensor) if self._pieces and one.in_pieces else tensor, one, received
             )
-            for one in self._stage.sent.carried
+            for one, tensor in crossing
         )
         self._outputs.clear()
 

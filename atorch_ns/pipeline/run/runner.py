@@ -107,7 +107,9 @@ class StageSet:
                 graph = self._trace(micro_batch, outputs)
             if graph.paths != self.paths:
                 raise StepError(_other_calls(self.paths, graph.paths))
-            self._traced[key] = (graph, ranges(graph, self._cuts))
+            found = ranges(graph, self._cuts)
+            pieces = next((stage.pieces for stage in self.stages), None)
+            self._traced[key] = (graph, found if pieces is None else tuple(map(pieces.of, found)))
         return self._traced[key]
 
 

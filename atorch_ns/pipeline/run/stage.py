@@ -14,7 +14,7 @@ from atorch_ns.capture.random_states import random_stream
 from atorch_ns.data import call_model
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
-from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageEnd, StagePass, StageRange
+from atorch_ns.pipeline.run.forward_pass import PassSwitch, Pieces, StageEnd, StagePass, StageRange
 from atorch_ns.pipeline.schedule.schedules import train_step_only
 
 MICRO_BATCH_STRIDE = 1_000_003
@@ -124,6 +124,10 @@ class StageModule(nn.Module):
         held: modules that hold the stage's parameters; registered.
         is_last: whether it computes the loss.
         model_input_format: how a micro-batch is passed to the model.
+
+    Attributes:
+        pieces: how ranks that have the same stage share in sending and holding what crosses cuts; ``None`` where each sends
+            all.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class StageModule(nn.Module):
         self._passes: Sequence[tuple[CallGraph, StageRange]] = ()
         self._loss_of: LossOf | None = None
         self.failed = False
+        self.pieces: Pieces | None = None
 
     @property
     def model_training(self) -> bool:
@@ -204,7 +209,7 @@ class StageModule(nn.Module):
         number = int(index)
         batch, (graph, own) = self._micro_batches[number], self._passes[number]
         seed = self._seed + number * MICRO_BATCH_STRIDE
-        stage_pass = StagePass(graph, own, received, device=self._device, seed=seed)
+        stage_pass = StagePass(graph, own, received, device=self._device, seed=seed, pieces=self.pieces)
         try:
             with random_stream(seed, self._device):
                 output = self._run(stage_pass, batch)

@@ -7,7 +7,7 @@ a pass shows between which blocks that code does nothing, and there hidden state
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,7 +169,7 @@ class _Watch(TorchFunctionMode):
 
 Pair = tuple[int, int]
 Links = tuple[tuple[Path, Path], ...]
-"""Paths of the same tensors in a block's results and in the next one's arguments."""
+"""Paths of the same tensors in a block's results and in the next one's arguments, those of the hidden states first."""
 
 
 def join_blocks(
@@ -177,8 +177,7 @@ def join_blocks(
 ) -> None:
     """Joins blocks that take the very tensor that the block before returned; collective.
 
-    ``forward`` runs in training and in evaluation, without gradients. Modes, buffers and random states are afterwards
-    as before.
+    ``forward`` runs in training and in evaluation, without gradients.
 
     Args:
         chains: attached chains whose blocks are not joined.
@@ -188,16 +187,44 @@ def join_blocks(
         InputError: if no block that runs can be divided.
     """
     blocks = [block.module for chain in chains for block in chain.blocks]
+    links = find_links(module, blocks, settings.dim, settings.device, forward)
+    refused = [why for chain in chains for why in chain.left_whole().values()]
+    if refused and not any(chain.plans() for chain in chains):
+        raise refused[0]
+    agreed = _agreed(links.keys(), len(blocks), settings)
+    first = 0
+    for chain in chains:
+        last = first + len(chain.blocks) - 1
+        chain.join({index - first: links[index, index + 1] for index in agreed if first <= index < last})
+        first = last + 1
+
+
+def find_links(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    dim: int,
+    device: torch.device,
+    forward: Callable[[], object],
+) -> dict[Pair, Links]:
+    """The pairs of blocks of which the second takes the very tensor that the first returned, in training and in evaluation.
+
+    Modes, buffers and random states are afterwards as before.
+
+    Args:
+        blocks: blocks of ``module``; pairs are of their indices.
+        dim: the hidden states' dimension of positions.
+        forward: runs ``module``, undivided.
+    """
     separate: set[Pair] = set()
     joined: set[Pair] = set()
     handed: dict[Pair, Links] = {}
     for training in (True, False):
-        with _unchanged(module, settings.device), torch.no_grad():
+        with _unchanged(module, device), torch.no_grad():
             module.train(training)
             for norm in module.modules():
                 if isinstance(norm, BatchNorm):  # it refuses to train on a single value per channel
                     norm.eval()
-            found, seen = _observe(blocks, settings.dim, forward)
+            found, seen = _observe(blocks, dim, forward)
         handed.update(seen)
         called = {index for chain in found for index in chain}
         pairs = {pair for chain in found for pair in itertools.pairwise(chain)} & seen.keys()
@@ -207,17 +234,7 @@ def join_blocks(
             for index in range(len(blocks) - 1)
             if {index, index + 1} & called and (index, index + 1) not in pairs
         }
-    refused = [why for chain in chains for why in chain.left_whole().values()]
-    if refused and not any(chain.plans() for chain in chains):
-        raise refused[0]
-    agreed = _agreed(joined - separate, len(blocks), settings)
-    first = 0
-    for chain in chains:
-        last = first + len(chain.blocks) - 1
-        chain.join(
-            {index - first: handed.get((index, index + 1), ()) for index in agreed if first <= index < last}
-        )
-        first = last + 1
+    return {pair: handed[pair] for pair in joined - separate}
 
 
 def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings: SequenceSettings) -> None:
@@ -247,7 +264,8 @@ def _observe(
     def entering(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = find_hidden((args, kwargs), dim)
         if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
-            given = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            others = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            given = [hidden, *(one for one in others if one[0] != hidden[0])]
             handed[last[0], index] = tuple(
                 (source, path) for path, leaf in given for source, made in last[1] if made is leaf
             )
@@ -260,7 +278,7 @@ def _observe(
         return find_chains(blocks, forward, shared_parameters=True), handed
 
 
-def _agreed(pairs: set[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
+def _agreed(pairs: Iterable[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
     """The first blocks of the pairs that all ranks of the group have found; collective."""
     joined = torch.zeros(max(num_blocks, 1), dtype=torch.int32, device=settings.device)
     for index, following in pairs:

@@ -8,7 +8,7 @@ needs in a recomputation is in its arguments, or was remembered in the forward p
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.capture.nests import Path, leaves, map_leaves
 from atorch_ns.errors import InputError
+from atorch_ns.sharding.collectives import scale_gradient
 from atorch_ns.sharding.rank_context import RankRandomness, isolated
 from atorch_ns.sharding.sequence.block_calls import DividedCalls
 from atorch_ns.sharding.sequence.plan import (
@@ -32,7 +33,7 @@ from atorch_ns.sharding.sequence.plan import (
 )
 from atorch_ns.sharding.sequence.selftest import Subject, find_block_plan
 from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
-from atorch_ns.torch_compat import in_backward, plain_name
+from atorch_ns.torch_compat import in_backward, pipeline_unit, plain_name
 
 
 @dataclass
@@ -82,6 +83,8 @@ class BlockChain:
         self._divides_tail = False
         self._tail: tuple[Path, TokenPart] | None = None
         """The path of the hidden states that the last block has handed on, and this rank's positions of them."""
+        self._has_part = False
+        """Whether the first block was last given this rank's positions."""
         self._due: int | None = None
         self._lengths = WeakTensorKeyDictionary()
         """The length of the whole sequence by the parts of it that blocks handed on."""
@@ -101,20 +104,21 @@ class BlockChain:
             block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
             block.module.register_forward_hook(self._leaving(place), always_call=True)
 
-    def join(self, places: Mapping[int, Iterable[tuple[Path, Path]]]) -> None:
+    def join(self, places: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
         """Makes blocks hand their results on divided; must not be called between a forward pass and its backward.
 
         Args:
             places: blocks whose result the next one takes and nothing else sees, by index; for each, the paths of the
-                same tensors in its result and in the next one's arguments. What is a part in the one and whole in
-                the other is gathered.
+                same tensors in its result and in the next one's arguments, those of the hidden states first. What is a
+                part in the one and whole in the other is gathered, and all but hidden states while that is not known.
         """
         self._joined, self._due = {}, None
         for place, links in places.items():
             if self._whole.keys() & {place, place + 1}:
                 continue
             following = self._plans.get(place + 1)
-            divided: Container[Path] = () if following is None else following.divided
+            hidden = [path for _, path in links[:1]]
+            divided: Container[Path] = hidden if following is None else following.divided
             self._joined[place] = frozenset(source for source, path in links if path not in divided)
 
     def divide_tail(self, root: nn.Module) -> None:
@@ -124,14 +128,46 @@ class BlockChain:
         block without gradients, and a compiler would trace them.
         """
         self._divides_tail = True
-        path = plain_name(self.blocks[-1].name)
+        self._when_wrapped(
+            root, -1, lambda outermost: outermost.register_forward_hook(torch.compiler.disable(self._hand_on))
+        )
+
+    def divide_head(self, root: nn.Module) -> None:
+        """Divides hidden states before whatever has wrapped the first block, once its plan is known: what a recomputation
+        begins from is a part then, and nothing keeps the whole."""
+
+        def attach(outermost: nn.Module) -> None:
+            _, wrapped = pipeline_unit(outermost)
+            take_in = torch.compiler.disable(self._take_in)
+            wrapped.register_forward_pre_hook(take_in, with_kwargs=True, prepend=True)
+
+        self._when_wrapped(root, 0, attach)
+
+    def _when_wrapped(self, root: nn.Module, place: int, attach: Callable[[nn.Module], object]) -> None:
+        """Calls ``attach`` with what has been put around a block when ``root`` is first called."""
+        path = plain_name(self.blocks[place].name)
 
         def before(module: nn.Module, args: Any) -> None:
+            if module is not root:  # a copy
+                return
             handle.remove()
-            outermost = next(found for name, found in module.named_modules() if plain_name(name) == path)
-            outermost.register_forward_hook(torch.compiler.disable(self._hand_on))
+            attach(next(found for name, found in module.named_modules() if plain_name(name) == path))
 
         handle = root.register_forward_pre_hook(torch.compiler.disable(before))
+
+    def _take_in(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        arguments, group = (args, kwargs), self._settings.group
+        hidden = find_hidden(arguments, self._settings.dim)
+        plan = self._known[self._kinds[0]].plans.get(_form(arguments))
+        self._has_part = hidden is not None and isinstance(plan, BlockPlan) and hidden[0] in plan.divided
+        if hidden is None or not isinstance(plan, BlockPlan) or not self._has_part:
+            return None
+        path, whole = hidden
+        self._last_length = whole.size(self._settings.dim)
+        part = self._layout(self._last_length).divide(whole, plan.divided[path], group)
+        part = scale_gradient(part, 1 / group.size())
+        self._lengths[part] = self._last_length
+        return map_leaves(lambda place, leaf: part if place == path else leaf, arguments)
 
     def _hand_on(self, module: nn.Module, args: Any, output: Any) -> Any:
         tail, self._tail = self._tail, None
@@ -239,8 +275,13 @@ class BlockChain:
                 )
             self._due = place + 1 if place in self._joined else None
         hidden = found[1]
+        size = hidden.size(self._settings.dim)
         if self._is_first(place):
-            return hidden.size(self._settings.dim)
+            is_part = self._has_part
+            if in_backward():  # of this call or of another
+                is_part = is_part and size == self._layout(self._last_length).local
+            if place or not is_part:
+                return int(self._lengths.get(hidden, size))
         return int(self._lengths.get(hidden, self._last_length))
 
     def _is_first(self, place: int) -> bool:

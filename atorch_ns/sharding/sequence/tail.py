@@ -1,8 +1,9 @@
-"""Study of the code after the last block: whether head and loss can be computed on each rank's own positions."""
+"""Study of the code around blocks: whether it leaves hidden states alone, and treats positions alike after the last one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from atorch_ns.capture.nests import map_leaves, resized_batch, samples_and_tokens
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.steps import Subject
+from atorch_ns.sharding.sequence.block_chains import Links, find_links
 from atorch_ns.sharding.sequence.plan import SequenceLayout, find_hidden
 from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
 from atorch_ns.sharding.tensor.trace import ways_to_run
@@ -76,7 +78,33 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
 
 
 def _names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
-    """The names of the parameters that were used on parts; ``None`` where a value computed from some was."""
-    named = {id(p): plain_name(name) for name, p in model.named_parameters()}
-    used = [named.get(id(one)) for one in study.uses.parameters]
-    return None if None in used else frozenset(name for name in used if name is not None)
+    """All names of the parameters that were used on parts; ``None`` where a value computed from some was."""
+    used = {id(one) for one in study.uses.parameters}
+    named = {plain_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    if not used <= set(named.values()):
+        return None
+    return frozenset(name for name, parameter in named.items() if parameter in used)
+
+
+def study_links(
+    model: nn.Module, batch: Any, run: Run, blocks: Sequence[str], dim: int
+) -> dict[tuple[str, str], Links]:
+    """The pairs of blocks between which hidden states can stay divided, as :func:`find_links` has them, by a run of a copy of
+    the model, without memory where possible; none where it does not run.
+
+    Raises:
+        InputError: if something outside of a block uses a value that it keeps.
+    """
+    sizes = samples_and_tokens(batch)
+    subject = Subject(model, batch, run, sizes, sizes)
+    for prepare, at in ways_to_run(sizes):
+        try:
+            with prepare(subject, at) as (copy, small):
+                modules = [copy.get_submodule(path) for path in blocks]
+                found = find_links(copy, modules, dim, torch.device("cpu"), partial(run, copy, small))
+            return {(blocks[one], blocks[other]): links for (one, other), links in found.items()}
+        except InputError:
+            raise
+        except Exception:  # of the user's model, in one of the ways
+            continue
+    return {}

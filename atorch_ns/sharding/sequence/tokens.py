@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atorch_ns.sharding.collectives import Group, copy_to, reduce_from, scale_gradient
-from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, on_whole
+from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, on_whole, whole_logits
 from atorch_ns.sharding.sequence.plan import SequenceLayout
 from atorch_ns.torch_compat import tensor_without_storage
 
@@ -135,7 +135,7 @@ class TokenPart:
 
 
 class DividedTokens(DividedTensor):
-    """A tensor that looks like the whole […, T, …] and holds this rank's […, L, …]."""
+    """A tensor that looks like the whole […, T, …] and holds this rank's […, L, …], which may be divided logits."""
 
     held = "a part of the positions"
     method = "sequence_parallel"
@@ -153,7 +153,8 @@ class DividedTokens(DividedTensor):
         return f"DividedTokens(this rank's {self._part!r}, divided along {self._at.dim})"
 
     def _gathered(self) -> torch.Tensor:
-        part, at = self._part, self._at
+        part: torch.Tensor = whole_logits(self._part)
+        at = self._at
         if at.group is None:
             return part.new_zeros(at.whole_shape(part.shape)) + 0 * part.sum()
         whole = at.layout.gather(scale_gradient(part, float(at.layout.ranks)), at.dim, at.group)
@@ -201,6 +202,13 @@ class DividedTokens(DividedTensor):
         if func in _RESHAPED:
             return divided._reshaped(func, args[1:], kwargs)
         return divided._item(args[1]) if func is Tensor.__getitem__ else NotImplemented
+
+    def through(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The result of a function of the last dimension of each position, such as a divided layer; its logits may be divided
+        over the vocabulary too."""
+        has_features = self._at.whole_dim < self.dim() - 1
+        made: torch.Tensor = self._like(function(self._part)) if has_features else function(self.whole())
+        return made
 
     def _like(self, part: torch.Tensor, **changes: Any) -> DividedTokens:
         return DividedTokens.of(part, replace(self._at, **changes), self._uses)
@@ -328,7 +336,7 @@ class DividedTokens(DividedTensor):
         at, shape = self._at, list(self._part.shape)
         for merged in (at.merged, not at.merged):
             if sizes == replace(at, merged=merged).whole_shape(shape):
-                return self._like(self._part.view_as(self._part), merged=merged)
+                return self._like(self._part.view(self._part.shape), merged=merged)
         return NotImplemented
 
     def _reshaped(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,7 +348,7 @@ class DividedTokens(DividedTensor):
         if name == "flatten":
             ends = [*dims, *(0, -1)[len(dims) :]]
             is_lead = ends[0] == 0 and ends[1] % self.dim() == at.whole_dim
-            return self._like(self._part.view_as(self._part), merged=True) if is_lead else NotImplemented
+            return self._like(self._part.view(self._part.shape), merged=True) if is_lead else NotImplemented
         if name in ("unsqueeze", "squeeze") and len(dims) == 1:
             place = dims[0] % (self.dim() + (name == "unsqueeze"))
             if place == at.whole_dim and (name == "squeeze" or at.merged):

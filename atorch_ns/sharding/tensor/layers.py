@@ -8,6 +8,7 @@ Legend: B batch, T tokens, I input features, O output features, V vocabulary, D 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from atorch_ns.sharding.rank_context import Region, TensorGroup, divide_class, local_part
+from atorch_ns.sharding.sequence.tokens import DividedTokens
 from atorch_ns.sharding.tensor.attention import DividedAttention
 from atorch_ns.sharding.tensor.overlap import can_overlap, overlapped_columns, overlapped_rows
 from atorch_ns.sharding.tensor.plan import CONV1D, LINEAR, LayerKind
@@ -26,8 +28,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _not_compiled(forward: F) -> F:
     """A compiler breaks its graph around a divided layer. Inside one, torch's collectives in place are lost without an
-    error (torch 2.13), with the gradients of what they return."""
-    return torch.compiler.disable(forward)  # type: ignore[no-any-return]
+    error (torch 2.13), with the gradients of what they return. Where samples are divided too, it computes on parts of them."""
+
+    @functools.wraps(forward)
+    def on_parts(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return (
+            x.through(functools.partial(forward, layer))
+            if isinstance(x, DividedTokens)
+            else forward(layer, x)
+        )
+
+    return torch.compiler.disable(on_parts)  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -87,7 +87,8 @@ class _BlockHooks:
 
     def attach(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._before, with_kwargs=True)
-        block.register_forward_hook(self._after, always_call=True)
+        # Inside of what divides samples, which is there before: its division comes first and goes last.
+        block.register_forward_hook(self._after, always_call=True, prepend=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
