@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def estimate(
     Returns:
         The estimate, of the rank that needs most. Whether it fits: ``peak_bytes`` against the cluster's
         ``device_memory_bytes``. On GPUs ``allocated_bytes`` are those of tensors, ``reserved_bytes`` those that torch holds
-        for them.
+        for them. ``notes`` say what of the strategy was added, changed or left out for the cluster.
 
     Raises:
         StrategyError: if the strategy cannot be read, or cannot be used on the cluster.
@@ -108,7 +109,8 @@ def estimate(
     """
     wanted, place = Strategy.load(strategy), cluster_of(cluster)
     known = _known(model, place, sample, loss, optimizer, input_format)
-    return price_strategy(wanted, known, place, global_batch=batch).estimate
+    priced = price_strategy(wanted, known, place, global_batch=batch)
+    return replace(priced.estimate, notes=priced.notes)
 
 
 def plan(

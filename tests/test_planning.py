@@ -130,6 +130,18 @@ def test_what_cannot_be_used_is_said_in_words(known: Profile, arguments: dict[st
             ask()
 
 
+def test_what_is_left_out_or_changed_is_noted(known: Profile) -> None:
+    found = estimate(known, [("parallel_mode", [("data", 16)]), "fsdp", ("fp8", "te")], CLUSTER, batch=64)
+    assert any("fp8" in note for note in found.notes)
+    assert any("data" in note and "4" in note for note in found.notes)
+
+
+def test_a_limit_is_the_memory_of_the_device_at_most(known: Profile) -> None:
+    report = plan(known, CLUSTER, batch=64, search={"memory_limit_gib": 200})
+    assert report.search is not None
+    assert report.search.setting.memory_limit_bytes == cluster_from_spec(CLUSTER).rank_memory_bytes
+
+
 def test_a_batch_that_does_not_divide_is_refused(known: Profile) -> None:
     with pytest.raises(
         InputError,

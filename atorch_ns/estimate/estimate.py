@@ -110,6 +110,7 @@ class Estimate:
         peak_at: the worst moment, in words: ``"backward of model.layers.0"``.
         collectives: what each step communicates.
         intervals: how sure it is, as factors.
+        notes: what of the strategy was added, changed or left out for the cluster, in words.
     """
 
     memory: MemoryParts
@@ -117,6 +118,7 @@ class Estimate:
     peak_at: str = ""
     collectives: tuple[Collective, ...] = ()
     intervals: Intervals = UNKNOWN
+    notes: tuple[str, ...] = ()
 
     @property
     def allocated_bytes(self) -> float:

@@ -29,7 +29,9 @@ class SearchSettings(BaseModel):
     time_limit_s: float | None = Field(default=None, gt=0, description="Seconds for the whole search.")
     max_trials: int | None = Field(default=None, ge=1, description="Trials at most.")
     memory_limit_gib: float | None = Field(
-        default=None, gt=0, description="GiB a rank may use; null for the device's memory less a reserve."
+        default=None,
+        gt=0,
+        description="GiB a rank may use, on a GPU its memory at most; null for the device's memory less a reserve.",
     )
     memory_reserve: float | None = Field(
         default=None,

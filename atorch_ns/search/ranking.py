@@ -170,11 +170,9 @@ def prefer(
     first = best = usable[0]
     if not objective.counts_time or first.estimate is None:
         return Preferred(first)
-    reasons = []
     sure = [one for one in usable if fits_surely(one, limit_bytes)]
     if sure and sure[0] is not first and _seconds(sure[0])[0] <= _seconds(first)[1]:
         best, usable = sure[0], sure
-        reasons.append(_sure_reason(best, first, limit_bytes))
     elif sure and sure[0] is first:
         usable = sure
     assert best.estimate is not None
@@ -183,6 +181,7 @@ def prefer(
     near = [one for one in usable if (one.predicted_seconds or math.inf) <= shortest * margins[one.key]]
     names = frozenset(plain)
     simplest = min(near, key=lambda one: _predicted_complexity(one, names))
+    reasons = [] if best is first else [_sure_reason(simplest, first, limit_bytes)]
     if simplest is not best:
         reasons.append(
             f"simpler than {best.label}, which is predicted {_against(best, simplest)}: between plans so different a "

@@ -128,6 +128,15 @@ def test_methods_of_the_plain_strategy_do_not_count() -> None:
     assert prefer([sharded, replicated], TIME, 0, ["ddp"]).candidate is replicated
 
 
+def test_the_plan_that_may_not_fit_is_compared_with_the_chosen_one() -> None:
+    tight = predicted("a", "fsdp", "half", seconds=1.0, peak=9.5 * GIB)
+    sure = predicted("b", "fsdp", "half", "compile", seconds=1.1, peak=6 * GIB)
+    simple = predicted("c", "fsdp", seconds=1.11, peak=6 * GIB)
+    found = prefer([tight, sure, simple], TIME, 10 * GIB)
+    assert found.candidate is simple
+    assert "1.00 s against 1.11 s" in found.reason
+
+
 def test_what_fits_for_sure_is_preferred_unless_the_steps_lie_apart() -> None:
     limit = 10 * GIB
     tight = predicted("a", "fsdp", seconds=1.0, peak=9.5 * GIB)

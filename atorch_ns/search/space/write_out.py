@@ -98,9 +98,10 @@ class Limits:
 
 
 def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
-    """The memory limit of one rank: as set, or the device's memory less the reserve."""
+    """The memory limit of one rank: as set, on a GPU its memory at most; or the device's memory less the reserve."""
     if settings.memory_limit_gib is not None:
-        return Limits(int(settings.memory_limit_gib * 2**30))
+        wanted, there = int(settings.memory_limit_gib * 2**30), cluster.rank_memory_bytes
+        return Limits(min(wanted, there) if cluster.device_type != "cpu" and there else wanted)
     reserve = settings.memory_reserve
     if reserve is None:
         reserve = CPU_RESERVE if cluster.device_type == "cpu" else 0.0
