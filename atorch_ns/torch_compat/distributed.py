@@ -59,9 +59,10 @@ def functional_maximum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group with this name (``distributed_c10d._resolve_process_group``)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    found: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    return found
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -77,8 +77,9 @@ def _gather_rounded(
     """The pieces of all ranks along ``dim`` in ``dtype``, scaled by the largest value of all."""
     scale = amax_to_scale(functional_maximum(x.abs().max(), group), dtype)
     piece = hp_tensor_and_scale_to_float8(x, scale, dtype, settings, role)
-    whole = functional_all_gather(piece._data, dim, group)
-    return Float8TrainingTensor(whole, piece._scale, x.dtype, settings, role)
+    bits = functional_all_gather(piece._data, dim, group)
+    whole: torch.Tensor = Float8TrainingTensor(bits, piece._scale, x.dtype, settings, role)
+    return whole
 
 
 @torch.compiler.allow_in_graph
@@ -94,10 +95,14 @@ class _GatherRounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Tokens first, as in a row layer.
-        first = gradients[0].movedim(ctx.dim, 0)
+        # Tokens first, as in a row layer; those of one sample are, and inductor joins their sum with one column's product.
+        gradient, dim = gradients[0], ctx.dim
+        is_one = gradient.shape[:dim].numel() == 1
+        first = gradient.flatten(0, dim) if is_one else gradient.movedim(dim, 0)
         piece = functional_reduce_scatter(first.flatten(0, -2), 0, group_named(ctx.group_name))
-        return piece.unflatten(0, (-1, *first.shape[1:-1])).movedim(0, ctx.dim), None, None, None, None
+        piece = piece.unflatten(0, (-1, *first.shape[1:-1]))
+        piece = piece.unflatten(0, (*gradient.shape[:dim], -1)) if is_one else piece.movedim(0, dim)
+        return piece, None, None, None, None
 
 
 @torch.compiler.allow_in_graph

@@ -144,7 +144,7 @@ class _Net(nn.Module):
         return out
 
 
-def _joined(num_columns: int, recipe: str | None) -> tuple[list[list[str]], bool]:
+def _joined(num_columns: int, recipe: str | None, num_samples: int) -> tuple[list[list[str]], bool]:
     """The operators on symmetric memory that torch's pass makes of each graph, and whether its setting is left behind."""
     from torch._inductor.fx_passes import post_grad
 
@@ -174,7 +174,7 @@ def _joined(num_columns: int, recipe: str | None) -> tuple[list[list[str]], bool
         spec = RegionSpec(columns, rows, one_input=True, one_use=True)
         divide(model, layout, group, [spec], StreamSpec((("block",),)))
         model.block.compile(options=micro_pipelined(None))
-        model(torch.randn(2, 16, 32, dtype=torch.bfloat16)).sum().backward()
+        model(torch.randn(num_samples, 16, 32, dtype=torch.bfloat16)).sum().backward()
     dist.destroy_process_group()
     return found, torch._inductor.config._micro_pipeline_tp
 
@@ -191,24 +191,26 @@ SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_columns", "recipe", "joined"),
+    ("num_columns", "recipe", "num_samples", "joined"),
     [
-        (1, None, ([GATHER, SCATTER], [GATHER, SCATTER])),
+        (1, None, 2, ([GATHER, SCATTER], [GATHER, SCATTER])),
         # Gradients of several columns are added before they are summed over ranks.
-        (2, None, ([GATHER, SCATTER], [GATHER])),
-        (2, "tensorwise", ([SCALED_GATHER, SCALED_SCATTER], [SCALED_GATHER])),
+        (2, None, 2, ([GATHER, SCATTER], [GATHER])),
+        (2, "tensorwise", 2, ([SCALED_GATHER, SCALED_SCATTER], [SCALED_GATHER])),
+        # Tokens of one sample are rows in their order.
+        (1, "tensorwise", 1, ([SCALED_GATHER, SCALED_SCATTER], [SCALED_GATHER, SCALED_SCATTER])),
         # Gathered as it is, and rounded twice: along rows and, for gradients of weights, along columns.
-        (2, "rowwise", ([SCALED_SCATTER], [])),
-        (2, "rowwise_with_gw_hp", ([SCALED_SCATTER], [])),
+        (2, "rowwise", 2, ([SCALED_SCATTER], [])),
+        (2, "rowwise_with_gw_hp", 2, ([SCALED_SCATTER], [])),
     ],
 )
 def test_inductor_joins_exchanges_with_products(
-    num_columns: int, recipe: str | None, joined: tuple[list[str], list[str]]
+    num_columns: int, recipe: str | None, num_samples: int, joined: tuple[list[str], list[str]]
 ) -> None:
     if recipe is not None:
         pytest.importorskip("torchao")
     ((forward, backward), is_left) = run_ranks(
-        _joined, 1, args=(num_columns, recipe), timeout_s=200, init_process_group=False
+        _joined, 1, args=(num_columns, recipe, num_samples), timeout_s=200, init_process_group=False
     )[0]
     assert (forward, sorted(backward)) == joined
     assert not is_left

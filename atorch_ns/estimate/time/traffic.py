@@ -261,7 +261,7 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
     where one layer reads what was gathered: gradients of several are added in between.
 
     Of layers in fewer bits with one scale a tensor, gathers move a byte an element, after an exchange of the largest value;
-    with one scale a row, gathers are waited for. Backward their scattered sum is waited for.
+    with one scale a row, gathers are waited for. Backward their scattered sum is joined where there is one sample.
     """
     plan, device = context.plan, context.hardware.device
     if plan.compiler != "inductor":
@@ -299,8 +299,11 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
         # Recomputation stops before its last sum.
         total = total + (1 + again) * gathered + (1 + again * (place < len(regions) - 1)) * scattered
         total = total + saved([row], is_scattered=False)
-        if len(columns) == 1 and not (narrow is not None and is_chosen(narrow, segment, columns[0])):
-            total = total + saved(columns, is_scattered=True)
+        if len(columns) == 1:
+            is_joined = np.full(len(context.sizes), True)
+            if narrow is not None and is_chosen(narrow, segment, columns[0]):
+                is_joined = narrow.gathered & np.equal(context.num_samples, 1)
+            total = total + np.where(is_joined, saved(columns, is_scattered=True), 0.0)
     return total
 
 

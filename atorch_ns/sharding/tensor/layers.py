@@ -152,8 +152,9 @@ def _scattered_rows(
     assert dim is not None
     assert isinstance(group, ProcessGroup)
     first = x.movedim(dim, 0)
-    piece = layer.scattered(layer.product(first.flatten(0, -2), weight), group)
-    return piece.unflatten(0, (-1, *first.shape[1:-1])).movedim(0, dim)
+    piece: torch.Tensor = layer.scattered(layer.product(first.flatten(0, -2), weight), group)
+    piece = piece.unflatten(0, (-1, *first.shape[1:-1])).movedim(0, dim)
+    return piece
 
 
 class _GatheredColumn:
