@@ -61,7 +61,7 @@ def group_named(name: str) -> dist.ProcessGroup:
     """The process group with this name (``distributed_c10d._resolve_process_group``)."""
     from torch.distributed import distributed_c10d
 
-    found: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+    found: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return found
 
 
