@@ -103,7 +103,7 @@ def test_the_report_says_where_exchanges_are_asynchronous() -> None:
 @pytest.mark.usefixtures("_anywhere")
 @pytest.mark.parametrize(
     ("recipe", "told"),
-    [("tensorwise", "travels in float8 in 4 of them"), ("rowwise", "with one scale a row are waited for")],
+    [("tensorwise", "travels in float8 in 8 of them"), ("rowwise", "with one scale a row are waited for")],
 )
 def test_the_report_says_what_travels_in_float8(recipe: str, told: str) -> None:
     pytest.importorskip("torchao")
